@@ -2,7 +2,7 @@
 
 python benchmarks/conformance.py                 print what differs
 python benchmarks/conformance.py --write         and write benchmarks/CONFORMANCE.md
-python benchmarks/conformance.py --only flex     those whose name holds "flex"
+python benchmarks/conformance.py --only flex     only those with "flex" in the title
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPORT = Path(__file__).resolve().parent / "CONFORMANCE.md"
 
 
 def only(kernel: SDPBackend) -> Callable[..., Tensor]:
-    """``scaled_dot_product_attention`` held to one kernel; what that kernel does not take is a refusal."""
+    """``scaled_dot_product_attention`` with one kernel; a call that the kernel does not support counts as refused."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         try:
@@ -72,17 +72,17 @@ def flex(
             block_mask = create_block_mask(lambda b, h, i, j: whole[b, h, i, j], *sizes, device=query.device)
         else:
             score_mod = lambda score, b, h, i, j: score + whole[b, h, i, j]  # noqa: E731
-    found = flex_attention(
+    output = flex_attention(
         query, key, value, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa
     )
-    return found  # type: ignore[return-value]
+    return output  # type: ignore[return-value]
 
 
 # torch's module ---------------------------------------------------------------------------------------------------
 
 
 class ModuleWithWeights(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` on the path that computes its weights, whether they are asked for or not."""
+    """``nn.MultiheadAttention`` on the path that computes its weights, even if they are not requested."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return super().forward(*inputs, **{**options, "need_weights": True, "average_attn_weights": False})
@@ -105,9 +105,9 @@ def counted(name: str) -> Iterator[list[int]]:
 
 
 def module_fast_path(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """The fused path that ``nn.MultiheadAttention`` takes in inference, which needs self-attention.
+    """The fused inference path of ``nn.MultiheadAttention``, which needs self-attention.
 
-    Query, key and value lie side by side in one token, a third of each head's width for each; the projections pick.
+    Query, key and value are concatenated in one token, a third of each head's width each; the projections select them.
     """
     batch, heads, length, head_dim = query.shape
     if any(tensor.requires_grad for tensor in (query, key, value)):
@@ -115,7 +115,7 @@ def module_fast_path(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
     if key.shape[2] != length or heads % 2 or value.shape[3] != head_dim:
         raise NotImplementedError("the fast path takes self-attention with an even number of heads")
     width = 3 * heads * head_dim
-    # The weights that it draws are none of the attention's.
+    # The random weights are not used.
     with torch.random.fork_rng(devices=[]):
         module = nn.MultiheadAttention(width, heads, batch_first=True).to(query.dtype).eval()
     picks = torch.zeros(3, width, width, dtype=query.dtype)
@@ -146,7 +146,7 @@ def module_fast_path(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
 
 @dataclass
 class Layer:
-    """What transformers' attention functions read of a module."""
+    """The attributes of a module that transformers' attention functions read."""
 
     num_key_value_groups: int
     training: bool = True
@@ -163,7 +163,7 @@ def transformers_eager(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Llama's eager attention; bool masks become what transformers itself makes of them, the dtype's least number."""
+    """Llama's eager attention; bool masks are converted as in transformers, to the dtype's lowest number."""
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -190,7 +190,7 @@ def transformers_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What transformers calls for ``attn_implementation="sdpa"``."""
+    """The function that transformers calls for ``attn_implementation="sdpa"``."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     output, _ = sdpa_attention_forward(
@@ -210,13 +210,13 @@ def transformers_sdpa(
 
 
 def ours(backend: str) -> Callable[..., Any]:
-    """``observe_attention`` with what the suite can check; ``attention`` on the backend that gives no statistics."""
+    """``observe_attention`` with the statistics that the suite checks; ``attention`` where the backend has none."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         if backend == "sdpa":
             return ch.attention(query, key, value, backend=backend, **options)
         want = ch.Want(lse=True, entropy=True, received=True, rows=range(query.shape[2]))
-        # All rows of weights are length x length numbers, which the law of memory is not about.
+        # The memory law does not cover weights, which are length x length numbers.
         want = want if query.shape[2] < 500 else ch.Want(lse=True, entropy=True, received=True)
         return ch.observe_attention(query, key, value, want=want, backend=backend, **options)
 
@@ -225,7 +225,7 @@ def ours(backend: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Contender:
-    """A function in the report: its title, how it is called, and what must be said about it."""
+    """A function in the report: its title, its calling convention, and a note."""
 
     title: str
     fn: Callable[..., Any]
@@ -234,7 +234,7 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    found = [
+    rows = [
         Contender("SDPA", F.scaled_dot_product_attention, note="torch chooses among its CPU kernels"),
         Contender("SDPA flash", only(SDPBackend.FLASH_ATTENTION), note="the CPU flash kernel alone"),
         Contender("SDPA math", only(SDPBackend.MATH), note="the unfused kernel alone"),
@@ -248,8 +248,8 @@ def contenders() -> list[Contender]:
     except metadata.PackageNotFoundError:
         print("transformers is not installed: left out")
     else:
-        found.append(Contender("HF eager", transformers_eager, note="transformers, Llama's eager function"))
-        found.append(Contender("HF sdpa", transformers_sdpa, note="transformers, the function behind 'sdpa'"))
+        rows.append(Contender("HF eager", transformers_eager, note="transformers, Llama's eager function"))
+        rows.append(Contender("HF sdpa", transformers_sdpa, note="transformers, the function behind 'sdpa'"))
     names = {
         "native": "the CPU kernels",
         "tiled": "tiles of torch operations",
@@ -258,22 +258,22 @@ def contenders() -> list[Contender]:
     }
     for name, note in names.items():
         if name != "native" or native_library.reason() is None:
-            found.append(Contender(f"clearhead {name}", ours(name), "clearhead", note))
-    return found
+            rows.append(Contender(f"clearhead {name}", ours(name), "clearhead", note))
+    return rows
 
 
-MARKS = {"holds": "ok", "fails": "**fails**", "does not apply": "–"}
+SYMBOLS = {"holds": "ok", "fails": "**fails**", "does not apply": "–"}
 
 
 def mark(finding: Finding) -> str:
     parts = finding.detail.split("; ")
     refused = finding.status == "does not apply" and all(part.startswith("refused") for part in parts)
-    return "refused" if refused else MARKS[finding.status]
+    return "refused" if refused else SYMBOLS[finding.status]
 
 
-def written(found: list[tuple[Contender, Report]]) -> str:
+def written(reports: list[tuple[Contender, Report]]) -> str:
     """The report as Markdown."""
-    titles = [contender.title for contender, _ in found]
+    titles = [contender.title for contender, _ in reports]
     lines = [
         "# Conformance",
         "",
@@ -283,57 +283,57 @@ def written(found: list[tuple[Contender, Report]]) -> str:
         f"{', '.join(f'{name} {version}' for name, version in versions().items())}; float32, "
         f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}.",
         "",
-        "A law does not apply (–) where a function cannot be told what it speaks of, or returns nothing that it could "
-        "look at. *Refused*: the function says that it does not do this, which breaks no law.",
+        "A law does not apply (–) where a function has no argument for it, or returns nothing that it could check. "
+        "*Refused*: the function raises NotImplementedError, which breaks no law.",
         "",
         "| law | " + " | ".join(titles) + " |",
         "|---|" + "---|" * len(titles),
     ]
-    for place, finding in enumerate(found[0][1].findings):
+    for place, finding in enumerate(reports[0][1].findings):
         if finding.law != "memory":
-            cells = [mark(report.findings[place]) for _, report in found]
+            cells = [mark(report.findings[place]) for _, report in reports]
             lines.append(f"| {finding.law} | " + " | ".join(cells) + " |")
     lines += ["", "| function | what it is | verdict | peak memory of forward, 2 heads × 64 |", "|---|---|---|---|"]
-    for contender, report in found:
+    for contender, report in reports:
         memory = report["memory"].detail.removeprefix("measured: ")
         lines.append(f"| {contender.title} | {contender.note} | {report.verdict} | {memory} |")
     lines += ["", "## What fails", ""]
-    for contender, report in found:
+    for contender, report in reports:
         for finding in report.findings:
             if finding.status == "fails":
                 lines.append(f"- **{contender.title}, {finding.law}**: {finding.detail}; with `{finding.example}`.")
     lines += ["", "## The laws", ""]
-    lines += [f"- **{finding.law}**: {finding.says}." for finding in found[0][1].findings]
+    lines += [f"- **{finding.law}**: {finding.says}." for finding in reports[0][1].findings]
     return "\n".join(lines) + "\n"
 
 
 def versions() -> dict[str, str]:
-    found = {"clearhead": ch.__version__, "torch": torch.__version__}
+    numbers = {"clearhead": ch.__version__, "torch": torch.__version__}
     with suppress(metadata.PackageNotFoundError):
-        found["transformers"] = metadata.version("transformers")
-    return {**found, "python": platform.python_version()}
+        numbers["transformers"] = metadata.version("transformers")
+    return {**numbers, "python": platform.python_version()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/CONFORMANCE.md")
-    parser.add_argument("--only", default="", help="those whose title holds this")
-    parser.add_argument("--examples", type=int, default=10, help="further cases drawn for each law")
+    parser.add_argument("--only", default="", help="only contenders with this in their title")
+    parser.add_argument("--examples", type=int, default=10, help="random cases for each law")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    found = []
+    reports = []
     for contender in contenders():
         if options.only.lower() in contender.title.lower():
             report = ch.verify(
                 contender.fn, signature=contender.signature, examples=options.examples, name=contender.title
             )
             print(f"{contender.title}: {report.verdict}", flush=True)
-            found.append((contender, report))
+            reports.append((contender, report))
     if options.write and not options.only:
-        REPORT.write_text(written(found), encoding="utf-8")
+        REPORT.write_text(written(reports), encoding="utf-8")
         print(f"wrote {REPORT.name}")
     else:
-        print(written(found))
+        print(written(reports))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ START, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 
 @dataclass(frozen=True)
 class Trial:
-    """One model: the command that makes it, where its figure stands in metrics.json, and what is asked of it."""
+    """One model: its training command, the key of its figure in metrics.json, and the required figure."""
 
     title: str
     command: tuple[str, ...]
@@ -74,7 +74,7 @@ TRIALS = {
 
 
 def data_folder() -> Path:
-    """Where the data lie."""
+    """The folder of the data."""
     named = os.environ.get("CLEARHEAD_DATA")
     folder = Path(named) if named else HERE.parent.parent / "shared" / "data"
     if not folder.is_dir():
@@ -83,7 +83,7 @@ def data_folder() -> Path:
 
 
 def trained(trial: Trial, name: str, seed: int, runs: Path, data: Path) -> tuple[float, float]:
-    """The figure and the seconds of one run, trained unless it is there already."""
+    """The figure and the seconds of one run, which is trained unless its folder exists."""
     out = runs.resolve() / f"{name}-{seed}"
     program = "import sys; from clearhead.cli.app import main; sys.argv[0] = 'clearhead'; main()"
     words = [*trial.command, "--seed", str(seed), "--out", str(out), "--resume"]
@@ -92,13 +92,13 @@ def trained(trial: Trial, name: str, seed: int, runs: Path, data: Path) -> tuple
     return metrics[trial.part][trial.number], metrics["seconds"]
 
 
-def row(trial: Trial, found: list[tuple[float, float]]) -> str:
+def row(trial: Trial, results: list[tuple[float, float]]) -> str:
     """One line of the table."""
-    figures = [figure for figure, _ in found]
+    figures = [figure for figure, _ in results]
     middle = statistics.median(figures)
     met = middle >= trial.wanted if trial.larger_is_better else middle <= trial.wanted
     relation = "at least" if trial.larger_is_better else "at most"
-    seconds = statistics.median(seconds for _, seconds in found)
+    seconds = statistics.median(seconds for _, seconds in results)
     each = ", ".join(f"{figure:.4f}" for figure in figures)
     wanted = f"{relation} {trial.wanted}: {'met' if met else 'not met'}"
     spread = max(figures) - min(figures)
@@ -135,19 +135,19 @@ def section(rows: list[str], names: list[str], seeds: list[int]) -> str:
 
 
 def write_section(path: Path, text: str) -> None:
-    """Put the section into RESULTS.md, in place of the last one."""
+    """Write the section into RESULTS.md, in place of the old one."""
     old = path.read_text() if path.exists() else "# Results\n"
-    before, found, rest = old.partition(START)
-    after = rest.partition(END)[2] if found else ""
-    path.write_text(before.rstrip("\n") + "\n\n" + text + (after or "\n"))
+    before, marker, rest = old.partition(START)
+    tail = rest.partition(END)[2] if marker else ""
+    path.write_text(before.rstrip("\n") + "\n\n" + text + (tail or "\n"))
 
 
 def main() -> None:
-    """Train, print the section, and write it where asked."""
+    """Train, print the section, and write it if requested."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=TRIALS, action="append", help="train this one; may be given again")
+    parser.add_argument("--only", choices=TRIALS, action="append", help="train only this model; repeatable")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=HERE.parent / "runs" / "quality", help="where the runs go")
+    parser.add_argument("--runs", type=Path, default=HERE.parent / "runs" / "quality", help="folder of the runs")
     parser.add_argument("--write", action="store_true", help="put the section into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     names = arguments.only or list(TRIALS)

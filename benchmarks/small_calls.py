@@ -1,7 +1,7 @@
-"""Processor time of small calls, in turns with another version of clearhead.
+"""Processor time of small calls, optionally interleaved with another version of clearhead.
 
     python benchmarks/small_calls.py                         this version alone
-    python benchmarks/small_calls.py --against CHECKOUT      in turns with the version in another checkout, built
+    python benchmarks/small_calls.py --against CHECKOUT      interleaved with the built version in another checkout
 
 One thread, float32, no gradients. A round is a process for each version; a figure is the median of rounds.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Takes a checkout's own clearhead, also where another one is installed as editable.
+#: Imports clearhead from a checkout, even if another one is installed as editable.
 PROGRAM = """
 import runpy, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "clearhead" not in type(finder).__module__]
@@ -45,24 +45,24 @@ def calls() -> dict[str, Callable[[], Any]]:
         "EncoderBlock(32, 2), 8 tokens": ch.nn.EncoderBlock(32, 2),
         "Encoder(32, 2, 8), 8 tokens": ch.nn.Encoder(32, 2, 8),
     }
-    found: dict[str, Callable[[], Any]] = {name: partial(module.eval(), x) for name, module in modules.items()}
+    calls_by_name: dict[str, Callable[[], Any]] = {name: partial(module.eval(), x) for name, module in modules.items()}
     swap = getattr(ch, "swap", None) or ch.bridges.swap
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     stack = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
     swap(stack)
-    found["swapped nn.TransformerEncoderLayer(32, 2, 64), 8 tokens"] = lambda: stack.layers[0](x)
-    found["Decoder(128, 4, 8), a token"] = decoding(ch, 128, 4, 8)
+    calls_by_name["swapped nn.TransformerEncoderLayer(32, 2, 64), 8 tokens"] = lambda: stack.layers[0](x)
+    calls_by_name["Decoder(128, 4, 8), a token"] = decoding(ch, 128, 4, 8)
     if importlib.util.find_spec("transformers"):
-        found["swapped Llama, 3 layers of 64, 8 tokens"] = llama(swap)
-    found["attention, 1x1x8x8"] = lambda: ch.attention(head, head, head)
-    found["torch's scaled_dot_product_attention, 1x1x8x8"] = lambda: nn.functional.scaled_dot_product_attention(
+        calls_by_name["swapped Llama, 3 layers of 64, 8 tokens"] = llama(swap)
+    calls_by_name["attention, 1x1x8x8"] = lambda: ch.attention(head, head, head)
+    calls_by_name["torch's scaled_dot_product_attention, 1x1x8x8"] = lambda: nn.functional.scaled_dot_product_attention(
         head, head, head
     )
-    return found
+    return calls_by_name
 
 
 def decoding(ch: Any, width: int, heads: int, layers: int) -> Callable[[], Tensor]:
-    """A token after fewer than 128 others."""
+    """A decoding step with fewer than 128 cached tokens."""
     module, x = ch.nn.Decoder(width, heads, layers).eval(), torch.randn(1, 1, width)
     cache = module.new_cache()
 
@@ -102,7 +102,7 @@ def microseconds(call: Callable[[], Any], seconds: float = 0.4, parts: int = 8) 
     return fastest * 1e6
 
 
-def once() -> dict[str, float]:
+def measure_once() -> dict[str, float]:
     """The time of each call, in µs."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def once() -> dict[str, float]:
 
 
 def measured(checkout: Path) -> dict[str, float]:
-    """The times of the version in a checkout, in a process of its own."""
+    """The times of the version in a checkout, in a separate process."""
     command = [sys.executable, "-c", PROGRAM, str(checkout / "src"), str(Path(__file__).resolve())]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(once()))
+        print(json.dumps(measure_once()))
         return
     if options.against is not None and not (options.against / "src" / "clearhead").is_dir():
         parser.error(f"--against must be a checkout of clearhead; got {options.against}")

@@ -1,4 +1,4 @@
-"""The GPU kernels on a CUDA device: whether they agree with the specification, and what statistics cost.
+"""The GPU kernels on a CUDA device: agreement with the specification, and the cost of statistics.
 
     python benchmarks/triton_gpu.py                    every size, mask and dtype
     python benchmarks/triton_gpu.py --rounds 50        more rounds of each timing
@@ -30,7 +30,7 @@ STATISTICS_ERROR = 1e-4
 
 
 def wanted(length: int) -> dict[str, ch.Want]:
-    """What is asked for, by the name of its column."""
+    """The requested statistics, by column name."""
     rows = {"lse": True, "max_score": True, "entropy": True, "distance": True, "sink": 4}
     mixing = torch.full((1, 1, 1, length), 1.0 / length, device="cuda")
     columns = {"received": True, "row_weights": mixing, "heatmap": 64, "rows": [0, length - 1]}
@@ -51,31 +51,31 @@ def draw(size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
 
 
 def disagreements(size: tuple[int, ...], mask: ch.Mask | None, dtype: torch.dtype) -> list[str]:
-    """Names of results that are too far from the specification in float64, with how far."""
+    """Names of results that differ too much from the specification in float64, with their errors."""
     inputs = draw(size, dtype)
     want = wanted(size[2])["everything"]
-    seen = ch.observe_attention(*inputs, want=want, mask=mask, backend="triton")
+    actual = ch.observe_attention(*inputs, want=want, mask=mask, backend="triton")
     right = ch.observe_attention(*(each.double() for each in inputs), want=want, mask=mask, backend="reference")
-    found = []
+    failures = []
     for field in fields(ch.Observation):
-        one, other = getattr(seen, field.name), getattr(right, field.name)
+        one, other = getattr(actual, field.name), getattr(right, field.name)
         if field.name == "top_indices":
-            continue  # Near ties may change places; their weights are compared.
+            continue  # Near ties may be in another order; their weights are compared.
         rounding = torch.finfo(dtype).eps if field.name == "output" else 0.0
         scale = max(1e-3, other[torch.isfinite(other)].abs().max().item())
         error = (one.double() - other).abs().nan_to_num(0.0, 0.0).max().item() / scale
         if error > STATISTICS_ERROR + rounding or not torch.equal(one.isfinite(), other.isfinite()):
-            found.append(f"{field.name} ({error:.1e})")
-    again = ch.observe_attention(*inputs, want=want, mask=mask, backend="triton")
+            failures.append(f"{field.name} ({error:.1e})")
+    repeated = ch.observe_attention(*inputs, want=want, mask=mask, backend="triton")
     for field in fields(ch.Observation):
-        if not torch.equal(getattr(seen, field.name), getattr(again, field.name)):
-            found.append(f"{field.name} (other bits the second time)")
+        if not torch.equal(getattr(actual, field.name), getattr(repeated, field.name)):
+            failures.append(f"{field.name} (other bits the second time)")
     plain = ch.attention(*inputs, mask=mask, backend="triton")
-    return found + ([] if torch.equal(plain, seen.output) else ["output (other bits without statistics)"])
+    return failures + ([] if torch.equal(plain, actual.output) else ["output (other bits without statistics)"])
 
 
 def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each call: the median of rounds in which every call has its turn."""
+    """Milliseconds of each call: the median of interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 3):
         for name, call in calls.items():
@@ -86,7 +86,7 @@ def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
             stop.synchronize()
             if number >= 3:
                 times[name].append(start.elapsed_time(stop))
-    return {name: statistics.median(own) for name, own in times.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def measure(size: tuple[int, ...], mask: ch.Mask | None, dtype: torch.dtype, rounds: int) -> str:
@@ -117,10 +117,10 @@ def main() -> int:
         for size in SIZES:
             for name, mask in MASKS.items():
                 for kind in options.dtypes:
-                    # The specification holds T x T in float64: agreement is looked at on fewer heads.
-                    found = disagreements((1, 2, *size[2:]), mask, DTYPES[kind])
-                    wrong += bool(found)
-                    print(f"{size} {name} {kind}: {'disagrees in ' + ', '.join(found) if found else 'agrees'}")
+                    # The specification holds T x T in float64: agreement is checked on fewer heads.
+                    failures = disagreements((1, 2, *size[2:]), mask, DTYPES[kind])
+                    wrong += bool(failures)
+                    print(f"{size} {name} {kind}: {'disagrees in ' + ', '.join(failures) if failures else 'agrees'}")
                     print(f"  {measure(size, mask, DTYPES[kind], options.rounds)}", flush=True)
     return 1 if wrong else 0
 

@@ -1,4 +1,4 @@
-"""Watchers of attention: they observe and edit calls, and statistics do not change the output."""
+"""``clearhead.watch``: watchers observe and edit calls, and statistics leave the output bitwise identical."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from clearhead.watch import (
 
 
 class Recorder:
-    """Records each call that is not silent, and requests statistics."""
+    """Records each call that is not silent, with statistics of its own."""
 
     edits = False
 
@@ -61,7 +61,7 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
 ALL = ch.Want(lse=True, entropy=True, received=True, top_k=3, distance=True, sink=1)
 
 
-def test_without_watchers_it_is_attention(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_attend_without_watcher_is_attention(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     assert not watched()
     assert torch.equal(attend(None, *tensors, mask=ch.Causal()), ch.attention(*tensors, mask=ch.Causal()))
 
@@ -72,19 +72,19 @@ def test_without_watchers_it_is_attention(tensors: tuple[Tensor, Tensor, Tensor]
     ids=str,
 )
 @pytest.mark.parametrize("gradients", [False, True])
-def test_statistics_do_not_change_the_output(
+def test_statistics_leave_output_and_random_state_unmodified(
     tensors: tuple[Tensor, Tensor, Tensor], options: dict[str, object], gradients: bool
 ) -> None:
     query, key, value = (tensor.requires_grad_(gradients) for tensor in tensors)
     torch.manual_seed(0)
     wanted = ch.attention(query, key, value, **options)  # type: ignore[arg-type]
-    state_after = torch.get_rng_state()
+    state = torch.get_rng_state()
     torch.manual_seed(0)
     recorder = Recorder(ALL)
     with watching(recorder):
         output = attend(None, query, key, value, **options)
     assert torch.equal(output, wanted)
-    assert torch.equal(torch.get_rng_state(), state_after)
+    assert torch.equal(torch.get_rng_state(), state)
     (observation,) = recorder.observations
     exact = ch.observe_attention(query, key, value, want=ALL, **{**options, "backend": "reference"})  # type: ignore[arg-type]
     assert observation.entropy is not None
@@ -92,7 +92,7 @@ def test_statistics_do_not_change_the_output(
     torch.testing.assert_close(observation.entropy, exact.entropy, rtol=1e-5, atol=1e-5)
 
 
-def test_a_backend_asked_for_by_name_gives_its_statistics_or_its_reasons(
+def test_named_backend_without_the_statistics_raises(
     tensors: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     with watching(Recorder(ALL)), pytest.raises(ch.UnsupportedError, match="sdpa: cannot compute"):
@@ -111,7 +111,7 @@ def test_newest_watcher_is_outermost(tensors: tuple[Tensor, Tensor, Tensor]) -> 
         assert not edited()
 
 
-def test_a_module_may_want_statistics_of_the_edited_call(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_attend_wanting_describes_the_edited_call(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     with watching(Doubler()):
         observation = attend_wanting(None, *tensors, want=ch.Want(rows=[0]))
     assert observation.rows is not None
@@ -129,14 +129,14 @@ def test_other_threads_are_not_watched(tensors: tuple[Tensor, Tensor, Tensor]) -
     assert recorder.observations == []
 
 
-def test_a_failure_ends_the_watching(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_exception_deactivates_the_watcher(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     with pytest.raises(ch.ShapeError), watching(Recorder()):
         attend(None, tensors[0], tensors[1][..., :3], tensors[2])
     assert not watched()
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
-def test_checkpoints_recompute_edits_and_record_once(tensors: tuple[Tensor, Tensor, Tensor], inside: bool) -> None:
+def test_checkpoint_recomputes_edits_and_records_once(tensors: tuple[Tensor, Tensor, Tensor], inside: bool) -> None:
     query, key, value = tensors
 
     def run(part: Tensor) -> Tensor:
@@ -153,13 +153,15 @@ def test_checkpoints_recompute_edits_and_record_once(tensors: tuple[Tensor, Tens
         assert leaf.grad is not None
         return leaf.grad, len(recorder.observations)
 
-    wanted, single = gradient(run)
-    checkpointed, recomputed = gradient(lambda leaf: checkpoint(run, leaf, use_reentrant=False, context_fn=carried))
-    assert (single, recomputed) == (1, 1)
-    assert torch.equal(checkpointed, wanted)
+    wanted, calls = gradient(run)
+    recomputed, checkpointed_calls = gradient(
+        lambda leaf: checkpoint(run, leaf, use_reentrant=False, context_fn=carried)
+    )
+    assert (calls, checkpointed_calls) == (1, 1)
+    assert torch.equal(recomputed, wanted)
 
 
-def test_layout_is_available_to_watchers_while_its_mask_lives() -> None:
+def test_layout_is_registered_under_watchers_until_its_mask_is_deleted() -> None:
     documents = ch.Documents(lengths=[2, 1])
     laid_out(documents, 2, 4)
     assert layout_of(documents) is None

@@ -1,7 +1,7 @@
 """Build the CPU kernels into the source tree, only what changed: `make native`, and part of `make setup`.
 
-Leaves with code 2 where the build fails, and with 3 where there is nothing to build with. Either way clearhead
-works without the kernels, only slower; `clearhead doctor` says so.
+Exits with status 2 where the build fails, and with 3 where there is no compiler. In both cases clearhead works
+without the kernels, only slower; `clearhead doctor` reports it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "native"
 BIN = ROOT / ".venv" / "bin"
 FAILED, NO_TOOLS = 2, 3
-#: What each form asks of CMake; it is built in a folder of its name.
+#: CMake options of each form; the build folder has its name.
 FORMS = {
     "native": ["-DCLEARHEAD_IN_PLACE=ON"],
     "tests": ["-DCLEARHEAD_TESTS=ON"],
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _configured(build: Path) -> bool:
-    """Whether CMake has finished here before, and for this checkout: one that was moved starts anew."""
+    """Whether CMake has configured this folder before, for this checkout; a moved checkout starts again."""
     cache = build / "CMakeCache.txt"
     finished = (build / "build.ninja").exists() or (build / "Makefile").exists()
     return finished and cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n" in cache.read_text()
@@ -65,14 +65,14 @@ def _generator() -> list[str]:
 
 
 def _tool(name: str | None) -> str | None:
-    """Where a command is: on the path, or else in .venv."""
+    """Path of a command: on the path, or in .venv."""
     if not name:
         return None
     return shutil.which(name) or shutil.which(name, path=str(BIN))
 
 
 def _run(*command: str | Path) -> None:
-    """Run a command and keep what it says for the case that it fails."""
+    """Run a command and show its output if it fails."""
     line = [str(part) for part in command]
     quiet, words = subprocess.DEVNULL, subprocess.PIPE
     subprocess.run(line, check=True, stdin=quiet, stdout=words, stderr=subprocess.STDOUT, text=True)

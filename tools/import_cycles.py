@@ -1,6 +1,6 @@
 """Fail if files of clearhead import each other in a cycle: ``python tools/import_cycles.py``.
 
-Imports inside functions count; those for type checkers alone do not, as Python never runs them.
+Imports inside functions count; imports under TYPE_CHECKING do not, because Python never runs them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["find_cycle", "main"]
 
 
 def find_cycle(imports: Mapping[str, Set[str]]) -> list[str]:
-    """A cycle of files, each imported by the one behind it, or an empty list.
+    """A cycle of files, each imported by the next, or an empty list.
 
     >>> find_cycle({"a": {"b"}, "b": {"c"}, "c": set()})
     []
@@ -35,7 +35,7 @@ def main() -> int:
     cycle = find_cycle(imports)
     if cycle:
         print(f"imports in a cycle: {' <- '.join(cycle)}")
-    # The package reads its public names from everywhere when they are first used.
+    # The package imports its public names from all modules on first use.
     importers = sorted(graph.find_modules_that_directly_import("clearhead"))
     if importers:
         print(f"imports of the package itself, not of the module that defines the name: {', '.join(importers)}")

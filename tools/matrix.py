@@ -28,7 +28,7 @@ FOLDER = ROOT / "build" / "matrix"
 RESULTS = FOLDER / "results.json"
 TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
 TRANSFORMERS = ("4.57.6", "5.20.0", "5.23.0", "5.24.0")
-#: What every pair needs besides: clearhead's dependencies and the tests'.
+#: Further requirements of every pair: the dependencies of clearhead and of the tests.
 SHARED = ("numpy", "typer", "rich", "hypothesis", "pytest", "pytest-xdist")
 #: The tests of a pair; those that are missing from this checkout are left out.
 TESTS = ("tests/ops", "tests/test_torch_op.py", "tests/bridges", "tests/net")
@@ -188,7 +188,7 @@ def fingerprint() -> str:
 
 
 def table(results: dict[Pair, Result | None], state: str) -> str:
-    """The outcomes, a line a pair.
+    """The outcomes, one line per pair.
 
     >>> print(table({Pair("2.11.0", "5.24.0"): Result("passed", "9 passed", "x"), Pair("2.12.1", "5.24.0"): None}, "x"))
     torch   transformers  outcome

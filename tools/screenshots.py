@@ -1,7 +1,7 @@
-"""The README's two pictures: real pages of real small runs, opened in Chromium without a network.
+"""The README's two pictures: pages of real small runs, opened in Chromium without a network.
 
     python tools/screenshots.py                 # docs/images/digits.png and docs/images/text.png
-    python tools/screenshots.py --epochs 20     # a shorter training, for a look
+    python tools/screenshots.py --epochs 20     # a shorter training, for a quick check
 
 The first is the page of ``clearhead demo``. The second is a small language model, trained for a few seconds on this
 repository's README and pages, by ``clearhead train`` and ``clearhead view``. Seeds are fixed; numbers differ between
@@ -44,7 +44,7 @@ def main() -> int:
         )
         try:
             _picture(browser, digits, "", settings.out / "digits.png", "light")
-            _picture(browser, text, _telling(text), settings.out / "text.png", "dark")
+            _picture(browser, text, _previous_token_view(text), settings.out / "text.png", "dark")
         finally:
             browser.close()
     return 0
@@ -71,8 +71,8 @@ def _text(folder: Path) -> Path:
     return page
 
 
-def _telling(page: Path) -> str:
-    """The address of the head that looks most at the token before, heads sorted by that."""
+def _previous_token_view(page: Path) -> str:
+    """The URL fragment of the head with the most attention on the previous token, with heads sorted by that score."""
     layers = Page.open(page).data["layers"]
     heads = ((at, place) for at, layer in enumerate(layers) for place in range(len(layer["heads"])))
     layer, head = max(heads, key=lambda at: float(layers[at[0]]["heads"][at[1]]["scores"]["previous"]))
@@ -101,10 +101,10 @@ def _picture(browser: Browser, page: Path, fragment: str, out: Path, scheme: str
 
 
 def _chromium() -> str:
-    found = os.environ.get("CLEARHEAD_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
+    path = os.environ.get("CLEARHEAD_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
         raise SystemExit("there is no chromium on the path (Debian: apt install chromium; or set CLEARHEAD_CHROMIUM)")
-    return found
+    return path
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Seed faults into a copy of the library, one at a time, and see whether the tests catch each.
+"""Insert faults into a copy of the library, one at a time, and check that the tests catch each.
 
 The faults are records in ``tools/seeded_faults.toml``: a name, a file, the exact text, its replacement, and the tests
 that must fail. The checkout is not touched. Exits with 1 if a fault is missed, with 2 if one could not be tried.
@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 LIBRARY = Path("src", "clearhead", "_native")
 MISSED, NOT_TRIED, INTERRUPTED = 1, 2, 130
-#: Seconds that the tests of one fault may take; those of a fault that hangs are ended, and the fault is caught.
+#: Time limit in seconds for the tests of one fault; a fault that hangs counts as caught.
 LONGEST = 600
 #: pytest's exit codes.
 PASSED, FAILED = 0, 1
-#: An editable install puts its finder before the path, in every process that starts.
+#: An editable install puts its finder before the path in every new process.
 SITE = """
 import sys
 from importlib.machinery import PathFinder
@@ -50,12 +50,12 @@ class Fault:
     """A record of the table.
 
     Attributes:
-        name: what it is called here.
-        file: where it goes, from the root.
-        text: what stands there, exactly once.
-        replacement: what stands there instead.
-        tests: arguments of pytest, one run a line; at least one of the tests must fail.
-        why: what a user would meet.
+        name: its name in the table.
+        file: its path, relative to the root.
+        text: the original text, which occurs exactly once.
+        replacement: the faulty text.
+        tests: pytest arguments, one run per line; at least one of the tests must fail.
+        why: the effect on a user.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Fault:
         return self.file.startswith("native/")
 
     def check(self, root: Path) -> None:
-        """Raise unless the text stands in the file exactly once."""
+        """Raise unless the text occurs in the file exactly once."""
         path = root / self.file
         count = path.read_text().count(self.text) if path.exists() else 0
         if count != 1 or self.text == self.replacement:
@@ -90,7 +90,7 @@ def faults(table: Path = TABLE) -> list[Fault]:
 
 
 class Copy:
-    """A copy of the checkout's files in a folder, in which faults are tried."""
+    """A copy of the checkout's files in which faults are tried."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "tree"
@@ -107,23 +107,23 @@ class Copy:
             "OMP_WAIT_POLICY": "passive",
         }
         self._clean = folder / "library"
-        self._passing: dict[str, bool] = {}
+        self._passes_without_fault: dict[str, bool] = {}
         if (ROOT / LIBRARY).exists():
             shutil.copytree(ROOT / LIBRARY, self.root / LIBRARY, dirs_exist_ok=True)
         self._check_imported()
 
     def build(self) -> None:
-        """Build the copy's kernels, for this processor's best instruction set and the baseline; only what changed."""
+        """Build the copy's kernels for the baseline and this processor's best instruction set; only changed files."""
         build, script = self.root / "build" / "native", self.root / "native" / "CMakeLists.txt"
         if not build.exists():
-            # A fault is as wrong without the later optimizations, which take two thirds of the build's time.
+            # A fault is also wrong without the later optimizations, which take two thirds of the build time.
             script.write_text(script.read_text().replace(" -O3 ", " -O1 "))
             left_out = [f"-DCLEARHEAD_HAS_{name}=OFF" for name in _sets_left_out()]
             self._run("cmake", "-S", self.root / "native", "-B", build, "-DCLEARHEAD_IN_PLACE=ON", *left_out)
         self._run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
 
     def keep_library(self) -> None:
-        """Remember the library as it is without a fault."""
+        """Save the library without a fault."""
         shutil.rmtree(self._clean, ignore_errors=True)
         shutil.copytree(self.root / LIBRARY, self._clean)
 
@@ -145,9 +145,9 @@ class Copy:
 
     def passes(self, line: str) -> bool:
         """Whether a line of tests passes without a fault."""
-        if line not in self._passing:
-            self._passing[line] = self.tested(line)[0] == PASSED
-        return self._passing[line]
+        if line not in self._passes_without_fault:
+            self._passes_without_fault[line] = self.tested(line)[0] == PASSED
+        return self._passes_without_fault[line]
 
     def _check_imported(self) -> None:
         command = [sys.executable, "-c", "import clearhead; print(clearhead.__file__)"]
@@ -182,7 +182,7 @@ class Copy:
 
 
 def _files() -> list[str]:
-    """The checkout's files, those not yet committed among them."""
+    """The checkout's files, including uncommitted ones."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     return [name for name in names if name and (ROOT / name).is_file()]
@@ -219,7 +219,7 @@ def _with_fault(copy: Copy, fault: Fault) -> Iterator[None]:
 
 
 def _tried(copy: Copy, fault: Fault) -> tuple[str, str]:
-    """``caught``, ``missed`` or ``not tried``, and by what or why."""
+    """``caught``, ``missed`` or ``not tried``, with the failed test or the reason."""
     try:
         with _with_fault(copy, fault):
             code, said, line = next(
@@ -232,7 +232,7 @@ def _tried(copy: Copy, fault: Fault) -> tuple[str, str]:
         return "missed", said
     if code is not None and code > FAILED:
         return "not tried", f"pytest ended with {code}: {said}"
-    # Tests that fail anyway catch nothing.
+    # Tests that fail without the fault do not catch it.
     return ("caught", said) if copy.passes(line) else ("not tried", f"without the fault {line} fails too")
 
 

@@ -1,8 +1,8 @@
 """Make .venv and install clearhead into it, without a CUDA download where a CPU build will do.
 
-Run by `make setup`; needs nothing but Python. A torch that fits pyproject.toml is kept wherever it is
-found: in .venv first, then in the Python that runs this file. Only when there is none is one installed,
-and only a machine with a working NVIDIA GPU gets the CUDA build.
+Run by `make setup`; needs nothing but Python. A torch that fits pyproject.toml is used, first from .venv,
+then from the Python that runs this file. Otherwise one is installed; only a machine with a working NVIDIA GPU gets
+the CUDA build.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMMANDS = {"lint-imports": "import-linter", "mypy": "mypy", "pre-commit": "pre-
 
 
 class CommandFailed(Exception):
-    """A command that ended badly; carries its own last words."""
+    """A command failed; the message is the last line of its output."""
 
 
 def main() -> None:
@@ -47,17 +47,15 @@ def main() -> None:
     try:
         make_venv()
         write_pins()
-        kept = torch_version(PYTHON)
-        if options.torch or not fits(kept):
+        installed = torch_version(PYTHON)
+        if options.torch or not fits(installed):
             install_torch(options.torch)
-            kept = torch_version(PYTHON)
-            if not fits(kept):
-                _stop(
-                    f"torch must be {oldest_torch()} or newer; got {kept}. Name another: make setup TORCH=torch==2.13.0"
-                )
+            installed = torch_version(PYTHON)
+            if not fits(installed):
+                _stop(f"torch must be {oldest_torch()} or newer; got {installed}. Use make setup TORCH=torch==2.13.0")
         else:
-            _say(f"torch {kept} is already here and is kept")
-        write_pins(torch=kept)
+            _say(f"torch {installed} is already installed")
+        write_pins(torch=installed)
         install_clearhead()
         install_cmake()
     except CommandFailed as failure:
@@ -67,7 +65,7 @@ def main() -> None:
 
 
 def make_venv() -> None:
-    """Make .venv unless it is there and runs, so that a fitting torch of this Python shows through."""
+    """Create .venv unless it exists and works; a suitable torch of this Python stays importable in it."""
     if PYTHON.exists() and _quiet(PYTHON, "-c", f"import sys; assert sys.version_info >= {OLDEST_PYTHON}"):
         return
     shutil.rmtree(VENV, ignore_errors=True)
@@ -82,7 +80,7 @@ def make_venv() -> None:
             "Install its venv package (on Debian: python3-venv) and run make setup again."
         )
     if shares and in_venv:
-        # --system-site-packages would show the packages of the base Python, not of the venv we run in.
+        # --system-site-packages would expose the packages of the base Python, not of the current venv.
         paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
         site = Path(_output(PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
         (site / "parent_environment.pth").write_text("\n".join(sorted(paths)) + "\n", encoding="utf-8")
@@ -90,7 +88,7 @@ def make_venv() -> None:
 
 
 def install_torch(asked: str | None) -> None:
-    """Install the torch that was asked for, else the pinned one: the CPU build where no GPU works."""
+    """Install the requested torch, or the pinned one: the CPU build without a working GPU."""
     pinned = f"torch=={_pin('torch')}"
     if asked or has_gpu() or not sys.platform.startswith("linux"):
         # Outside Linux the ordinary wheel carries no CUDA.
@@ -104,7 +102,7 @@ def install_torch(asked: str | None) -> None:
     uv = f"uv=={_pin('uv')}"
     try:
         _run(f"installing {uv}", PYTHON, "-m", "pip", "install", uv)
-        # Torch's own needs come from pip's index with everything else.
+        # Torch's dependencies come from pip's index, like everything else.
         options = ["--python", str(PYTHON), "--torch-backend=cpu", "--no-deps"]
         _run(f"installing {pinned}, CPU build", VENV / "bin" / "uv", "pip", "install", *options, pinned)
     except CommandFailed as failure:
@@ -115,16 +113,16 @@ def install_torch(asked: str | None) -> None:
 
 
 def write_pins(torch: str | None = None) -> None:
-    """Write the pins that pip obeys: those of constraints.txt, but for torch the one that is there."""
+    """Write the pins for pip: those of constraints.txt, but for torch the installed version."""
     line = f"torch=={torch}\n" if torch else ""
     PINS.write_text(re.sub(r"(?m)^torch==.*\n", line, _read("constraints.txt")), encoding="utf-8")
 
 
 def install_clearhead() -> None:
-    """Install the package in place, its pinned dependencies and the commands that develop it."""
+    """Install the package in place, its pinned dependencies and the development tools."""
     pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--constraint", PINS]
     _run(f"installing clearhead[{EXTRAS}] and what it needs", *pip, "--editable", f".[{EXTRAS}]")
-    # A package that shows through from the Python that lends us its torch has its command there, not here.
+    # A package of the Python whose torch is used has its command there, not here.
     absent = [package for command, package in COMMANDS.items() if not (VENV / "bin" / command).exists()]
     if absent:
         title = f"installing the commands of {', '.join(absent)}"
@@ -132,7 +130,7 @@ def install_clearhead() -> None:
 
 
 def install_cmake() -> None:
-    """Bring CMake and Ninja into .venv where there is a compiler but no CMake to drive it."""
+    """Install CMake and Ninja into .venv where there is a compiler but no CMake."""
     compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")
     if shutil.which("cmake") or (VENV / "bin" / "cmake").exists() or not any(shutil.which(c) for c in compilers if c):
         return
@@ -167,9 +165,9 @@ def oldest_torch() -> str:
 
 
 def has_gpu() -> bool:
-    """Whether NVIDIA's own tool finds a GPU that works."""
-    found = shutil.which("nvidia-smi")
-    return found is not None and _quiet(Path(found), "-L")
+    """Whether nvidia-smi finds a working GPU."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and _quiet(Path(tool), "-L")
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -177,9 +175,9 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _pin(package: str) -> str:
-    found = re.search(rf"(?m)^{package}==(\S+)$", _read("constraints.txt"))
-    assert found, f"constraints.txt pins {package}"
-    return found[1]
+    match = re.search(rf"(?m)^{package}==(\S+)$", _read("constraints.txt"))
+    assert match, f"constraints.txt pins {package}"
+    return match[1]
 
 
 def _read(name: str) -> str:
@@ -238,11 +236,11 @@ def _run(title: str, *command: str | Path) -> None:
 
 
 def _last_error(lines: list[str]) -> str:
-    """The line that says most: a Python error, else what pip or uv calls an error, else the last one."""
+    """The most useful line: a Python error, else an error of pip or uv, else the last line."""
     for kind in (r"\w+Error: .+", r"(?i)^(?:error|×).*", r"^.+"):
-        found = [match[0] for line in lines if (match := re.search(kind, line))]
-        if found:
-            return found[-1].rstrip(".")
+        matches = [match[0] for line in lines if (match := re.search(kind, line))]
+        if matches:
+            return matches[-1].rstrip(".")
     return "the command said nothing"
 
 

@@ -1,4 +1,4 @@
-"""What this machine and this installation can do: the facts behind ``clearhead doctor``."""
+"""Diagnosis of this machine and this installation, for ``clearhead doctor``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["Diagnosis", "Rate", "diagnose"]
 _MATRIX = 1024
 _ATTENTION = (1, 8, 512, 64)
 _SECONDS_EACH = 0.4
-#: Extras that bring features; the others are for people who work on clearhead itself.
+#: Extras for developers of clearhead; the others add features.
 _FOR_DEVELOPERS = ("dev", "docs", "all")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A measured speed in GFLOP/s, or why there is none."""
+    """A measured speed in GFLOP/s, or the reason why it was not measured."""
 
     what: str
     dtype: str
@@ -45,23 +45,23 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Everything that was found.
+    """The result of ``diagnose``.
 
     Attributes:
         machine: processor, cores, memory, instruction sets, accelerators, load.
-        versions: of Python, clearhead, torch and numpy.
-        torch: how torch was built.
-        threads: that torch uses, and the variables that set them.
+        versions: versions of Python, clearhead, torch and numpy.
+        torch: properties of the torch build.
+        threads: torch's numbers of threads, and the environment variables that set them.
         backends: each backend's capability in words.
-        extras: for each extra the packages it brings, with their versions or None.
+        extras: for each extra its packages, with their versions, or None where they are not installed.
         compiler: path and version of a C++ compiler, or None.
-        kernels: the instruction set that clearhead's CPU kernels run on, and those there are; or why they do not run.
+        kernels: the instruction set of clearhead's CPU kernels and those available; or why they do not run.
         rates: measured speeds.
-        processor: vendor and features that the table of choices is read by.
+        processor: vendor and features, the key to the table of choices.
         table: the rows of the table of choices.
         projections: the path of each kind of GEMM of a linear layer, with the reason.
-        attentions: for each dtype which attention runs, with the reason.
-        missing: what is missing or in the way, each with what to do.
+        attentions: for each dtype the selected attention, with the reason.
+        missing: problems, each with a remedy.
     """
 
     machine: Mapping[str, Any]
@@ -81,25 +81,25 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """The last line: what is missing, or that nothing is."""
+        """The last line of the report: the problems, or that there are none."""
         return "nothing is missing." if not self.missing else f"missing or in the way: {'; '.join(self.missing)}."
 
     def to_dict(self) -> dict[str, Any]:
-        """The findings as plain values."""
+        """The diagnosis as JSON values."""
         return {**asdict(self), "verdict": self.verdict}
 
 
 def diagnose() -> Diagnosis:
-    """Look at everything and measure for a few seconds.
+    """Diagnose the machine and the installation; takes a few seconds of measurement.
 
     >>> diagnose().backends["tiled"]["usable"]
     'yes'
     """
     extras = _extras()
     compiler = _compiler()
-    found = {**machine(), "load": load()}
+    facts = {**machine(), "load": load()}
     return Diagnosis(
-        machine=found,
+        machine=facts,
         versions=versions(),
         torch=torch_build(),
         threads=threads(),
@@ -112,7 +112,7 @@ def diagnose() -> Diagnosis:
         processor=str(processor()),
         table=[_table_row(row) for row in TABLE],
         attentions=[_attention_row(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)],
-        missing=_missing(found, extras, compiler),
+        missing=_missing(facts, extras, compiler),
     )
 
 
@@ -121,7 +121,7 @@ def _kernels() -> str:
     if why is not None:
         return f"none: the library {why}"
     sets = f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())}{_slower_sets()})"
-    return f"{sets}, keep up to {native_memory.limit() // 2**20:,} MiB of results that are gone"
+    return f"{sets}, reuse up to {native_memory.limit() // 2**20:,} MiB of freed results"
 
 
 def _table_row(row: ChoiceRow) -> dict[str, str]:
@@ -150,7 +150,7 @@ def _sizes(row: ChoiceRow) -> str:
 
 
 def _slower_sets() -> str:
-    """Which sets are wider than the chosen one, in words."""
+    """Description of the wider instruction sets that were not selected."""
     names, library = native_library.isa_names(), native_library.library()
     assert library is not None
     wider = names[: names.index(library.ch_isa_name(library.ch_isa_best()).decode())]
@@ -158,7 +158,7 @@ def _slower_sets() -> str:
 
 
 def _missing(
-    found: Mapping[str, Any], extras: Mapping[str, Mapping[str, str | None]], compiler: Mapping[str, str] | None
+    facts: Mapping[str, Any], extras: Mapping[str, Mapping[str, str | None]], compiler: Mapping[str, str] | None
 ) -> list[str]:
     absent = []
     for extra, packages in extras.items():
@@ -172,7 +172,7 @@ def _missing(
     why = native_library.reason()
     if why is not None:
         absent.append(f"the CPU kernels (the library {why})")
-    cores, used, busy = found["cores"], torch.get_num_threads(), found["load"]
+    cores, used, busy = facts["cores"], torch.get_num_threads(), facts["load"]
     if used > cores:
         absent.append(f"cores for {used} threads ({cores} usable: set OMP_NUM_THREADS={cores})")
     if busy is not None and busy > cores + 1:
@@ -202,7 +202,7 @@ def _installed(package: str) -> str | None:
 
 
 def _compiler() -> dict[str, str] | None:
-    """The first C++ compiler there is, in the order in which builds look for one."""
+    """The first C++ compiler found, in the order in which builds search."""
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         path = shutil.which(name) if name else None
         if path is None:
@@ -216,7 +216,7 @@ def _compiler() -> dict[str, str] | None:
 
 
 def _limits() -> list[Rate]:
-    """What the kernels could come to: their product in the first caches."""
+    """Upper limits of the kernels: the rate of their product in the first-level caches."""
     title, why = "the kernels' product in the first caches", native_library.reason()
     rates = {str(dtype)[6:]: product_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
     return [
@@ -226,7 +226,7 @@ def _limits() -> list[Rate]:
 
 
 def _product_rates() -> list[Rate]:
-    """torch's own; in bfloat16, where oneDNN has no product, one takes a second and tells nothing."""
+    """Rates of torch's matrix product; skipped in bfloat16 where oneDNN has none, which takes a second."""
     rates = []
     for dtype in (torch.float32, torch.bfloat16):
         absent = ONEDNN.absent(dtype) if dtype is torch.bfloat16 else None
@@ -240,7 +240,7 @@ def _product_rates() -> list[Rate]:
 
 
 def _attention_rates() -> list[Rate]:
-    """Each backend on one attention; those that refuse it say why."""
+    """Rate of each backend on one attention call, or the reason why it does not support the call."""
     batch, heads, length, head_dim = _ATTENTION
     operations = 4.0 * batch * heads * length**2 * head_dim
     query = torch.randn(_ATTENTION)
@@ -266,5 +266,5 @@ def _timed(calls: Mapping[str, Any]) -> dict[str, Timing]:
 
 
 def _gflops(operations: float, timing: Timing) -> float:
-    # Digits, not decimals: on a busy machine a slow backend's rate must not round to nothing.
+    # Significant digits, not decimals: a slow backend's rate must not round to 0.
     return float(f"{operations / timing.median / 1e9:.4g}")

@@ -1,4 +1,4 @@
-"""A model in a folder with the way a text goes into it: a run of ``clearhead train`` or a model of transformers."""
+"""Loading a model with its tokenizer from a folder: a run of ``clearhead train`` or a model of transformers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Reader", "read_ids", "reader_of"]
 
-#: Tokens at once for a model that tells no limit.
+#: Limit for a model that declares none.
 _NO_LIMIT = 4096
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A model with the way a text goes into it.
+    """A model with its tokenizer.
 
-    ``encode`` gives the text's ids, ``framed`` what the model is given for some of them, ``words`` their texts.
-    ``limit`` is the most tokens of the text that it reads at once.
+    ``encode`` returns the ids of a text, ``framed`` adds the special tokens to some ids, and ``words`` returns their
+    texts. ``limit`` is the largest number of tokens of the text that the model reads at once.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Reader:
 
 
 def read_ids(function: str, reader: Reader, text: str) -> list[int]:
-    """The text's tokens; there must be some."""
+    """The ids of a text; raises ``DataError`` where there are none."""
     ids = reader.encode(text)
     if not ids:
-        raise DataError.about(function, "text", must="have at least one token", got="none", then="Give some words.")
+        raise DataError.about(function, "text", must="have at least one token", got="none", then="Pass some words.")
     return ids
 
 
 def reader_of(function: str, folder: Path) -> Reader:
-    """The model in a folder, by what its ``config.json`` says."""
+    """Load the model in a folder; its ``config.json`` decides the kind."""
     config = folder / "config.json"
     try:
         read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
@@ -72,7 +72,7 @@ def _from_run(function: str, folder: Path) -> Reader:
 
 
 def _from_transformers(function: str, folder: Path) -> Reader:
-    """A model of Hugging Face transformers from its folder: safetensors only, no code of its own, nothing fetched."""
+    """Load a model of transformers from a folder: only safetensors, no custom code, no downloads."""
     import transformers
 
     from clearhead.bridges import swap
@@ -87,26 +87,26 @@ def _from_transformers(function: str, folder: Path) -> Reader:
         raise
     except Exception as failure:
         must, got = "hold a model and a tokenizer that transformers reads", str(failure)[:200]
-        raise DataError.about(function, str(folder), must=must, got=got, then="Name another folder.") from failure
+        raise DataError.about(function, str(folder), must=must, got=got, then="Choose another folder.") from failure
     config = model.config
     if config.is_encoder_decoder:
         model = model.get_encoder()
     swap(model)
-    before, after = _frame(tokenizer)
-    limit = max(1, _limit(config, tokenizer) - len(before) - len(after))
+    prefix, suffix = _frame(tokenizer)
+    limit = max(1, _limit(config, tokenizer) - len(prefix) - len(suffix))
     return Reader(
         name=str(folder),
         model=model,
         limit=limit,
         run=model,
         encode=lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
-        framed=lambda ids: [*before, *ids, *after],
+        framed=lambda ids: [*prefix, *ids, *suffix],
         words=lambda ids: list(tokenizer.convert_ids_to_tokens(ids)),
     )
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after the ids of a text."""
+    """The special tokens that the tokenizer adds before and after a text."""
     probe = "a"
     bare = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
     framed = list(tokenizer(probe)["input_ids"])
@@ -117,13 +117,13 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _limit(config: Any, tokenizer: Any) -> int:
-    """The most tokens at once, those that the tokenizer adds included."""
-    told = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    limits = [value for value in told if isinstance(value, int) and value > 0]
+    """The largest number of tokens at once, including special tokens."""
+    declared = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    limits = [value for value in declared if isinstance(value, int) and value > 0]
     if limits and "roberta" in config.model_type:
-        # Its positions are counted from behind the padding's id.
+        # Its position ids start after the padding id.
         limits = [limits[0] - (config.pad_token_id or 0) - 1]
-    # Tokenizers without a limit tell an enormous one.
+    # Tokenizers without a limit report an enormous one.
     if tokenizer.model_max_length < 10**9:
         limits.append(int(tokenizer.model_max_length))
     return min(limits, default=_NO_LIMIT)

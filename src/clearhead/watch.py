@@ -1,12 +1,12 @@
-"""The one place where a module's attention passes by, so that what runs inside a model can be watched and edited.
+"""The single entry point of every module's attention, where watchers observe and edit it.
 
-Modules call ``attend`` where they would call ``attention``. Nobody watching, it is the same call. Within
-``watching(...)`` each watcher of the thread gets every call with the means to go on: it may add statistics to
-what is wanted, read them, change the call before, or the output after. Nothing is left on a module.
+Modules call ``attend`` instead of ``attention``; without a watcher the two are the same. Within ``watching(...)`` each
+watcher of the thread receives every call and a function that computes it: the watcher may request more statistics,
+read them, change the call, or change the output. No hook is added to a module.
 
-Who else knows something that watchers need says it here: bridges which modules come by (``recognise``), and those who
-lay a padded batch end to end what it was (``laid_out``). Hooks that can be shown such a batch say so
-(``sees_layouts``); for others it stays padded.
+Integrations register which modules call ``attend`` (``recognise``), and code that packs a padded batch registers the
+batch's layout (``laid_out``). A hook that accepts a packed batch is marked with ``sees_layouts``; other hooks are shown
+the padded batch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _NOTHING: Final = Want()
 class Call:
     """One call of ``attention``: its tensors, and its keyword arguments as ``options``.
 
-    ``silent`` says that it is computed once more, for statistics or in the backward pass of a checkpoint: watchers
-    that edit it do so as before, those that record do not.
+    ``silent`` is True if the call is a recomputation, for statistics or in the backward pass of a checkpoint: watchers
+    that edit must edit it again, watchers that record must ignore it.
     """
 
     query: Float[Tensor, "*leading q_len head_dim"]
@@ -68,7 +68,7 @@ class Call:
     silent: bool = False
 
     def problem(self) -> Problem:
-        """The call as a validated statement of the work."""
+        """The call as a validated ``Problem``."""
         options = {name: value for name, value in self.options.items() if name != "backend"}
         return Problem.of(_FUNCTION, self.query, self.key, self.value, **options)
 
@@ -77,20 +77,20 @@ class Call:
         return replace(self, options={**self.options, **options})
 
 
-#: Computes a call, with the statistics that are wanted.
+#: Computes a call and the requested statistics.
 Attend = Callable[[Call, Want], Observation]
 
 
 class Watcher(Protocol):
-    """Stands around every call of the thread while it is active.
+    """An observer of every attention call in its thread, while it is active.
 
-    A watcher with an attribute ``edits = False`` promises to hand on what was computed as it was.
+    A watcher with an attribute ``edits = False`` promises to return the computed output unmodified.
     """
 
     def attend(self, owner: object, call: Call, want: Want, inner: Attend) -> Observation:
-        """Answer a call of the module ``owner``, usually by ``inner(call, want)`` and a look at what came back.
+        """Compute a call of the module ``owner``, usually by ``inner(call, want)``, and read or change the result.
 
-        ``want`` is what watchers further out have asked for; ``inner`` may be called with another.
+        ``want`` has the statistics that outer watchers requested; ``inner`` may be called with another ``Want``.
         """
         ...
 
@@ -115,12 +115,12 @@ def active(watcher: Watcher) -> bool:
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Make a watcher active in this thread, around those that are already."""
+    """Make a watcher active in this thread, outside the watchers that are already active."""
     _WATCHERS.set((watcher, *_WATCHERS.get()))
     try:
         yield
     finally:
-        # Blocks need not end in the order in which they began: only this one's watcher goes.
+        # Blocks need not end in reverse order of their start, so remove only this block's watcher.
         _WATCHERS.set(tuple(each for each in _WATCHERS.get() if each is not watcher))
 
 
@@ -131,7 +131,7 @@ def attend(
     value: Float[Tensor, "*kv_leading k_len value_dim"],
     **options: Any,
 ) -> Float[Tensor, "*leading q_len value_dim"]:
-    """``attention(query, key, value, **options)`` on behalf of the module ``owner``, past whoever watches."""
+    """``attention(query, key, value, **options)`` on behalf of the module ``owner``, passed through the watchers."""
     if not watched():
         return attention(query, key, value, **options)
     return attend_wanting(owner, query, key, value, want=_NOTHING, **options).output
@@ -146,7 +146,7 @@ def attend_wanting(
     want: Want,
     **options: Any,
 ) -> Observation:
-    """``attend`` for a module that needs statistics itself, those of what watchers made of the call."""
+    """``attend`` for a module that needs statistics; they describe the call as the watchers edited it."""
     reach: Attend = _compute
     for watcher in reversed(_WATCHERS.get()):
         reach = _around(watcher, owner, reach)
@@ -154,7 +154,7 @@ def attend_wanting(
 
 
 def innermost(inner: Attend) -> bool:
-    """Whether no other watcher stands between this one and the computation."""
+    """Whether ``inner`` is the computation itself and not another watcher."""
     return inner is _compute
 
 
@@ -163,47 +163,51 @@ def _around(watcher: Watcher, owner: object, inner: Attend) -> Attend:
 
 
 def _compute(call: Call, want: Want) -> Observation:
-    """The call, its output bit for bit what it is without statistics: a backend that gives both gives them in one
-    pass, else the statistics are computed apart."""
+    """Compute the call; statistics leave the output bitwise identical.
+
+    A backend that supports the statistics computes both in one pass; otherwise another pass computes the statistics.
+    """
     if call.options.get("query_offset") == 0 and call.query.shape[-2] == call.key.shape[-2]:
-        # It says nothing new, and without it small calls take their own road, as they do when nobody watches.
+        # This offset is the default. Without it small calls take the same path as when they are not observed.
         call = call.with_options(query_offset=None)
     if not want.names:
         return Observation(output=attention(call.query, call.key, call.value, **call.options))
     if call.silent or call.options.get("backend", "auto") != "auto":
         return _observed(call, want)
     problem = call.problem()
-    # Stating the problem has drawn the seed of its dropout; drawing another would change what comes after.
-    again = call if problem.dropout == 0.0 else call.with_options(seed=problem.seed)
+    # The problem has drawn the seed of its dropout; another draw would change the random state for later calls.
+    seeded = call if problem.dropout == 0.0 else call.with_options(seed=problem.seed)
     plain = choose(_FUNCTION, problem, _NOTHING)
-    # Small calls that record gradients have a road of their own past the table.
+    # Small calls that record gradients take a path outside the dispatch table.
     if not problem.needs_gradient and not plain.capability.reasons_against(problem, want):
-        return _observed(again.with_options(backend=plain.name), want)
-    output = attention(call.query, call.key, call.value, **again.options)
-    return replace(_observed(again.with_options(dropout=0.0), want), output=output)
+        return _observed(seeded.with_options(backend=plain.name), want)
+    output = attention(call.query, call.key, call.value, **seeded.options)
+    return replace(_observed(seeded.with_options(dropout=0.0), want), output=output)
 
 
 def _observed(call: Call, want: Want) -> Observation:
     return observe_attention(call.query, call.key, call.value, want=want, **call.options)
 
 
-#: Its property asks autograd; as a context it would follow modules.
+#: Used only for its property, which asks autograd; as a context manager it would track modules.
 _TRACKER: Final = ModuleTracker()
 
 
 def _in_backward() -> bool:
-    """Whether this is autograd's backward pass, where checkpoints compute once more what has been watched."""
+    """Whether autograd's backward pass is running, where checkpoints recompute observed calls."""
     return bool(_TRACKER.is_bw)
 
 
 def carried() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint.checkpoint(..., context_fn=carried)``: what is computed once more in the backward
-    pass is edited as it was the first time, also after the watchers' block has ended."""
-    return nullcontext(), _again(_WATCHERS.get())
+    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` that keeps watchers active in recomputation.
+
+    The backward pass then recomputes with the same edits, even after the watchers' block has ended.
+    """
+    return nullcontext(), _restored(_WATCHERS.get())
 
 
 @contextmanager
-def _again(watchers: tuple[Watcher, ...]) -> Iterator[None]:
+def _restored(watchers: tuple[Watcher, ...]) -> Iterator[None]:
     token = _WATCHERS.set(watchers)
     try:
         yield
@@ -214,27 +218,27 @@ def _again(watchers: tuple[Watcher, ...]) -> Iterator[None]:
 _RECOGNISED: list[Callable[[nn.Module], bool]] = []
 
 
-def recognise(known: Callable[[nn.Module], bool]) -> None:
-    """Let ``known`` say of a module whether its attention passes ``attend``."""
-    _RECOGNISED.append(known)
+def recognise(predicate: Callable[[nn.Module], bool]) -> None:
+    """Register a predicate that says whether a module calls ``attend``."""
+    _RECOGNISED.append(predicate)
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether somebody has said that the module's attention passes ``attend``."""
-    return any(known(module) for known in _RECOGNISED)
+    """Whether a registered predicate says that the module calls ``attend``."""
+    return any(predicate(module) for predicate in _RECOGNISED)
 
 
 _LAYOUTS: WeakKeyDictionary[Documents, tuple[int, int]] = WeakKeyDictionary()
 
 
 def laid_out(documents: Documents, batch: int, length: int) -> None:
-    """Say that ``documents`` keeps apart the sequences of a padded ``[batch, length]``; any after those are filling."""
+    """Register ``documents`` as a packed ``[batch, length]``; documents after the first ``batch`` are filler."""
     if watched():
         _LAYOUTS[documents] = (batch, length)
 
 
 def layout_of(documents: Documents) -> tuple[int, int] | None:
-    """What was said of these documents."""
+    """The ``(batch, length)`` that was registered for these documents, or None."""
     return _LAYOUTS.get(documents)
 
 
@@ -242,11 +246,11 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def sees_layouts(hook: _Hook) -> _Hook:
-    """Mark a hook of a module as one that knows a packed batch when it is shown one."""
+    """Mark a module's hook as one that accepts a packed batch."""
     hook.sees_layouts = True  # type: ignore[attr-defined]
     return hook
 
 
 def shown_padding(hooks: Iterable[Callable[..., Any]]) -> bool:
-    """Whether any of a module's hooks has to be shown the padded batch that it would see without us."""
+    """Whether any of a module's hooks needs the padded batch, as it is not marked with ``sees_layouts``."""
     return not all(getattr(hook, "sees_layouts", False) for hook in hooks)

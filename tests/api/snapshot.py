@@ -1,7 +1,7 @@
-"""The public interface as text, one line an item: ``python tests/api/snapshot.py > tests/api/snapshot.txt``.
+"""The public interface as text, one line per item: ``python tests/api/snapshot.py > tests/api/snapshot.txt``.
 
 A line is a qualified name and what a caller may rely on: parameters with their kinds and defaults, fields, bases,
-values of constants, keys of state dicts, verbs and options of the command line. Annotations are left out.
+values of constants, keys of state dicts, commands and options of the command line. Annotations are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES: Final = (
     "clearhead.inspector", "clearhead.train", "clearhead.errors",
 )  # fmt: skip
 
-#: Names without an underscore by which clearhead's modules call each other; no page or docstring offers them.
+#: Names without an underscore that only clearhead's modules use; no page or docstring mentions them.
 INTERNAL: Final = frozenset({
     "clearhead.bridges.transformers.attentions", "clearhead.bridges.transformers.check",
     "clearhead.bridges.transformers.hand_over", "clearhead.bridges.transformers.models",
@@ -42,11 +42,11 @@ INTERNAL: Final = frozenset({
     "clearhead.nn.Decoder.cached_length",
 })  # fmt: skip
 
-#: Bases that say how a class works inside.
+#: Bases that are implementation details.
 PLUMBING: Final = frozenset({"ABC", "Bound", "Carrying", "Generic", "Protocol", "Record"})
 OPERATORS: Final = frozenset({"__call__", "__len__", "__iter__", "__getitem__", "__enter__"})
 
-#: One small object of each module, for the keys of its state and the names of its attributes.
+#: One small instance of each module class, for its state keys and attribute names.
 MODULES: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "MultiHeadAttention(8, 2)": lambda: ch.nn.MultiHeadAttention(8, 2),
     "MultiHeadAttention(8, 2, bias=False, output_projection=False, scores=RelativeBias)": lambda: (
@@ -115,7 +115,7 @@ def _of_class(path: str, cls: type) -> Iterator[str]:
         ours = home.__module__.startswith("clearhead") and home.__name__ not in PLUMBING and name != "kind"
         if ours and (name in OPERATORS or not name.startswith("_")) and f"{path}.{name}" not in INTERNAL:
             line = _member(vars(home)[name])
-            # A member that is the base's, or is called as the base's, stands in the snapshot with the base.
+            # An inherited member, or one with the base's signature, is listed with the base.
             if not any(_has(base, name, line) for base in cls.__mro__[1:] if base in (ch.Mask, ch.ScoreRule)):
                 yield f"{path}.{name}{line}"
 
@@ -155,14 +155,14 @@ def _signature(function: Any, *, bound: bool = False) -> str:
 
 
 class _Text(str):
-    """A default that prints as it is written."""
+    """A default whose ``repr`` is its source text."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def _shown(value: Any) -> str:
-    """A value without addresses in memory."""
+    """The ``repr`` of a value without memory addresses."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: ..." for key in value) + "}"
     if callable(value) and hasattr(value, "__qualname__"):
@@ -171,7 +171,7 @@ def _shown(value: Any) -> str:
 
 
 def _returned() -> Iterator[type]:
-    """Records that a caller receives and no package lists."""
+    """Result classes that no package exports."""
     tokens = torch.zeros(1, 1, 2, 4)
     yield type(ch.explain_dispatch(tokens, tokens, tokens))
     yield type(ch.swap(nn.TransformerEncoderLayer(8, 2, batch_first=True)).replaced[0])

@@ -1,4 +1,4 @@
-"""The public interface is the one that the snapshot lists."""
+"""The public interface equals the stored snapshot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STORED = Path(__file__).with_name("snapshot.txt")
 ADVICE = "If the change is intended, write an ADR and run: python tests/api/snapshot.py > tests/api/snapshot.txt"
 
 
-def changes(before: list[str], after: list[str]) -> str:
-    """The lines that are in one snapshot only, "-" for those of the first."""
-    return "\n".join(line for line in list(unified_diff(before, after, lineterm="", n=0))[2:] if line[0] in "+-")
+def changes(stored: list[str], current: list[str]) -> str:
+    """Lines that are in only one of the snapshots, with "-" for the stored one and "+" for the current one."""
+    return "\n".join(line for line in list(unified_diff(stored, current, lineterm="", n=0))[2:] if line[0] in "+-")
 
 
-def test_public_interface_is_that_of_the_snapshot() -> None:
+def test_public_interface_equals_the_snapshot() -> None:
     difference = changes(STORED.read_text().splitlines(), lines())
     assert not difference, f"the public interface changed:\n{difference}\n{ADVICE}"
 

@@ -13,19 +13,19 @@ from clearhead.ops.library import library
 
 @pytest.mark.parametrize("kind", [ALIBI, LEARNED, CAUSAL])
 def test_all_contenders_do_the_same_work(kind: str) -> None:
-    case = FunctionRow(kind=kind, shape=(2, 3, 70, 8)).case()
-    errors = case.check()
-    assert errors.keys() == case.calls.keys()
+    comparison = FunctionRow(kind=kind, shape=(2, 3, 70, 8)).comparison()
+    errors = comparison.check()
+    assert errors.keys() == comparison.calls.keys()
     assert max(errors.values()) < 1e-5
     if library() is not None:
-        assert case.backend() == "native"
+        assert comparison.backend() == "native"
 
 
-def test_the_bias_is_in_the_memory_of_the_one_that_makes_it() -> None:
+def test_dense_bias_counts_in_peak_memory() -> None:
     line = measure_row(FunctionRow(kind=ALIBI, shape=(1, 8, 1024, 16)), repeats=3, seconds=None)
     assert line.memory[MADE] > 4 * 8 * 1024**2 > 2 * line.memory[OURS]
 
 
 def test_every_row_has_a_small_form() -> None:
     for row in SUITES["function"].rows():
-        assert row.small().case().check()
+        assert row.small().comparison().check()

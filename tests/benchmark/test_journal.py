@@ -17,7 +17,7 @@ def journal(path: Path, *, resume: bool = False) -> Journal:
     return Journal(path, command="clearhead bench --suite x", load_before=0.5, resume=resume)
 
 
-def test_each_row_is_written_at_once_with_what_a_figure_needs(tmp_path: Path) -> None:
+def test_each_row_is_written_immediately_with_its_head(tmp_path: Path) -> None:
     path = tmp_path / "new" / "x.json"
     one = journal(path)
     assert not path.parent.exists()
@@ -25,15 +25,15 @@ def test_each_row_is_written_at_once_with_what_a_figure_needs(tmp_path: Path) ->
     assert json.loads(path.read_text())["rows"] == [{"title": "a", "value": 1}]
     one.add({"title": "b", "value": 2})
     one.add({"title": "a", "value": 3})
-    found = Journal.read(path)
-    assert found["rows"] == [{"title": "a", "value": 3}, {"title": "b", "value": 2}]
-    assert found["head"]["versions"]["torch"] == torch.__version__
-    assert found["head"]["threads"]["intra_op"] == torch.get_num_threads()
-    assert found["head"]["load_before"] == 0.5
-    assert found["head"]["kernels"] == native_library.isa_name()
+    content = Journal.read(path)
+    assert content["rows"] == [{"title": "a", "value": 3}, {"title": "b", "value": 2}]
+    assert content["head"]["versions"]["torch"] == torch.__version__
+    assert content["head"]["threads"]["intra_op"] == torch.get_num_threads()
+    assert content["head"]["load_before"] == 0.5
+    assert content["head"]["kernels"] == native_library.isa_name()
 
 
-def test_rows_are_kept_when_asked_and_made_under_the_same_conditions(tmp_path: Path) -> None:
+def test_resume_keeps_rows_of_equal_conditions(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     journal(path).add({"title": "a"})
     assert list(journal(path, resume=True).rows) == ["a"]
@@ -45,7 +45,7 @@ def test_rows_are_kept_when_asked_and_made_under_the_same_conditions(tmp_path: P
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"rows": []}', "{"])
-def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
+def test_reading_a_file_that_is_no_journal_raises(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
     with pytest.raises(DataError, match=r"x\.json"):

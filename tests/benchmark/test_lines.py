@@ -11,7 +11,7 @@ import torch
 from clearhead.benchmark import Floor, Line, Suite, Timing, measure_row, verdicts
 from clearhead.benchmark.lines import product_rates, unjudged
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
-from clearhead.benchmark.rows import AttentionRow
+from clearhead.benchmark.rows import TensorRow
 from clearhead.ops import library as native_library
 
 GROUP = "float32"
@@ -19,29 +19,36 @@ GROUP = "float32"
 
 def line(title: str, seconds: Mapping[str, float], **fields: object) -> Line:
     timings = {name: Timing(s, 0.9 * s, 1.2 * s, (s,)) for name, s in seconds.items()}
-    known = {"group": GROUP, "backend": "native", "errors": {}, "left_out": {}, "operations": 1e9, "memory_read": None}
-    return Line(title=title, timings=timings, **{**known, **fields})  # type: ignore[arg-type]
+    defaults = {
+        "group": GROUP,
+        "backend": "native",
+        "errors": {},
+        "left_out": {},
+        "operations": 1e9,
+        "memory_read": None,
+    }
+    return Line(title=title, timings=timings, **{**defaults, **fields})  # type: ignore[arg-type]
 
 
 def judged(floor: Floor, lines: list[Line]) -> list[tuple[str, float, bool, str]]:
-    found = verdicts(Suite(about="", rows=lambda: [], floors=(floor,)), lines)
-    return [(verdict.kind, pytest.approx(verdict.found), verdict.met, verdict.where) for verdict in found]  # type: ignore[misc]
+    judgements = verdicts(Suite(about="", rows=lambda: [], floors=(floor,)), lines)
+    return [(verdict.kind, pytest.approx(verdict.figure), verdict.met, verdict.where) for verdict in judgements]  # type: ignore[misc]
 
 
-def test_each_and_mean_are_of_the_ratios_of_medians() -> None:
+def test_each_and_mean_use_ratios_of_medians() -> None:
     lines = [line("a", {"clearhead": 1.0, "peer": 2.0}), line("b", {"clearhead": 1.0, "peer": 8.0})]
     floor = Floor(group=GROUP, against=("peer",), each=2.5, mean=4.0)
     assert judged(floor, lines) == [("each", 2.0, False, "a"), ("mean", 4.0, True, "")]
 
 
-def test_the_fastest_peer_of_each_row_counts() -> None:
+def test_fastest_peer_of_each_row_counts() -> None:
     lines = [line("a", {"clearhead": 1.0, "p": 2.0, "q": 9.0}), line("b", {"clearhead": 1.0, "p": 9.0, "q": 3.0})]
     assert judged(Floor(group=GROUP, against=("p", "q"), each=1.1), lines) == [("each", 2.0, True, "a")]
     lines.append(line("only q", {"clearhead": 1.0, "q": 1.05}))
     assert judged(Floor(group=GROUP, against=("p", "q"), each=1.1), lines) == [("each", 1.05, False, "only q")]
 
 
-def test_the_share_is_that_of_the_product_beside_the_row() -> None:
+def test_share_is_relative_to_the_product_of_the_row() -> None:
     seconds = {"clearhead": 0.01, PRODUCT: 0.05}
     rate = OPERATIONS / 0.05 / 1e9
     one = line("1x12x8192x64 full forward", seconds)
@@ -52,12 +59,12 @@ def test_the_share_is_that_of_the_product_beside_the_row() -> None:
     assert product_rates([one]) == {GROUP: pytest.approx((rate, rate, rate))}
 
 
-def test_other_groups_and_rows_without_the_peer_say_nothing() -> None:
+def test_other_groups_and_rows_without_the_peer_are_ignored() -> None:
     lines = [line("a", {"clearhead": 1.0, "peer": 2.0}, group="bfloat16"), line("b", {"clearhead": 1.0})]
     assert judged(Floor(group=GROUP, against=("peer",), each=2.0, mean=2.0), lines) == []
 
 
-def test_floors_without_a_peer_are_named_and_verdicts_name_only_who_took_part() -> None:
+def test_floors_without_a_peer_are_unjudged() -> None:
     floors = tuple(Floor(group=GROUP, against=against, each=1.0) for against in (("p",), ("p", "q"), ("q",)))
     suite = Suite(about="", rows=lambda: [], floors=floors)
     lines = [line("a", {"clearhead": 1.0, "q": 2.0})]
@@ -66,17 +73,17 @@ def test_floors_without_a_peer_are_named_and_verdicts_name_only_who_took_part() 
     assert unjudged(suite, []) == []
 
 
-def test_another_of_our_contenders_can_be_meant() -> None:
+def test_floor_can_name_another_contender_of_clearhead() -> None:
     lines = [line("a", {"clearhead": 1.0, "swapped": 4.0, "peer": 2.0})]
     (verdict,) = verdicts(
         Suite(about="", rows=lambda: [], floors=(Floor(group=GROUP, against=("peer",), each=3.0, ours="swapped"),)),
         lines,
     )
-    assert verdict.found == 0.5
+    assert verdict.figure == 0.5
     assert str(verdict) == "float32 (swapped) against peer: 0.500x (lowest of 1, at a); floor 3x: SHORT"
 
 
-def test_what_falls_short_is_held_against_the_machine_s_limit() -> None:
+def test_short_verdict_shows_the_figure_at_the_limit() -> None:
     """Work at a half and at a quarter of it could be twice and four times as fast; what is met needs no excuse."""
     lines = [
         line("a", {"clearhead": 0.05, "peer": 0.1}, operations=5e9, limit=200.0),
@@ -99,29 +106,31 @@ def test_what_falls_short_is_held_against_the_machine_s_limit() -> None:
 
 
 @pytest.mark.parametrize(("q_len", "bound"), [(33, False), (1, True)])
-def test_the_limit_is_measured_where_multiplying_is_what_takes_time(q_len: int, bound: bool) -> None:
-    row = AttentionRow(shape=(2, 4, q_len, 8), k_len=33 if bound else None, dtype=torch.float32)
-    found = measure_row(row, repeats=1, seconds=None)
+def test_limit_is_measured_for_compute_bound_rows(q_len: int, bound: bool) -> None:
+    row = TensorRow(shape=(2, 4, q_len, 8), k_len=33 if bound else None, dtype=torch.float32)
+    measured = measure_row(row, repeats=1, seconds=None)
     has_kernels = native_library.library() is not None
-    assert (found.limit is not None) == (has_kernels and not bound), "reading its cache is what decoding does"
-    assert Line.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    if found.limit is not None:
-        assert found.share_of_limit("clearhead") == pytest.approx((found.rate("clearhead") or 0.0) / found.limit)
+    assert (measured.limit is not None) == (has_kernels and not bound), "reading its cache is what decoding does"
+    assert Line.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+    if measured.limit is not None:
+        assert measured.share_of_limit("clearhead") == pytest.approx(
+            (measured.rate("clearhead") or 0.0) / measured.limit
+        )
 
 
-def test_a_line_of_an_older_file_has_no_limit() -> None:
+def test_line_of_an_older_file_has_no_limit() -> None:
     values = line("a", {"clearhead": 0.05}, limit=200.0).to_dict()
     assert Line.from_dict(values).limit == 200.0
     del values["limit"]
     assert Line.from_dict(values).limit is None
 
 
-def test_a_measured_line_survives_its_file() -> None:
-    row = AttentionRow(shape=(2, 4, 1, 8), kv_heads=2, k_len=33, dtype=torch.float32)
-    found = measure_row(row, repeats=6, seconds=0.0)
-    assert all(len(timing.runs) == 5 for timing in found.timings.values())
-    text = json.dumps(found.to_dict(), allow_nan=False)
-    assert Line.from_dict(json.loads(text)) == found
-    bandwidth = found.bandwidth("clearhead")
+def test_measured_line_round_trips_through_json() -> None:
+    row = TensorRow(shape=(2, 4, 1, 8), kv_heads=2, k_len=33, dtype=torch.float32)
+    measured = measure_row(row, repeats=6, seconds=0.0)
+    assert all(len(timing.runs) == 5 for timing in measured.timings.values())
+    text = json.dumps(measured.to_dict(), allow_nan=False)
+    assert Line.from_dict(json.loads(text)) == measured
+    bandwidth = measured.bandwidth("clearhead")
     assert bandwidth is not None
-    assert bandwidth == pytest.approx(2 * 2 * 2 * 33 * 8 * 4 / found.timings["clearhead"].median / 1e9)
+    assert bandwidth == pytest.approx(2 * 2 * 2 * 33 * 8 * 4 / measured.timings["clearhead"].median / 1e9)

@@ -48,17 +48,17 @@ def _needs_a_peak() -> None:
         pytest.skip("this system does not tell the peak of resident memory")
 
 
-def test_what_a_call_takes_and_leaves_is_its_peak() -> None:
+def test_peak_extra_bytes_equals_the_allocation() -> None:
     _needs_a_peak()
-    found = peak_extra_bytes(lambda: torch.ones(2**24))
-    assert found is not None
-    assert 2**26 - _NOISE <= found < 1.1 * 2**26
+    peak = peak_extra_bytes(lambda: torch.ones(2**24))
+    assert peak is not None
+    assert 2**26 - _NOISE <= peak < 1.1 * 2**26
 
 
 @pytest.mark.covering(0)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("happened", [_BEHIND_A_CLOSED_HEAP, _IN_ANOTHER_HEAP], ids=["closed heap", "another heap"])
-def test_free_memory_at_the_end_of_a_heap_that_does_not_shrink_hides_nothing(happened: str) -> None:
+def test_free_heap_memory_does_not_hide_allocations(happened: str) -> None:
     _needs_a_peak()
     done = subprocess.run(
         [sys.executable, "-c", _CALL + happened + _PEAKS], capture_output=True, text=True, check=True, timeout=120

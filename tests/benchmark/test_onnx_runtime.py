@@ -17,7 +17,7 @@ def inputs() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_both_operators_agree_with_torch_and_follow_their_inputs(causal: bool) -> None:
+def test_both_operators_equal_torch_and_read_current_inputs(causal: bool) -> None:
     for package in ("onnx", "onnxruntime"):
         pytest.importorskip(package, reason="needs the extra bench")
     tensors = inputs()
@@ -30,7 +30,7 @@ def test_both_operators_agree_with_torch_and_follow_their_inputs(causal: bool) -
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_without_the_packages_they_are_left_out_with_the_reason(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_given_as_reason(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     calls, left_out = onnx_calls(inputs(), causal=False)
     assert calls == {}
@@ -38,7 +38,7 @@ def test_without_the_packages_they_are_left_out_with_the_reason(package: str, mo
     assert "install clearhead[bench]" in left_out[ONNX_OPERATORS[0]]
 
 
-def test_scores_beyond_half_of_the_memory_leave_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_beyond_half_of_the_memory_are_given_as_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnx", "onnxruntime"):
         pytest.importorskip(package, reason="needs the extra bench")
     monkeypatch.setattr(onnx_runtime, "machine", lambda: {"memory": 10_000})

@@ -20,26 +20,26 @@ def only(monkeypatch: pytest.MonkeyPatch, factor: float, *, fail: bool = False) 
     def run(problem: Problem, want: Want) -> Observation:
         if fail:
             raise RuntimeError("no such\nkernel")
-        found = tiled.BACKEND.run(problem, want)
-        return replace(found, output=factor * found.output)
+        result = tiled.BACKEND.run(problem, want)
+        return replace(result, output=factor * result.output)
 
     for module in (dispatch, ready):
         monkeypatch.setattr(module, "BACKENDS", ("tiled",))
     monkeypatch.setattr(dispatch, "loaded", lambda name: replace(tiled.BACKEND, run=run))
 
 
-def test_a_backend_that_is_right_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_backend_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, 1.0)
     assert check_backends() == {"tiled": 24}
 
 
-def test_a_backend_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, 1.01)
     with pytest.raises(UnsupportedError, match="contender 'clearhead, backend tiled' must compute the same"):
         check_backends()
 
 
-def test_a_backend_that_stops_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_backend_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, 1.0, fail=True)
     with pytest.raises(UnsupportedError, match=r"no such kernel\. Nothing is timed"):
         check_backends()

@@ -10,15 +10,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from clearhead.benchmark import Result, Setting, Timing, load, machine, measure, peak_extra_bytes, report
+from clearhead.benchmark import Setting, SettingResult, Timing, load, machine, measure, peak_extra_bytes, report
 from clearhead.benchmark.table import contenders, summary, tables
 
 SETTING = Setting("attention", "forward", (1, 2, 32, 8), torch.float32, True)
 
 
-def result(**seconds: float) -> Result:
+def result(**seconds: float) -> SettingResult:
     timings = {name.replace("_", " "): Timing(s, 0.9 * s, 1.2 * s, (s,)) for name, s in seconds.items()}
-    return Result(
+    return SettingResult(
         setting=SETTING,
         backend="sdpa",
         timings=timings,
@@ -29,11 +29,11 @@ def result(**seconds: float) -> Result:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Result]:
+def measured() -> list[SettingResult]:
     return [measure(replace(SETTING, level=level), repeats=3) for level in ("attention", "module")]
 
 
-def test_a_measured_setting_has_a_timing_and_an_error_for_everyone(measured: list[Result]) -> None:
+def test_measured_setting_has_timing_and_error_of_each_contender(measured: list[SettingResult]) -> None:
     for each in measured:
         assert set(each.timings) == set(each.errors)
         assert all(timing.q1 <= timing.median <= timing.q3 for timing in each.timings.values())
@@ -41,7 +41,7 @@ def test_a_measured_setting_has_a_timing_and_an_error_for_everyone(measured: lis
         assert each.rate("clearhead") > 0
 
 
-def test_the_report_is_json_with_what_a_figure_needs_beside_it(measured: list[Result]) -> None:
+def test_report_is_json_with_machine_and_versions(measured: list[SettingResult]) -> None:
     read = json.loads(json.dumps(report(measured, command="clearhead bench --quick", load_before=0.5), allow_nan=False))
     assert read["command"] == "clearhead bench --quick"
     assert read["versions"]["torch"] == torch.__version__
@@ -51,7 +51,7 @@ def test_the_report_is_json_with_what_a_figure_needs_beside_it(measured: list[Re
     assert read["results"][0]["shape"] == [1, 2, 32, 8]
 
 
-def test_ratios_rates_and_means_are_those_of_the_medians() -> None:
+def test_ratios_and_rates_use_medians() -> None:
     one, other = result(clearhead=0.010, textbook_formula=0.020), result(clearhead=0.010, textbook_formula=0.080)
     assert one.ratio("textbook formula") == 2.0
     assert one.rate("clearhead") == SETTING.operations / 0.010 / 1e9
@@ -60,7 +60,7 @@ def test_ratios_rates_and_means_are_those_of_the_medians() -> None:
     assert contenders([one]) == ["clearhead", "textbook formula", "someone"]
 
 
-def test_the_table_shows_median_ratio_quartiles_memory_and_who_is_left_out() -> None:
+def test_table_shows_median_ratio_quartiles_memory_and_left_out() -> None:
     from rich.console import Console
 
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -72,19 +72,19 @@ def test_the_table_shows_median_ratio_quartiles_memory_and_who_is_left_out() -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of resident memory")
-def test_memory_is_what_a_call_takes_at_its_peak() -> None:
+def test_peak_extra_bytes_is_the_peak_of_a_call() -> None:
     size = 64 * 2**20
 
     def call() -> torch.Tensor:
         scratch = torch.ones(size, dtype=torch.uint8)
         return scratch[:1].clone()
 
-    found = peak_extra_bytes(call)
-    assert found is not None
-    assert 0.95 * size < found < 1.1 * size
+    peak = peak_extra_bytes(call)
+    assert peak is not None
+    assert 0.95 * size < peak < 1.1 * size
 
 
-def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_extra_bytes_is_none_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     from pathlib import Path
 
     from clearhead.benchmark import memory
@@ -93,7 +93,7 @@ def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.Mo
     assert peak_extra_bytes(lambda: None) is None
 
 
-def test_the_picture_is_svg_that_names_everyone_and_loads_nothing() -> None:
+def test_plot_is_svg_with_all_names_and_no_external_resources() -> None:
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     from clearhead.benchmark.plot import plot_svg
 
@@ -105,10 +105,10 @@ def test_the_picture_is_svg_that_names_everyone_and_loads_nothing() -> None:
     assert drawn == plot_svg([one, replace(one, setting=replace(SETTING, level="module"))], caption="a <machine>")
 
 
-def test_the_machine_is_described_in_plain_values() -> None:
-    found = machine()
-    json.dumps(found)
-    assert found["cores"] >= 1
-    assert found["processor"]
+def test_machine_is_json() -> None:
+    facts = machine()
+    json.dumps(facts)
+    assert facts["cores"] >= 1
+    assert facts["processor"]
     busy = load()
     assert busy is None or busy >= 0.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clearhead.benchmark import SUITES, product
-from clearhead.benchmark.cases import Case, noise_of
+from clearhead.benchmark.cases import Comparison, noise_of
 from clearhead.benchmark.decoding_rows import PLAIN_LAYERS, DecodingRow
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
 from clearhead.benchmark.function_rows import DENSE, MADE
@@ -19,15 +19,15 @@ from clearhead.benchmark.lines import Line, measure_row
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
 from clearhead.benchmark.product import PRODUCT, yardsticks
-from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
+from clearhead.benchmark.rows import EncoderRow, ModuleRow, SuiteRow, TensorRow
 from clearhead.benchmark.small_layer_rows import DECODER_LAYER, ENCODER_LAYER, SmallLayerRow
 from clearhead.errors import UnsupportedError
 
 FLOAT, HALF = torch.float32, torch.bfloat16
-ROWS: dict[str, Row] = {
-    "grouped": AttentionRow(shape=(2, 4, 1, 8), kv_heads=2, k_len=33, dtype=HALF),
-    "window": AttentionRow(shape=(1, 2, 40, 8), causal=True, window=5, dtype=FLOAT, peers=(SDPA, SDPA_WINDOW)),
-    "dropout": AttentionRow(shape=(2, 2, 40, 8), training=True, dropout=0.1, dtype=FLOAT),
+ROWS: dict[str, SuiteRow] = {
+    "grouped": TensorRow(shape=(2, 4, 1, 8), kv_heads=2, k_len=33, dtype=HALF),
+    "window": TensorRow(shape=(1, 2, 40, 8), causal=True, window=5, dtype=FLOAT, peers=(SDPA, SDPA_WINDOW)),
+    "dropout": TensorRow(shape=(2, 2, 40, 8), training=True, dropout=0.1, dtype=FLOAT),
     "module": ModuleRow(size=(2, 20, 32, 4), dtype=HALF),
     "module-training": ModuleRow(size=(2, 20, 32, 4), dtype=FLOAT, training=True),
     "module-dropout": ModuleRow(size=(2, 20, 32, 4), dtype=FLOAT, training=True, dropout=0.1),
@@ -43,7 +43,7 @@ ROWS: dict[str, Row] = {
     "observe": ObserveRow(wanted="everything", shape=(1, 2, 128, 8), causal=True),
 }
 #: Those that need transformers.
-MODEL_ROWS: dict[str, Row] = {
+MODEL_ROWS: dict[str, SuiteRow] = {
     "encoder model": EncoderModelRow(model="MiniLM 6x384", batch=2, length=8).small(),
     "ragged encoder model": EncoderModelRow(model="BERT base", batch=2, length=8, ragged=True).small(),
     "prefill": CausalRow(decode=False).small(),
@@ -59,11 +59,11 @@ MODEL_ROWS: dict[str, Row] = {
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("name", MODEL_ROWS)
-def test_models_of_transformers_do_the_same_work(name: str) -> None:
+def test_transformers_models_do_the_same_work(name: str) -> None:
     pytest.importorskip("transformers", reason="models come from transformers")
-    case = MODEL_ROWS[name].case()
-    assert case.check().keys() == case.calls.keys()
-    assert not case.left_out
+    comparison = MODEL_ROWS[name].comparison()
+    assert comparison.check().keys() == comparison.calls.keys()
+    assert not comparison.left_out
 
 
 def test_statistics_are_measured_with_their_memory() -> None:
@@ -76,25 +76,25 @@ def test_statistics_are_measured_with_their_memory() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_all_contenders_do_the_same_work(name: str) -> None:
-    case = ROWS[name].case()
-    errors = case.check()
+    comparison = ROWS[name].comparison()
+    errors = comparison.check()
     other_work = {"window": {SDPA}, "observe": {PLAIN}}.get(name, set())
-    assert set(errors) == set(case.calls) - other_work
+    assert set(errors) == set(comparison.calls) - other_work
     assert max(errors.values()) < (6e-2 if ROWS[name].dtype == HALF else 1e-5)
 
 
-def test_the_window_row_times_causal_attention_and_checks_the_window() -> None:
-    case = ROWS["window"].case()
-    assert set(case.timed) == {OURS, SDPA, SDPA_WINDOW}
-    assert case.checked is not None
+def test_window_row_times_but_does_not_check_causal_attention() -> None:
+    comparison = ROWS["window"].comparison()
+    assert set(comparison.timed) == {OURS, SDPA, SDPA_WINDOW}
+    assert comparison.checked is not None
     with pytest.raises(UnsupportedError, match="Different work is not timed"):
-        replace(case, checked={"no window": case.calls[SDPA]}).check()
+        replace(comparison, checked={"no window": comparison.calls[SDPA]}).check()
 
 
-def test_dropout_must_be_there_and_as_much_as_the_others() -> None:
+def test_missing_or_different_dropout_raises() -> None:
     work = TensorWork((2, 4, 64, 16), FLOAT, causal=False, training=True)
     honest = work.call(SDPA, dropout=0.1)
-    case = Case(
+    comparison = Comparison(
         title="dropout",
         calls={"honest": honest},
         checked={},
@@ -102,14 +102,14 @@ def test_dropout_must_be_there_and_as_much_as_the_others() -> None:
         exact=lambda: work.by_rows(torch.float64),
         plain=lambda: work.by_rows(FLOAT),
     )
-    assert case.check() == {}
+    assert comparison.check() == {}
     for cheat in (work.call(SDPA), work.call(SDPA, dropout=0.2)):
-        both = replace(case, calls={"honest": honest, "cheat": cheat}, noisy=("honest", "cheat"))
+        both = replace(comparison, calls={"honest": honest, "cheat": cheat}, noisy=("honest", "cheat"))
         with pytest.raises(UnsupportedError, match="drop as much as the others in 'dropout'"):
             both.check()
 
 
-def test_noise_is_that_of_dropped_weights() -> None:
+def test_noise_equals_that_of_dropped_weights() -> None:
     # One key: its weight is 1, dropped with p or divided by 1 - p, so the square of the noise is p / (1 - p).
     work = TensorWork((64, 8, 16, 8), FLOAT, causal=False, training=False, k_len=1)
     exact = work.by_rows(torch.float64)
@@ -117,10 +117,10 @@ def test_noise_is_that_of_dropped_weights() -> None:
     assert noise_of(work.call(SDPA), exact)[0] < 1e-6
 
 
-def test_a_gradient_that_dropped_nothing_is_found() -> None:
+def test_gradient_without_dropout_raises() -> None:
     work = TensorWork((2, 4, 64, 16), FLOAT, causal=False, training=True)
     honest, without = work.call(SDPA, dropout=0.1), work.call(SDPA)
-    case = Case(
+    comparison = Comparison(
         title="dropout",
         calls={"honest": honest, "half": lambda: (honest()[0], without()[1])},
         checked={},
@@ -129,21 +129,23 @@ def test_a_gradient_that_dropped_nothing_is_found() -> None:
         plain=lambda: work.by_rows(FLOAT),
     )
     with pytest.raises(UnsupportedError, match="drop as much"):
-        case.check()
+        comparison.check()
 
 
-def test_a_part_of_the_heads_can_be_compared() -> None:
-    row = AttentionRow(shape=(2, 5, 40, 8), causal=True, training=True, dtype=FLOAT, most_checked=3 * 40 * 40)
-    case = row.case()
+def test_comparison_of_some_heads() -> None:
+    row = TensorRow(shape=(2, 5, 40, 8), causal=True, training=True, dtype=FLOAT, most_checked=3 * 40 * 40)
+    comparison = row.comparison()
     work = TensorWork(row.shape, FLOAT, causal=True, training=True)
     assert work.pairs(row.most_checked) == [(0, 0), (0, 4), (1, 4)]
-    assert [tensor.shape for group in case.pick(case.calls[OURS]()) for tensor in group] == [(3, 40, 8)] * 4
-    assert max(case.check().values()) < 1e-5
+    assert [tensor.shape for group in comparison.pick(comparison.calls[OURS]()) for tensor in group] == [(3, 40, 8)] * 4
+    assert max(comparison.check().values()) < 1e-5
     with pytest.raises(UnsupportedError):
-        replace(case, checked={"wrong": lambda: tuple(tuple(-t for t in g) for g in case.calls[OURS]())}).check()
+        replace(
+            comparison, checked={"wrong": lambda: tuple(tuple(-t for t in g) for g in comparison.calls[OURS]())}
+        ).check()
 
 
-def test_every_row_of_every_suite_has_a_title_of_its_own_and_floors_that_speak_of_it() -> None:
+def test_row_titles_are_unique_and_every_floor_has_rows() -> None:
     for name, suite in SUITES.items():
         rows = suite.rows()
         assert len({row.title for row in rows}) == len(rows), name
@@ -153,23 +155,23 @@ def test_every_row_of_every_suite_has_a_title_of_its_own_and_floors_that_speak_o
             assert (floor.share is None) == bool(floor.against), floor
 
 
-def test_the_floors_name_contenders_that_exist() -> None:
+def test_floors_name_existing_contenders() -> None:
     named = {peer for suite in SUITES.values() for floor in suite.floors for peer in (*floor.against, floor.ours)}
     onnx = {"ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention"}
     models = {SDPA_MODEL, ONNX_MODEL}
-    own = {OURS, PLAIN, FULL}
+    contenders = {OURS, PLAIN, FULL}
     layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER, PLAIN_LAYERS}
     biases = {DENSE, MADE}
-    assert named == own | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases
+    assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases
 
 
-def test_operations_and_bytes_are_counted() -> None:
-    row = AttentionRow(shape=(2, 8, 100, 16), dtype=FLOAT)
+def test_operations_and_bytes_equal_the_formulas() -> None:
+    row = TensorRow(shape=(2, 8, 100, 16), dtype=FLOAT)
     assert row.operations == 4 * 2 * 8 * 100 * 100 * 16
     assert replace(row, causal=True).operations == 4 * 2 * 8 * 5050 * 16
     assert replace(row, causal=True, window=9).operations == 4 * 2 * 8 * (55 + 90 * 10) * 16
     assert replace(row, training=True).operations == 3.5 * row.operations
-    decode = AttentionRow(shape=(3, 8, 1, 16), kv_heads=2, k_len=50, dtype=HALF)
+    decode = TensorRow(shape=(3, 8, 1, 16), kv_heads=2, k_len=50, dtype=HALF)
     assert decode.memory_read == 2 * 3 * 2 * 50 * 16 * 2
     assert decode.operations == 4 * 3 * 8 * 50 * 16
     assert row.memory_read is None
@@ -184,52 +186,54 @@ def test_ragged_lengths_fill_half_of_the_batch() -> None:
         assert sum(lengths) == round(batch * longest / 2)
 
 
-def test_the_padding_counts_for_nothing_and_a_layer_too_few_is_found() -> None:
+def test_padding_has_no_effect_and_a_missing_layer_raises() -> None:
     work = EncoderWork([12, 5, 7], embed_dim=16, num_heads=2, num_layers=2, feedforward_dim=32, dtype=FLOAT)
     output, _, parameters = work.our_call()()
     assert output[0].shape == (24, 16)
     assert sum(tensor.numel() for tensor in parameters) == sum(p.numel() for p in work.theirs.parameters())
     short = EncoderWork([12, 5, 7], embed_dim=16, num_heads=2, num_layers=2, feedforward_dim=32, dtype=FLOAT)
     short.theirs.layers[1].load_state_dict(short.theirs.layers[0].state_dict())
-    case = Case(title="encoder", calls={"wrong": short.our_call()}, exact=work.exact, plain=work.their_call())
+    comparison = Comparison(
+        title="encoder", calls={"wrong": short.our_call()}, exact=work.exact, plain=work.their_call()
+    )
     with pytest.raises(UnsupportedError):
-        case.check()
+        comparison.check()
 
 
-def test_no_unit_of_a_relu_is_on_or_off_by_rounding() -> None:
+def test_no_relu_unit_is_near_zero() -> None:
     work = EncoderWork([40, 20, 9], embed_dim=64, num_heads=2, num_layers=3, feedforward_dim=256, dtype=FLOAT)
     units: list[torch.Tensor] = []
     for layer in work.theirs.layers:
-        layer.linear1.register_forward_hook(lambda module, given, found: units.append(found.detach()))
+        layer.linear1.register_forward_hook(lambda module, given, output: units.append(output.detach()))
     work.their_call()
     work.theirs(work.x, src_key_padding_mask=work.padding)
-    for found in units:
-        real = found[~work.padding]
+    for output in units:
+        real = output[~work.padding]
         assert real.abs().min() > 1e-3
         assert (real > 0).float().mean() == 0.5
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
-def test_the_yardstick_is_a_product_and_is_not_compared(dtype: torch.dtype) -> None:
+def test_yardstick_is_a_product_and_is_not_compared(dtype: torch.dtype) -> None:
     measure, absent = yardsticks(dtype)
     if absent:
         pytest.skip(absent[PRODUCT])
-    found = measure[PRODUCT]()
-    assert found.shape == (2048, 2048)
-    assert found.dtype == dtype
+    product = measure[PRODUCT]()
+    assert product.shape == (2048, 2048)
+    assert product.dtype == dtype
     one = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
-    transposed = dtype == FLOAT and not torch.allclose(found[:4], one[:4] @ one, atol=1e-2)
+    transposed = dtype == FLOAT and not torch.allclose(product[:4], one[:4] @ one, atol=1e-2)
     expected = one[:4] @ (one.T if transposed else one)
-    torch.testing.assert_close(found[:4], expected, rtol=2e-2, atol=1e-2 if dtype == FLOAT else 2.0)
-    case = replace(ROWS["window"], yardstick=True).case()  # type: ignore[type-var]
-    assert PRODUCT in case.timed
-    assert PRODUCT not in case.check()
+    torch.testing.assert_close(product[:4], expected, rtol=2e-2, atol=1e-2 if dtype == FLOAT else 2.0)
+    comparison = replace(ROWS["window"], yardstick=True).comparison()  # type: ignore[type-var]
+    assert PRODUCT in comparison.timed
+    assert PRODUCT not in comparison.check()
 
 
-def test_a_product_that_would_take_a_minute_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_onednn_product_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "ONEDNN", replace(product.ONEDNN, absent=lambda dtype: f"none in {dtype}"))
     measured = measure_row(replace(ROWS["grouped"], yardstick=True), repeats=1, seconds=None)  # type: ignore[type-var]
     assert PRODUCT not in measured.timings
     assert measured.share(OURS) is None
     assert measured.left_out[PRODUCT] == "none in torch.bfloat16"
-    assert PRODUCT in replace(ROWS["window"], yardstick=True).case().timed  # type: ignore[type-var]
+    assert PRODUCT in replace(ROWS["window"], yardstick=True).comparison().timed  # type: ignore[type-var]

@@ -30,7 +30,7 @@ POINT = Point(
 )
 
 
-def test_a_suite_shows_medians_ratios_rates_and_floors() -> None:
+def test_suite_sheet_shows_medians_ratios_rates_and_floors() -> None:
     one = line(FORWARD, {"clearhead": 0.010, SDPA: 0.015, PRODUCT: 0.1}, left_out={"ONNX Runtime Attention": "absent"})
     sheet = suite_sheet("forward", [one])
     (row,) = sheet.rows
@@ -49,7 +49,7 @@ def test_a_suite_shows_medians_ratios_rates_and_floors() -> None:
     assert "floor" not in "\n".join(suite_sheet("forward", [one], judged=False).notes[:-2])
 
 
-def test_floors_stand_in_one_table_with_what_the_machine_would_give() -> None:
+def test_floors_sheet_shows_the_figure_at_the_limit() -> None:
     slow = line(FORWARD, {"clearhead": 0.010, SDPA: 0.015, PRODUCT: 0.1}, limit=125.0)
     lines = {"forward": [slow], "window": [line("w", {"clearhead": 1.0, SDPA: 30.0}, group="bfloat16")]}
     sheet = floors_sheet(lines)
@@ -65,19 +65,19 @@ def test_floors_stand_in_one_table_with_what_the_machine_would_give() -> None:
     assert len(floors_sheet({"window": lines["window"]}).notes) == 1, "nothing to explain where no rate was timed"
 
 
-def test_a_row_shows_how_near_the_limit_it_is() -> None:
+def test_suite_sheet_shows_share_of_limit() -> None:
     rows = [line("a", {"clearhead": 0.010, SDPA: 0.015}, limit=125.0), line("b", {"clearhead": 0.010, SDPA: 0.015})]
     sheet = suite_sheet("training", rows)
     assert [dict(zip(sheet.header, row, strict=True))["of limit"] for row in sheet.rows] == ["0.80", ""]
     assert "of limit" not in suite_sheet("training", rows[1:]).header
 
 
-def test_a_decode_row_shows_how_fast_the_cache_is_read() -> None:
+def test_decode_row_shows_bandwidth() -> None:
     sheet = suite_sheet("decode", [line("d", {"clearhead": 0.001, SDPA: 0.002}, memory_read=4e7)])
     assert dict(zip(sheet.header, sheet.rows[0], strict=True))["GB/s"] == "40.0 against 20.0"
 
 
-def test_the_grid_lists_the_slower_and_sums_up_all() -> None:
+def test_grid_sheet_lists_slower_calls_and_summarises_all() -> None:
     fast = replace(POINT, title="large", ratio=2.0, against_itself=None)
     sheet = grid_sheet([fast, POINT])
     assert [row[0] for row in sheet.rows] == ["small (sdpa)"]
@@ -88,7 +88,7 @@ def test_the_grid_lists_the_slower_and_sums_up_all() -> None:
     assert grid_sheet([fast]).rows == []
 
 
-def test_the_block_holds_every_suite_of_the_folder_and_replaces_the_old_one(tmp_path: Path) -> None:
+def test_block_contains_every_suite_and_replaces_the_old_block(tmp_path: Path) -> None:
     rows = {"decode": line("d", {"clearhead": 0.001, SDPA: 0.002}), "window": line("w", {"clearhead": 1.0, SDPA: 30.0})}
     for name, one in rows.items():
         Journal(tmp_path / f"{name}.json", command=f"clearhead bench --suite {name}", load_before=0.1).add(
@@ -104,8 +104,10 @@ def test_the_block_holds_every_suite_of_the_folder_and_replaces_the_old_one(tmp_
     assert "| window, forward | 1 (0.25x) | from 1024 |" in text
     assert "| window | float32 | SDPA | lowest of 1 | 30.00 |  | 20 | met |" in text
     assert "`clearhead bench --suite decode`" in text
-    told = re.findall(rf"kernels {native_library.isa_name()} \(at most \d+ GFLOP/s in float32 and \d+ .*\), load", text)
-    assert len(told) == (4 if native_library.library() is not None else 0)
+    mentions = re.findall(
+        rf"kernels {native_library.isa_name()} \(at most \d+ GFLOP/s in float32 and \d+ .*\), load", text
+    )
+    assert len(mentions) == (4 if native_library.library() is not None else 0)
     assert "| d (native) | 1 [1, 1] | 2 (2.00x) [2, 2] |" in text
     results = tmp_path / "RESULTS.md"
     results.write_text("# Results\n\n<!-- bench: begin -->\nold\n<!-- bench: end -->\n\n<!-- demo: begin -->\nkept\n")

@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_each_round_runs_everyone_once_and_another_one_first(clock: Clock) -> None:
+def test_each_round_runs_every_call_once_in_rotated_order(clock: Clock) -> None:
     calls = {name: clock.work(name, 1.0) for name in "abc"}
     interleaved(calls, repeats=4, warmup=0, min_seconds=0.0)
     settled, rounds = clock.log[:3], "".join(clock.log[3:])
@@ -37,17 +37,17 @@ def test_each_round_runs_everyone_once_and_another_one_first(clock: Clock) -> No
     assert rounds == "abccbabcaacb"
 
 
-def test_times_are_per_call_however_often_a_sample_repeats_it(clock: Clock) -> None:
-    found = interleaved(
+def test_times_are_per_call(clock: Clock) -> None:
+    timings = interleaved(
         {"short": clock.work("short", 0.001), "long": clock.work("long", 0.5)}, repeats=3, min_seconds=0.1
     )
-    assert found["short"].median == pytest.approx(0.001)
-    assert found["long"].median == pytest.approx(0.5)
+    assert timings["short"].median == pytest.approx(0.001)
+    assert timings["long"].median == pytest.approx(0.5)
     assert clock.log.count("short") == 2 + 2 + 10 + 100 + 3 * 100
     assert clock.log.count("long") == 2 + 1 + 3
 
 
-def test_a_slow_first_call_makes_no_sample_shorter(clock: Clock) -> None:
+def test_slow_first_call_does_not_shorten_samples(clock: Clock) -> None:
     seconds = [0.02] + [0.0001] * 100_000
 
     def call() -> None:
@@ -59,32 +59,32 @@ def test_a_slow_first_call_makes_no_sample_shorter(clock: Clock) -> None:
     assert len(clock.log) == settling + 100
 
 
-def test_a_call_of_no_time_ends(clock: Clock) -> None:
-    found = interleaved({"nothing": lambda: None}, repeats=1, min_seconds=1e-6)
-    assert found["nothing"].median == 0.0
+def test_call_without_duration_terminates(clock: Clock) -> None:
+    timings = interleaved({"nothing": lambda: None}, repeats=1, min_seconds=1e-6)
+    assert timings["nothing"].median == 0.0
 
 
-def test_a_time_limit_stops_rounds_but_not_before_three(clock: Clock) -> None:
+def test_time_limit_stops_after_at_least_three_rounds(clock: Clock) -> None:
     done: list[int] = []
-    found = interleaved({"a": clock.work("a", 1.0)}, repeats=50, seconds=0.5, after_round=done.append)
-    assert len(found["a"].runs) == 3
+    timings = interleaved({"a": clock.work("a", 1.0)}, repeats=50, seconds=0.5, after_round=done.append)
+    assert len(timings["a"].runs) == 3
     assert done == [1, 2, 3]
-    found = interleaved({"a": clock.work("a", 1.0)}, repeats=50, seconds=9.5)
-    assert len(found["a"].runs) == 10
+    timings = interleaved({"a": clock.work("a", 1.0)}, repeats=50, seconds=9.5)
+    assert len(timings["a"].runs) == 10
 
 
-def test_median_and_quartiles_are_those_of_the_runs() -> None:
-    found = Timing.of((5.0, 1.0, 2.0, 4.0, 3.0))
-    assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
+def test_timing_has_median_and_quartiles_of_the_runs() -> None:
+    timing = Timing.of((5.0, 1.0, 2.0, 4.0, 3.0))
+    assert (timing.q1, timing.median, timing.q3) == (2.0, 3.0, 4.0)
     assert Timing.of((2.0,)) == Timing(2.0, 2.0, 2.0, (2.0,))
-    assert found.to_dict()["runs"] == [5.0, 1.0, 2.0, 4.0, 3.0]
+    assert timing.to_dict()["runs"] == [5.0, 1.0, 2.0, 4.0, 3.0]
 
 
-def test_one_slow_run_moves_no_median() -> None:
+def test_one_slow_run_does_not_change_the_median() -> None:
     assert Timing.of((1.0, 1.0, 1.0, 1.0, 100.0)).median == 1.0
 
 
 @pytest.mark.parametrize(("calls", "repeats"), [({}, 3), ({"a": lambda: None}, 0)])
-def test_nothing_to_time_is_an_error(calls: dict[str, object], repeats: int) -> None:
+def test_no_calls_or_no_rounds_raise(calls: dict[str, object], repeats: int) -> None:
     with pytest.raises(ShapeError, match=r"interleaved: (calls|repeats) must be at least one"):
         interleaved(calls, repeats=repeats)  # type: ignore[arg-type]

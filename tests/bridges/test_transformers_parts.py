@@ -23,7 +23,7 @@ from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActD
 
 import clearhead as ch
 from clearhead.integrations.transformers import replace
-from clearhead.integrations.transformers.parts import FeedForward
+from clearhead.integrations.transformers.parts import FusedFeedForward
 from clearhead.ops import library as native_library
 from tests.bridges.hf_models import TRANSFORMERS_4
 from tests.budget import within_budget
@@ -94,14 +94,14 @@ def native(_kernels: None) -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of a feedforward was one step."""
     seen: list[bool] = []
-    take = FeedForward.__call__
+    take = FusedFeedForward.__call__
 
     def spy(*given: Any) -> Tensor | None:
         found = take(*given)
         seen.append(found is not None)
         return found
 
-    monkeypatch.setattr(FeedForward, "__call__", spy)
+    monkeypatch.setattr(FusedFeedForward, "__call__", spy)
     attempt = replace.attempt
 
     def uncounted(*args: Any, **kwargs: Any) -> Any:

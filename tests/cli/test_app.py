@@ -1,4 +1,4 @@
-"""The verbs, and that whatever goes wrong leaves one line and an exit code."""
+"""The commands, and their errors: one line and an exit status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clearhead.cli.app import EXTRAS, VERBS, app
+from clearhead.cli.app import COMMANDS, EXTRAS, app
 from clearhead.errors import DataError
 
 BECOME = Callable[[Callable[..., None]], None]
@@ -40,48 +40,46 @@ def lines_of(*arguments: str) -> tuple[int, list[str], list[str]]:
     return result.exit_code, result.stdout.splitlines(), result.stderr.splitlines()
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_a_file_and_a_help_that_says_what_it_does(verb: str) -> None:
-    module = importlib.import_module(f"clearhead.cli.{verb}")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_module_and_help(name: str) -> None:
+    module = importlib.import_module(f"clearhead.cli.{name}")
     assert hasattr(module, "command") != hasattr(module, "app"), "a function `command` or a Typer `app`"
-    code, out, err = lines_of(verb, "--help")
+    code, out, err = lines_of(name, "--help")
     assert code == 0
     assert err == []
     prose = [line for line in out if line.strip() and "Usage:" not in line and line.strip()[0].isalpha()]
-    assert prose, f"clearhead {verb} --help has no sentence"
+    assert prose, f"clearhead {name} --help has no sentence"
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_lists_the_verbs_and_shows_examples(arguments: tuple[str, ...]) -> None:
+def test_help_lists_the_commands_and_shows_examples(arguments: tuple[str, ...]) -> None:
     code, out, _ = lines_of(*arguments)
     text = "\n".join(out)
     assert code == 0
     assert "clearhead train classify --data reviews.csv" in text
     listed = text.partition("Commands")[2]
-    assert [verb for verb in VERBS if verb not in listed] == []
+    assert [name for name in COMMANDS if name not in listed] == []
 
 
-def test_version_is_the_installed_one() -> None:
+def test_version_is_the_installed_version() -> None:
     assert lines_of("--version") == (0, [f"clearhead {importlib.metadata.version('clearhead')}"], [])
 
 
-def test_a_verb_that_does_not_exist_suggests_one_that_does() -> None:
+def test_unknown_command_suggests_a_similar_one() -> None:
     code, out, err = lines_of("trian")
     assert (code, out) == (2, [])
-    assert err == [
-        "clearhead: No such command 'trian'. Did you mean 'train'? Run 'clearhead --help' for what it takes."
-    ]
+    assert err == ["clearhead: No such command 'trian'. Did you mean 'train'? Run 'clearhead --help' for its options."]
 
 
-def test_a_wrong_option_names_the_verb_and_its_help(doctor_does: BECOME) -> None:
+def test_wrong_option_names_the_command_and_its_help(doctor_does: BECOME) -> None:
     doctor_does(lambda: None)
     code, out, err = lines_of("doctor", "--nope")
     assert (code, out, len(err)) == (2, [], 1)
     assert err[0].startswith("clearhead doctor: No such option: --nope")
-    assert err[0].endswith("Run 'clearhead doctor --help' for what it takes.")
+    assert err[0].endswith("Run 'clearhead doctor --help' for its options.")
 
 
-def test_an_error_of_ours_is_its_own_line(doctor_does: BECOME) -> None:
+def test_clearhead_error_is_printed_as_one_line(doctor_does: BECOME) -> None:
     def fail() -> None:
         raise DataError.about("doctor", "file", must="exist", got="x.csv", then="Name another.")
 
@@ -89,7 +87,7 @@ def test_an_error_of_ours_is_its_own_line(doctor_does: BECOME) -> None:
     assert lines_of("doctor") == (2, [], ["doctor: file must exist; got x.csv. Name another."])
 
 
-def test_a_missing_extra_says_what_to_install(doctor_does: BECOME) -> None:
+def test_missing_extra_names_the_install_command(doctor_does: BECOME) -> None:
     source = "def command():\n    raise ModuleNotFoundError(name='tokenizers.models')\n"
     scope: dict[str, Callable[[], None]] = {"__name__": "clearhead.cli.doctor"}  # type: ignore[dict-item]
     exec(source, scope)
@@ -98,7 +96,7 @@ def test_a_missing_extra_says_what_to_install(doctor_does: BECOME) -> None:
     assert lines_of("doctor") == (2, [], [expected])
 
 
-def test_an_interruption_is_one_line_and_130(doctor_does: BECOME) -> None:
+def test_interruption_prints_one_line_and_exits_with_130(doctor_does: BECOME) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -106,7 +104,7 @@ def test_an_interruption_is_one_line_and_130(doctor_does: BECOME) -> None:
     assert lines_of("doctor") == (130, [], ["clearhead: interrupted."])
 
 
-def test_a_verb_may_choose_its_exit_code(doctor_does: BECOME) -> None:
+def test_command_can_set_the_exit_status(doctor_does: BECOME) -> None:
     def leave() -> None:
         raise typer.Exit(3)
 
@@ -114,7 +112,7 @@ def test_a_verb_may_choose_its_exit_code(doctor_does: BECOME) -> None:
     assert lines_of("doctor") == (3, [], [])
 
 
-def test_a_bug_keeps_its_traceback(doctor_does: BECOME) -> None:
+def test_other_exceptions_keep_their_traceback(doctor_does: BECOME) -> None:
     def divide() -> None:
         raise ZeroDivisionError("a bug")
 
@@ -123,7 +121,7 @@ def test_a_bug_keeps_its_traceback(doctor_does: BECOME) -> None:
         lines_of("doctor")
 
 
-def test_a_module_that_no_extra_brings_is_a_bug(doctor_does: BECOME) -> None:
+def test_missing_module_without_extra_keeps_its_traceback(doctor_does: BECOME) -> None:
     def miss() -> None:
         raise ModuleNotFoundError("No module named 'clearhed'", name="clearhed")
 
@@ -132,18 +130,18 @@ def test_a_module_that_no_extra_brings_is_a_bug(doctor_does: BECOME) -> None:
         lines_of("doctor")
 
 
-def test_the_console_script_leaves_with_the_code_and_one_line() -> None:
+def test_console_script_exits_with_status_and_one_line() -> None:
     run = [sys.executable, "-c", "from clearhead.cli.app import main; main()", "--nope"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
-def test_the_package_is_a_command_too() -> None:
+def test_python_m_clearhead_runs_the_command() -> None:
     run = [sys.executable, "-m", "clearhead", "--version"]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.startswith("clearhead ")
 
 
-def test_every_extra_named_to_a_user_exists() -> None:
+def test_every_named_extra_exists() -> None:
     offered = importlib.metadata.metadata("clearhead").get_all("Provides-Extra")
     assert offered is not None
     assert set(EXTRAS.values()) <= set(offered)

@@ -11,7 +11,7 @@ from tests.benchmark.test_lines import line
 from typer.testing import CliRunner
 
 from clearhead.benchmark import Line
-from clearhead.benchmark.rows import Row
+from clearhead.benchmark.rows import SuiteRow
 from clearhead.cli.app import app
 from clearhead.errors import UnsupportedError
 
@@ -25,7 +25,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_it_prints_tables_and_writes_json_and_a_plot(tmp_path: Path) -> None:
+def test_bench_prints_tables_and_writes_json_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     folder = tmp_path / "new" / "place"
     code, out, err = run(*TINY, "--out", str(folder))
@@ -42,7 +42,7 @@ def test_it_prints_tables_and_writes_json_and_a_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_extra_it_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_without_matplotlib_skips_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(*TINY, "--out", str(tmp_path))
     assert code == 0, err
@@ -63,7 +63,7 @@ def test_an_interruption_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_list_names_every_suite_and_measures_nothing(tmp_path: Path) -> None:
+def test_list_names_every_suite_without_measuring(tmp_path: Path) -> None:
     from clearhead.benchmark import SUITES
 
     code, out, err = run("--list", "--out", str(tmp_path / "out"))
@@ -77,32 +77,30 @@ QUICK = ("--quick", "--repeats", "3")
 
 
 @pytest.mark.slow
-def test_suites_are_measured_written_and_put_into_a_markdown_file(tmp_path: Path) -> None:
+def test_suites_are_measured_and_written_to_markdown(tmp_path: Path) -> None:
     folder, results = tmp_path / "out", tmp_path / "RESULTS.md"
     code, out, err = run("--suite", "decode,module", *QUICK, "--out", str(folder), "--results", str(results))
     assert code == 0, err
-    for words in ("backend tiled: 24 small calls right", "1x32/8x1:48x16", "nn.MultiheadAttention", "floors are not"):
+    for words in ("backend tiled: 24 small calls correct", "1x32/8x1:48x16", "nn.MultiheadAttention", "floors are not"):
         assert words in out
     assert sorted(path.name for path in folder.iterdir()) == ["decode.json", "module.json"]
     read = json.loads((folder / "decode.json").read_text())
     assert read["head"]["command"] == "clearhead bench --suite decode --quick --repeats 3"
     assert [row["group"] for row in read["rows"]] == ["float32"] * 2 + ["bfloat16"] * 2
     assert "### module" in results.read_text()
-    again = tmp_path / "again.md"
-    code, out, err = run("--out", str(folder), "--results", str(again))
-    assert (code, out, err) == (0, f"wrote the block 'bench' into {again}\n", ""), "nothing is measured a second time"
-    assert again.read_text() == results.read_text()
+    resumed = tmp_path / "again.md"
+    code, out, err = run("--out", str(folder), "--results", str(resumed))
+    assert (code, out, err) == (0, f"wrote the block 'bench' into {resumed}\n", ""), "nothing is measured a second time"
+    assert resumed.read_text() == results.read_text()
 
 
-def test_an_interrupted_suite_keeps_its_rows_and_goes_on_from_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_suite_keeps_its_rows_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead import benchmark
 
     asked: list[str] = []
     honest = benchmark.measure_row
 
-    def stopping(row: Row, **options: int) -> Line:
+    def stopping(row: SuiteRow, **options: int) -> Line:
         if len(asked) == 1:
             asked.append("")
             raise KeyboardInterrupt
@@ -119,23 +117,23 @@ def test_an_interrupted_suite_keeps_its_rows_and_goes_on_from_there(
     assert len(json.loads((tmp_path / "decode.json").read_text())["rows"]) == 2
 
 
-def test_several_suites_end_in_one_table_of_their_floors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_suites_print_one_table_of_floors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead import benchmark
     from clearhead.benchmark.peers import SDPA
 
-    def told(row: Row, **_: object) -> Line:
+    def fake(row: SuiteRow, **_: object) -> Line:
         return line(row.title, {"clearhead": 0.001, SDPA: 0.019}, group=row.group)
 
-    monkeypatch.setattr(benchmark, "measure_row", told)
+    monkeypatch.setattr(benchmark, "measure_row", fake)
     monkeypatch.setattr(benchmark, "check_backends", lambda: {})
     code, out, err = run("--suite", "decode,window", "--out", str(tmp_path))
     assert code == 0, err
-    assert "floors: what has to be reached, and what was" in out
+    assert "floors: each floor and the measured figure" in out
     assert "4 floors, 2 short" in out.splitlines(), "decode's are met, window's are not"
     assert "floors:" not in run("--suite", "decode", "--out", str(tmp_path))[1], "one suite says so itself"
 
 
-def test_the_grid_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grid_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead import benchmark
     from clearhead.benchmark import sweep
 
@@ -149,7 +147,7 @@ def test_the_grid_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(json.loads((tmp_path / "grid.json").read_text())["rows"]) == 1
 
 
-def test_nothing_is_timed_while_a_backend_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_backend_prevents_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead import benchmark
 
     def red() -> dict[str, int]:
@@ -164,10 +162,10 @@ def test_nothing_is_timed_while_a_backend_is_wrong(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--suite", "fast"), "--suite must hold only forward, training, dropout"),
-        (("--suite", ""), "--suite must hold only"),
-        (("--suite", "decode", "--shape", "1,2,3,4"), "--shape must not stand with --suite or --grid"),
-        (("--grid", "--shape", "1,2,3,4"), "--shape must not stand with --suite or --grid"),
+        (("--suite", "fast"), "--suite must contain only forward, training, dropout"),
+        (("--suite", ""), "--suite must contain only"),
+        (("--suite", "decode", "--shape", "1,2,3,4"), "--shape must not be used with --suite or --grid"),
+        (("--grid", "--shape", "1,2,3,4"), "--shape must not be used with --suite or --grid"),
         (("--results", "R.md"), "--results must have suites, the grid or patterns to show; got none of them in"),
         (
             ("--results", "R.md", "--shape", "1,2,3,4"),
@@ -179,8 +177,8 @@ def test_nothing_is_timed_while_a_backend_is_wrong(tmp_path: Path, monkeypatch: 
         (("--shape", "1,1,-3,4"), "--shape must be four whole numbers"),
         (("--shape", "1,1,100000,4"), "--shape must have a length of at most 32768"),
         (("--shape", "9999,9999,99,99"), "numbers in all"),
-        (("--dtype", "float32,int8"), "--dtype must hold only float32, bfloat16, float16; got 'int8'"),
-        (("--dtype", ""), "--dtype must hold only"),
+        (("--dtype", "float32,int8"), "--dtype must contain only float32, bfloat16, float16; got 'int8'"),
+        (("--dtype", ""), "--dtype must contain only"),
         (("--repeats", "0"), "--repeats must be at least 1; got 0"),
         (("--repeats", "many"), "--repeats"),
     ],
@@ -193,7 +191,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_place_of_the_folder_is_refused_before_measuring(tmp_path: Path) -> None:
+def test_out_that_is_a_file_is_refused_before_measuring(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     code, _, err = run(*TINY, "--out", str(file))

@@ -38,13 +38,13 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_right_function_leaves_with_0(mine: Path) -> None:
+def test_correct_function_exits_with_0(mine: Path) -> None:
     result = CliRunner().invoke(app, ["conform", f"{mine}:right", *QUICK])
     assert result.exit_code == 0, result.output
     assert "all 3 laws that apply hold." in result.stdout
 
 
-def test_a_wrong_function_leaves_with_1_and_shows_the_example(mine: Path) -> None:
+def test_wrong_function_exits_with_1_and_shows_the_example(mine: Path) -> None:
     result = CliRunner().invoke(app, ["conform", f"{mine}:inverted", *QUICK])
     assert result.exit_code == 1
     assert "FAILS mask polarity" in result.stdout
@@ -64,7 +64,7 @@ def test_json(mine: Path) -> None:
     }
 
 
-def test_json_stays_json_where_the_subject_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_is_valid_when_the_function_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "talking.py"
     path.write_text(
         "import os\nprint('imported')\nfrom torch.nn.functional import scaled_dot_product_attention as plain\n"
@@ -81,7 +81,7 @@ def test_json_stays_json_where_the_subject_prints(tmp_path: Path, capfd: pytest.
         assert word in said.err
 
 
-def test_a_subject_that_leaves_is_a_failure(tmp_path: Path) -> None:
+def test_function_that_exits_is_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "leaving.py"
     path.write_text("import sys\ndef attention(query, key, value):\n    sys.exit(0)\n", encoding="utf-8")
     result = CliRunner().invoke(app, ["conform", f"{path}:attention", "--law", "output", "--examples", "0"])
@@ -95,7 +95,7 @@ def test_a_subject_that_leaves_is_a_failure(tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_file_imports_what_lies_beside_it(tmp_path: Path) -> None:
+def test_file_can_import_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").write_text("factor = 1.0\n", encoding="utf-8")
     (tmp_path / "later_beside_it.py").write_text("factor = 1.0\n", encoding="utf-8")
     path = tmp_path / "with_a_sibling.py"
@@ -112,7 +112,7 @@ def test_a_file_imports_what_lies_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["random", "json", "typer"])
-def test_a_file_with_the_name_of_a_module_does_not_replace_it(tmp_path: Path, name: str) -> None:
+def test_file_named_like_a_module_does_not_replace_it(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.py"
     path.write_text("from torch.nn.functional import scaled_dot_product_attention as attention\n", encoding="utf-8")
     before = sys.modules[name]
@@ -121,7 +121,7 @@ def test_a_file_with_the_name_of_a_module_does_not_replace_it(tmp_path: Path, na
     assert sys.modules[name] is before
 
 
-def test_what_a_file_does_to_the_process_ends_with_the_run(tmp_path: Path) -> None:
+def test_process_state_is_restored_after_the_run(tmp_path: Path) -> None:
     path = tmp_path / "meddling.py"
     path.write_text(
         "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
@@ -136,20 +136,20 @@ def test_what_a_file_does_to_the_process_ends_with_the_run(tmp_path: Path) -> No
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_module_by_name_and_another_signature() -> None:
+def test_module_by_name_with_mha_signature() -> None:
     arguments = ["torch.nn:MultiheadAttention", "--signature", "mha", "--law", "output", "--dtype", "float64"]
     result = CliRunner().invoke(app, ["conform", *arguments, "--examples", "0"])
     assert result.exit_code == 0, result.output
     assert "signature mha, float64 on cpu" in result.stdout
 
 
-def test_help_gives_each_example_a_line() -> None:
+def test_help_prints_each_example_on_a_line() -> None:
     lines = CliRunner().invoke(app, ["conform", "--help"]).stdout.splitlines()
     for example in ("mine.py:attention --dtype bfloat16", "torch.nn:MultiheadAttention --signature mha"):
         assert f"clearhead conform {example}" in [line.strip() for line in lines]
 
 
-def test_a_terminal_is_told_which_law_is_tried(
+def test_terminal_shows_the_current_law(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -176,7 +176,7 @@ def test_a_terminal_is_told_which_law_is_tried(
         (["torch:add", "--law", "gravity"], "laws must be names of laws; got 'gravity'."),
     ],
 )
-def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["conform", *arguments])
     assert result.exit_code == 2
     assert said in result.stderr

@@ -50,33 +50,33 @@ Quick = tuple[Path, subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.slow
-def test_it_ends_well_and_prints_each_result(quick: Quick) -> None:
+def test_demo_exits_with_0_and_prints_each_result(quick: Quick) -> None:
     _, done = quick
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert re.search(r"Test accuracy\n  0\.\d{4} on the held-out fifth \(\d+ of 359\)", out)
     assert re.search(r"held-out digit \d+: predicted \d with probability \d\.\d{4}", out)
-    assert re.search(r"most telling: head [0-3] of layer [01]", out)
+    assert re.search(r"most influential: head [0-3] of layer [01]", out)
     assert re.search(r"softmax .* \[64\]", out)
     assert re.search(r"worst difference \d\.\de-\d\d, in head [0-3] of layer [01]: as exact as float32 allows", out)
     assert re.search(r"clearhead \d+\.\d+ ms, torch\.nn\.MultiheadAttention with the same weights \d+\.\d+ ms", out)
     assert "seed 3" in out
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal(quick: Quick) -> None:
+def test_progress_is_lines_without_a_terminal(quick: Quick) -> None:
     _, done = quick
     assert "\x1b" not in done.stdout + done.stderr
     assert re.search(r"train loss \d", done.stderr)
 
 
-def test_it_leaves_one_page_and_its_numbers(quick: Quick) -> None:
+def test_demo_writes_page_and_metrics(quick: Quick) -> None:
     folder, done = quick
     out = folder / "clearhead-demo"
     assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["index.html", "metrics.json"]
     assert str(out / "index.html") in done.stdout
-    found = re.search(r'id="data">(.*?)</script>', (out / "index.html").read_text("utf-8"), re.DOTALL)
-    assert found is not None
-    data = json.loads(found[1])
+    match = re.search(r'id="data">(.*?)</script>', (out / "index.html").read_text("utf-8"), re.DOTALL)
+    assert match is not None
+    data = json.loads(match[1])
     validate(data)
     assert len(data["runs"]) >= 10
     assert len(data["layers"]) == 2 * len(data["runs"])
@@ -90,19 +90,19 @@ def test_it_leaves_one_page_and_its_numbers(quick: Quick) -> None:
 
 @pytest.mark.browser
 @pytest.mark.slow
-def test_its_page_opens_offline(quick: Quick) -> None:
+def test_demo_page_opens_offline(quick: Quick) -> None:
     from tests.inspector.chromium import Opened, chromium
 
     folder, _ = quick
     with chromium() as browser:
-        seen = Opened(browser, folder / "clearhead-demo" / "index.html")
-        seen.page.wait_for_selector("#main[data-ready]")
-        assert seen.page.locator("#heads .thumb").count() == 8
-        assert seen.page.locator(".run").count() >= 10
-        assert seen.page.locator("#panel-picture").is_visible()
-        assert seen.page.locator("#facts .fact").count() == 3
-        assert seen.complaints == []
-        assert [request.split(":")[0] for request in seen.requests] == ["file"]
+        lines = Opened(browser, folder / "clearhead-demo" / "index.html")
+        lines.page.wait_for_selector("#main[data-ready]")
+        assert lines.page.locator("#heads .thumb").count() == 8
+        assert lines.page.locator(".run").count() >= 10
+        assert lines.page.locator("#panel-picture").is_visible()
+        assert lines.page.locator("#facts .fact").count() == 3
+        assert lines.complaints == []
+        assert [request.split(":")[0] for request in lines.requests] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_its_page_opens_offline(quick: Quick) -> None:
     [
         (("--epochs", "0"), "clearhead demo: --epochs must be at least 1; got 0."),
         (("--seed", "-1"), "clearhead demo: --seed must be at least 0; got -1."),
-        (("--out", "file"), "clearhead demo: --out must be a folder"),
+        (("--out", "file"), "clearhead demo: --out must be a writable folder"),
         (("--epochs", "many"), "clearhead demo: Invalid value for '--epochs'"),
     ],
 )
-def test_wrong_use_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_wrong_usage_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     (tmp_path / "file").write_text("")
     done = reported(REFUSED, [str(tmp_path), *arguments])
     assert done.returncode == 2
@@ -125,7 +125,7 @@ def test_wrong_use_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...],
 
 
 @pytest.mark.slow
-def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_interruption_is_one_line_and_leaves_no_files(tmp_path: Path) -> None:
     running = subprocess.Popen(
         COMMAND,
         cwd=tmp_path,

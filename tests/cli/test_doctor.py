@@ -22,7 +22,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_SECONDS_EACH", 0.0)
 
 
-def test_it_shows_every_backend_and_ends_in_a_verdict() -> None:
+def test_doctor_shows_every_backend_and_a_verdict() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.stderr
     for name in BACKENDS:
@@ -33,7 +33,7 @@ def test_it_shows_every_backend_and_ends_in_a_verdict() -> None:
     assert last == "nothing is missing." or last.startswith("missing or in the way: ")
 
 
-def test_json_holds_the_same_and_every_rate_or_its_reason() -> None:
+def test_json_has_every_rate_or_its_reason() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.stderr
     read = json.loads(result.stdout)
@@ -46,7 +46,7 @@ def test_json_holds_the_same_and_every_rate_or_its_reason() -> None:
     assert read["verdict"]
 
 
-def test_a_backend_that_cannot_run_here_says_why() -> None:
+def test_unusable_backend_shows_the_reason() -> None:
     rates = {rate.what.split(", ")[-1]: rate for rate in doctor.diagnose().rates}
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device, so flex can run")
@@ -55,16 +55,16 @@ def test_a_backend_that_cannot_run_here_says_why() -> None:
     assert rates["tiled"].gflops is not None
 
 
-def test_absent_extras_come_with_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extras_show_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = ["torch>=2", 'no-such-thing>=1; extra == "train"', 'numpy>=1; extra == "train"', 'x; extra == "dev"']
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: declared)
-    found = doctor.diagnose()
-    assert found.extras == {"train": {"no-such-thing": None, "numpy": metadata.version("numpy")}}
-    assert "no-such-thing (install clearhead[train])" in found.verdict
+    diagnosis = doctor.diagnose()
+    assert diagnosis.extras == {"train": {"no-such-thing": None, "numpy": metadata.version("numpy")}}
+    assert "no-such-thing (install clearhead[train])" in diagnosis.verdict
 
 
 @pytest.mark.slow
-def test_a_missing_compiler_and_too_many_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_and_too_many_threads_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 10_000)
     verdict = doctor.diagnose().verdict
@@ -72,9 +72,9 @@ def test_a_missing_compiler_and_too_many_threads_are_told(monkeypatch: pytest.Mo
     assert "set OMP_NUM_THREADS=" in verdict
 
 
-def test_nothing_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = doctor.diagnose()
-    assert doctor.Diagnosis(**{**vars(found), "missing": []}).verdict == "nothing is missing."
+def test_verdict_without_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosis = doctor.diagnose()
+    assert doctor.Diagnosis(**{**vars(diagnosis), "missing": []}).verdict == "nothing is missing."
 
 
 def test_an_unknown_option_is_one_line_and_exit_code_2() -> None:

@@ -20,7 +20,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_without_a_run_it_says_that_the_weights_are_random() -> None:
+def test_explain_without_run_says_that_weights_are_random() -> None:
     code, out, err = run("--text", TEXT)
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "an untrained encoder of 2 layers: its weights are random (seed 0)"
@@ -28,14 +28,14 @@ def test_without_a_run_it_says_that_the_weights_are_random() -> None:
         assert words in out
 
 
-def test_the_same_seed_gives_the_same_numbers_and_another_one_others() -> None:
-    first, again, other = (run("--text", TEXT, "--json", "--seed", seed)[1] for seed in ("1", "1", "2"))
-    assert first == again
+def test_explain_is_deterministic_for_a_seed() -> None:
+    first, repeated, other = (run("--text", TEXT, "--json", "--seed", seed)[1] for seed in ("1", "1", "2"))
+    assert first == repeated
     assert first != other
 
 
 @pytest.mark.parametrize(("token", "index"), [("cat", 1), ("2", 2), ("The", 0), ("the", 4), ("MAT", 5)])
-def test_a_token_is_named_by_word_or_index(token: str, index: int) -> None:
+def test_token_is_a_word_or_an_index(token: str, index: int) -> None:
     code, out, _ = run("--text", TEXT, "--token", token, "--layer", "1", "--head", "3", "--json")
     read = json.loads(out)
     assert (code, read["token"], read["head"], read["layer"]) == (0, index, 3, "encoder.blocks.1.attention")
@@ -49,7 +49,7 @@ def test_punctuation_and_other_scripts_are_tokens_too() -> None:
     assert json.loads(out)["tokens"] == ["猫が坐る", "。", "Ça", "va", "?"]
 
 
-def test_all_rows_shows_every_key() -> None:
+def test_all_rows_prints_every_key() -> None:
     text = " ".join(f"w{place}" for place in range(40))
     assert "heaviest of 40 keys" in run("--text", text)[1]
     assert "heaviest" not in run("--text", text, "--all-rows")[1]
@@ -63,8 +63,8 @@ def test_all_rows_shows_every_key() -> None:
         (("--text", TEXT, "--head", "4"), "head must be a whole number from 0 to 3; got 4"),
         (("--text", TEXT, "--token", "dog"), "0 'The', 1 'cat', 2 'sat', 3 'on', 4 'the', 5 'mat'; got 'dog'"),
         (("--text", TEXT, "--token", "6"), "token must be one of"),
-        (("--text", "go go", "--token", "go"), "stand once in the text; got 'go' at 0, 1"),
-        (("--text", " \n"), "--text must hold a word"),
+        (("--text", "go go", "--token", "go"), "occur exactly once in the text; got 'go' at 0, 1"),
+        (("--text", " \n"), "--text must contain a word"),
         (("--text", TEXT, "--seed", "-1"), "--seed must lie from 0"),
         (("--text", TEXT, "--run", "no/such/run"), "no/such/run must be a run folder"),
         ((), "Missing option '--text'"),
@@ -78,7 +78,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words
     assert words in err
 
 
-def test_a_trained_run_is_explained_with_its_own_tokens(tmp_path: Path) -> None:
+def test_trained_run_is_explained_with_its_tokens(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="needs the extra train")
     table = tmp_path / "films.csv"
     rows = [

@@ -37,9 +37,9 @@ main()
 def started(*words: object, folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """The lab as a process of its own, and the address that it printed."""
     run = [sys.executable, "-c", COMMAND, "lab", *map(str, words)]
-    own = {**os.environ, "TMPDIR": str(folder)}
+    environment = {**os.environ, "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(run, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=own)
+    process = subprocess.Popen(run, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -76,7 +76,7 @@ def listens(url: str) -> bool:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("working", [False, True])
-def test_control_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path, working: bool) -> None:
+def test_control_c_stops_the_lab_and_leaves_no_files(tmp_path: Path, working: bool) -> None:
     with started(folder=tmp_path) as (process, url):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32,}/", url)
         assert get(url) == 200
@@ -95,7 +95,7 @@ def test_control_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path, working: b
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_port_is_the_one_asked_for(tmp_path: Path) -> None:
+def test_requested_port_is_used(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -113,7 +113,7 @@ def called(*words: object) -> tuple[int, list[str], list[str]]:
     return result.exit_code, result.stdout.splitlines(), result.stderr.splitlines()
 
 
-def test_help_teaches() -> None:
+def test_help_shows_examples() -> None:
     code, out, _ = called("--help")
     said = " ".join(" ".join(out).split())
     assert code == 0
@@ -135,7 +135,7 @@ def test_wrong_use_is_one_line(words: list[str], says: str) -> None:
     assert err[0].startswith(says)
 
 
-def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
+def test_file_instead_of_a_model_folder_raises(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     code, _, err = called(file)
@@ -143,7 +143,7 @@ def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
     assert "must be a model folder; got a file." in err[0]
 
 
-def test_a_folder_whose_files_lie_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_folder_with_outside_files_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     secret = tmp_path / "secret.json"
@@ -151,4 +151,4 @@ def test_a_folder_whose_files_lie_elsewhere_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").symlink_to(secret)
     code, _, err = called(folder)
     assert (code, len(err)) == (2, 1)
-    assert "must hold its files itself; got config.json, which leads out of it." in err[0]
+    assert "must contain all its files; got config.json, which is outside." in err[0]

@@ -49,7 +49,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_line_for_each_head_with_the_numbers_of_observe(classifier: Path) -> None:
+def test_observe_prints_the_statistics_of_each_head(classifier: Path) -> None:
     text = "a fine and cold film"
     code, out, err = called("observe", classifier, "--text", text)
     assert (code, err) == (0, [])
@@ -60,29 +60,32 @@ def test_a_line_for_each_head_with_the_numbers_of_observe(classifier: Path) -> N
         [f"encoder.blocks.{layer}.attention", str(head)] for layer in range(2) for head in range(2)
     ]
     run = load_run(classifier)
-    with torch.no_grad(), ch.observe(run.model, ch.Want(entropy=True, distance=True, sink=1, rows=range(5))) as seen:
+    with (
+        torch.no_grad(),
+        ch.observe(run.model, ch.Want(entropy=True, distance=True, sink=1, rows=range(5))) as observed,
+    ):
         run.model(torch.tensor([run.encode(text)]))
     for place, line in enumerate(lines[2:]):
-        found, head = seen[place // 2], place % 2
-        assert found.entropy is not None
-        assert found.distance is not None
-        assert found.sink is not None
-        assert found.rows is not None
-        numbers = [f"{found.entropy[0, head].mean():.2f}", f"{found.distance[0, head].mean():.1f}"]
-        assert line.split()[2:5] == [*numbers, f"{found.sink[0, head].mean():.2f}"]
-        weight, edge = found.rows[0, head, 1:].flatten().max(dim=0)
+        layer, head = observed[place // 2], place % 2
+        assert layer.entropy is not None
+        assert layer.distance is not None
+        assert layer.sink is not None
+        assert layer.rows is not None
+        numbers = [f"{layer.entropy[0, head].mean():.2f}", f"{layer.distance[0, head].mean():.1f}"]
+        assert line.split()[2:5] == [*numbers, f"{layer.sink[0, head].mean():.2f}"]
+        weight, pair = layer.rows[0, head, 1:].flatten().max(dim=0)
         words = text.split()
-        assert f"{words[int(edge) // 5 + 1]} > {words[int(edge) % 5]} {weight:.2f}" in line
+        assert f"{words[int(pair) // 5 + 1]} > {words[int(pair) % 5]} {weight:.2f}" in line
 
 
-def test_a_long_file_is_read_in_parts_and_says_so(speaker: Path, tmp_path: Path) -> None:
+def test_long_file_is_read_in_parts(speaker: Path, tmp_path: Path) -> None:
     text, out_json, out_tensors = tmp_path / "long.txt", tmp_path / "new" / "heads.json", tmp_path / "all.safetensors"
     text.write_text("Speak, speak.\nAll:\n" * 2)
     arguments = ("--file", text, "--json", out_json, "--safetensors", out_tensors, "--edges", 4)
     code, out, err = called("observe", speaker, *arguments)
     assert code == 0
     assert out.splitlines()[0] == (
-        f"{speaker}: 38 tokens in 3 parts of at most 16, the most that the model reads; no edge goes from part to part"
+        f"{speaker}: 38 tokens in 3 parts of at most 16, the model's limit; no edge goes from part to part"
     )
     assert err == [f"wrote {out_json}", f"wrote {out_tensors}"]
     read = json.loads(out_json.read_text())
@@ -106,26 +109,26 @@ def test_a_long_file_is_read_in_parts_and_says_so(speaker: Path, tmp_path: Path)
             assert query // 16 * 16 <= int(indices[query, 0]) <= query
         strongest = [float(weights[query].max()) for query in range(38) if query % 16]
         edges = head["edges"]
-        assert [edge["weight"] for edge in edges] == sorted((edge["weight"] for edge in edges), reverse=True)
+        assert [pair["weight"] for pair in edges] == sorted((pair["weight"] for pair in edges), reverse=True)
         assert edges[0]["weight"] == pytest.approx(max(strongest))
         assert float(tensors[f"{name}.received"][place].sum()) == pytest.approx(38, abs=1e-3)
     run = load_run(speaker)
     ids = run.tokenizer.encode_long(text.read_text())
-    with torch.no_grad(), ch.observe(run.model, ch.Want(entropy=True)) as seen:
+    with torch.no_grad(), ch.observe(run.model, ch.Want(entropy=True)) as observed:
         run.model(torch.tensor([ids[16:32]]))
     name = read["heads"][0]["layer"]
-    found = seen[name].entropy
-    assert found is not None
-    torch.testing.assert_close(tensors[f"{name}.entropy"][:, 16:32], found[0], rtol=1e-4, atol=1e-5)
+    entropy = observed[name].entropy
+    assert entropy is not None
+    torch.testing.assert_close(tensors[f"{name}.entropy"][:, 16:32], entropy[0], rtol=1e-4, atol=1e-5)
 
 
-def test_parts_can_be_shorter_and_layers_fewer(speaker: Path) -> None:
+def test_chunk_and_layer_options(speaker: Path) -> None:
     code, out, _ = called("observe", speaker, "--text", "Speak, speak.", "--chunk", 5, "--layer", 1, "--json", "-")
     assert code == 0
     read = json.loads(out)
     assert "13 tokens in 3 parts of at most 5, as --chunk says" in read["read"]
     assert {head["layer"] for head in read["heads"]} == {"decoder.blocks.1.attention"}
-    assert all(edge["query"] % 5 > 0 for head in read["heads"] for edge in head["edges"])
+    assert all(pair["query"] % 5 > 0 for head in read["heads"] for pair in head["edges"])
 
 
 def test_one_token_has_no_edges(classifier: Path) -> None:
@@ -135,7 +138,7 @@ def test_one_token_has_no_edges(classifier: Path) -> None:
     assert out.splitlines()[2].split()[2:] == ["0.00", "0.0", "1.00"]
 
 
-def test_help_teaches_with_an_example() -> None:
+def test_observe_help_shows_an_example() -> None:
     code, out, _ = called("observe", "--help")
     assert code == 0
     for words in ("entropy", "strongest edges", "clearhead observe runs/plays --file plays.txt", "--safetensors"):
@@ -163,7 +166,7 @@ def test_bad_input_is_one_line_and_exit_code_2(classifier: Path, arguments: tupl
     assert words in err[0]
 
 
-def test_folders_that_hold_no_model_are_told_apart(tmp_path: Path) -> None:
+def test_folders_without_a_model_give_distinct_errors(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     for arguments, words in (
@@ -176,7 +179,7 @@ def test_folders_that_hold_no_model_are_told_apart(tmp_path: Path) -> None:
         assert words in err[0]
 
 
-def test_a_character_that_the_model_cannot_write_is_refused(speaker: Path) -> None:
+def test_unknown_character_is_refused(speaker: Path) -> None:
     code, out, err = called("observe", speaker, "--text", "Speak #")
     assert (code, out, len(err)) == (2, "", 1)
     assert "must have only characters of the training text; got '#'" in err[0]
@@ -216,7 +219,7 @@ def hugging_face(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_hugging_face_folder_is_read_with_its_own_frame(hugging_face: Path) -> None:
+def test_hugging_face_folder_is_read_with_special_tokens(hugging_face: Path) -> None:
     code, out, _ = called("observe", hugging_face, "--text", "a fine film " * 3, "--json", "-")
     assert code == 0
     read = json.loads(out)

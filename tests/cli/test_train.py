@@ -75,11 +75,11 @@ def test_training_lists_every_option_once_with_its_default(monkeypatch: pytest.M
     assert called("train", "lm", "--help")[0] == 0
 
 
-def test_a_second_run_is_not_written_over_the_first(run: Path, table: Path) -> None:
+def test_second_run_does_not_overwrite_the_first(run: Path, table: Path) -> None:
     line = refused("train", "classify", "--data", table, "--out", run, "--epochs", 4, *CLASSIFIER)
     assert line == (
-        f"train classify: {run} must be a new or empty folder; got a folder that holds a run. "
-        "Choose another --out, or add --resume to go on with it."
+        f"train classify: {run} must be a new or empty folder; got a folder with a run. "
+        "Choose another --out, or add --resume to continue it."
     )
 
 
@@ -88,12 +88,10 @@ def test_resuming_a_finished_run_prints_its_numbers(run: Path, table: Path) -> N
     code, out, err = called(*words, "--resume")
     assert code == 0
     assert "test: accuracy 1.0000" in out
-    assert err == ["this run is finished already"]
+    assert err == ["this run has already finished"]
 
 
-def test_the_default_folder_is_named_after_the_data(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_folder_is_named_after_the_data(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert called("train", "classify", "--data", table, "--epochs", 1, *CLASSIFIER)[0] == 0
     assert (tmp_path / "runs" / "classify-films" / "metrics.json").exists()
@@ -111,7 +109,9 @@ def test_the_default_folder_is_named_after_the_data(
         (["--test", "nowhere.csv"], "nowhere.csv must be a readable file; got No such file or directory"),
     ],
 )
-def test_bad_options_leave_one_line_and_no_folder(table: Path, tmp_path: Path, words: list[str], expected: str) -> None:
+def test_bad_options_print_one_line_and_create_no_folder(
+    table: Path, tmp_path: Path, words: list[str], expected: str
+) -> None:
     line = refused("train", "classify", "--data", table, "--out", tmp_path / "out", *CLASSIFIER, *words)
     assert line.startswith("train classify: ")
     assert expected in line
@@ -119,17 +119,17 @@ def test_bad_options_leave_one_line_and_no_folder(table: Path, tmp_path: Path, w
 
 
 @pytest.mark.parametrize("words", [["--epochs", "many"], ["--no-such-flag", "1"]])
-def test_wrong_words_are_a_usage_error(table: Path, words: list[str]) -> None:
+def test_unknown_options_are_usage_errors(table: Path, words: list[str]) -> None:
     assert "--help" in refused("train", "classify", "--data", table, *words)
     assert "--data" in refused("train", "classify")
 
 
-def test_a_bad_text_leaves_one_line_and_no_folder(tmp_path: Path) -> None:
+def test_bad_text_prints_one_line_and_creates_no_folder(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_bytes(b"caf\xe9\n" * 100)
     assert "must be UTF-8; got byte 0xe9 in line 1" in refused("train", "lm", "--data", path, "--out", tmp_path / "o")
     path.write_bytes(b"")
-    assert "must hold text" in refused("train", "lm", "--data", path, "--out", tmp_path / "o")
+    assert "must have text" in refused("train", "lm", "--data", path, "--out", tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 
@@ -138,14 +138,14 @@ def test_predict_prints_a_table_or_json(run: Path) -> None:
     assert (code, err) == (0, [])
     assert [line.split()[5] for line in out.splitlines()[1:]] == ["good", "poor"]
     code, out, _ = called("predict", run, "--text", "a fine and warm film", "--json")
-    found = json.loads(out)
+    files = json.loads(out)
     assert code == 0
-    assert found["prediction"] == "good"
-    assert sum(found["probabilities"].values()) == pytest.approx(1.0, abs=1e-5)
+    assert files["prediction"] == "good"
+    assert sum(files["probabilities"].values()) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_predict_writes_a_file_and_says_the_accuracy(run: Path, table: Path, tmp_path: Path, suffix: str) -> None:
+def test_predict_writes_a_file_and_prints_the_accuracy(run: Path, table: Path, tmp_path: Path, suffix: str) -> None:
     out = tmp_path / f"found{suffix}"
     code, printed, _ = called("predict", run, "--data", table, "--out", out)
     assert code == 0
@@ -176,7 +176,7 @@ def test_predict_refuses_in_one_line(run: Path, spoken: Path, table: Path, tmp_p
     assert not out.exists()
 
 
-def test_generate_goes_on_from_the_prompt_and_repeats_itself_for_a_seed(spoken: Path) -> None:
+def test_generate_continues_the_prompt_and_is_deterministic_for_a_seed(spoken: Path) -> None:
     words = ["generate", spoken, "--prompt", "Speak", "--max-new-tokens", 30]
     code, first, _ = called(*words, "--seed", 1)
     assert code == 0

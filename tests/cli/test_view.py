@@ -39,7 +39,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_the_page_holds_what_the_model_does_on_the_text(speaker: Path, tmp_path: Path) -> None:
+def test_view_page_has_the_weights_of_the_model(speaker: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "page.html"
     code, said, err = called("view", speaker, "--text", TEXT[:8], "--out", out, "--title", "A play")
     assert (code, err) == (0, [])
@@ -57,12 +57,12 @@ def test_the_page_holds_what_the_model_does_on_the_text(speaker: Path, tmp_path:
             assert np.abs(gap).max() <= TOLERANCE
 
 
-def test_layers_and_heads_are_chosen_and_a_long_file_is_cut(speaker: Path, tmp_path: Path) -> None:
+def test_view_selects_layers_and_heads_and_truncates(speaker: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "long.txt", tmp_path / "page.html"
     text.write_text(TEXT * 5)
     code, said, err = called("view", speaker, "--file", text, "--layer", 1, "--head", 0, "--out", out)
     assert code == 0
-    assert err == ["the first 16 of 90 tokens, the most that the model reads"]
+    assert err == ["the first 16 of 90 tokens, the model's limit"]
     assert said[0].endswith("1 layers, 1 heads)")
     data = Page.open(out).data
     assert data["title"] == "run: Speak, speak. All:Speak, speak. All:Speak, speak. All:Speak,"
@@ -79,20 +79,20 @@ def test_layers_and_heads_are_chosen_and_a_long_file_is_cut(speaker: Path, tmp_p
         (["--file", "none.txt"], "view: none.txt must be a readable file; got No such file or directory."),
     ],
 )
-def test_what_it_refuses_is_one_line(speaker: Path, words: list[str], says: str) -> None:
+def test_view_errors_are_one_line(speaker: Path, words: list[str], says: str) -> None:
     code, out, err = called("view", speaker, *words)
     assert (code, out, len(err)) == (2, [], 1)
     assert err[0].startswith(says)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     code, _, err = called("view", tmp_path, "--text", "a")
     assert code == 2
     assert err[0].startswith("view: ")
     assert called("view", tmp_path, "--text", "a", "--out", tmp_path)[2][0].startswith("view: --out must be a file")
 
 
-def test_a_hugging_face_folder_is_read(tmp_path: Path) -> None:
+def test_hugging_face_folder_is_viewed(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="clearhead[hf] is not installed")
     tokenizers = pytest.importorskip("tokenizers", reason="clearhead[hf] is not installed")
     folder, words = tmp_path / "model", ["[UNK]", "a", "cold", "film"]
@@ -114,11 +114,11 @@ def test_a_hugging_face_folder_is_read(tmp_path: Path) -> None:
     assert np.allclose(np.triu(weights, 1), 0)
 
 
-def test_an_earlier_page_is_written_again_with_this_viewer(tmp_path: Path) -> None:
+def test_earlier_page_is_rewritten_with_this_viewer(tmp_path: Path) -> None:
     old = Path(__file__).parent.parent / "inspector" / "version_1.json"
     page, out = tmp_path / "old.html", tmp_path / "new.html"
-    kept = json.dumps(json.loads(old.read_text())["page"])
-    page.write_text(f'<script type="application/json" id="data">{kept}</script>')
+    remaining = json.dumps(json.loads(old.read_text())["page"])
+    page.write_text(f'<script type="application/json" id="data">{remaining}</script>')
     code, said, err = called("view", page, "--out", out, "--title", "Again")
     assert (code, err) == (0, [])
     assert said[0].startswith(f"wrote {out}: Page('Again', ")
@@ -129,11 +129,15 @@ def test_an_earlier_page_is_written_again_with_this_viewer(tmp_path: Path) -> No
     ("content", "words", "says"),
     [
         ("no page", [], "Page.open: "),
-        ("no page", ["--text", "a"], "view: --text must be left out with a page; got 'a'. A page holds what it shows."),
+        (
+            "no page",
+            ["--text", "a"],
+            "view: --text must be left out with a page; got 'a'. A page already contains its text and layers.",
+        ),
         ("no page", ["--head", "1"], "view: --head must be left out with a page; got [1]."),
     ],
 )
-def test_a_file_that_is_no_page(content: str, words: list[str], says: str, tmp_path: Path) -> None:
+def test_file_that_is_no_page_is_refused(content: str, words: list[str], says: str, tmp_path: Path) -> None:
     file = tmp_path / "some.html"
     file.write_text(content)
     code, out, err = called("view", file, *words, "--out", tmp_path / "new.html")

@@ -10,7 +10,7 @@ import torch
 
 from clearhead.demo.contents import LOST, page_of, pick
 from clearhead.demo.digits import Digits
-from clearhead.demo.inside import influence, layers_on, most_telling
+from clearhead.demo.inside import influence, layers_on, most_influential
 from clearhead.demo.training import Recipe, log_probabilities, new_model
 from clearhead.demo.words import beside, blocks
 from clearhead.inspector import validate
@@ -32,8 +32,8 @@ def digits() -> Digits:
     return Digits(ids, torch.arange(40) % 10, torch.arange(100, 140))
 
 
-def test_the_page_follows_the_format_and_gives_back_the_weights(model: SequenceClassifier, digits: Digits) -> None:
-    shown = digits.taken(torch.tensor([3, 8]))
+def test_demo_page_is_valid_and_contains_the_weights(model: SequenceClassifier, digits: Digits) -> None:
+    shown = digits.select(torch.tensor([3, 8]))
     facts = [{"label": "a", "value": "b", "note": "c"}]
     data = json.loads(json.dumps(page_of(model, shown, facts).data))
     validate(data)
@@ -44,9 +44,9 @@ def test_the_page_follows_the_format_and_gives_back_the_weights(model: SequenceC
     assert (layer["run"], layer["image"]) == (1, 1)
     assert layer["name"] == data["layers"][1]["name"] == "encoder.blocks.1.attention"
     weights, head = page_weights(data, 3, 1), layer["heads"][1]
-    seen = explain(model, shown.ids[1:], layer=1, head=1, token=9)
-    assert np.abs(weights[9] - seen.weights.numpy()).max() <= TOLERANCE
-    step = seen.step("weighted sum")
+    observed = explain(model, shown.ids[1:], layer=1, head=1, token=9)
+    assert np.abs(weights[9] - observed.weights.numpy()).max() <= TOLERANCE
+    step = observed.step("weighted sum")
     assert step is not None
     output = weights[9] @ unpack(layer["values"][head["key"]]) + unpack(head["rest"])[9]
     assert np.abs(output - step.exact.numpy()).max() <= TOLERANCE
@@ -54,23 +54,23 @@ def test_the_page_follows_the_format_and_gives_back_the_weights(model: SequenceC
     assert np.array_equal(pixels.reshape(-1), np.rint(shown.ids[1].numpy() * 255 / 16))
 
 
-def test_each_digit_begins_with_the_head_that_is_needed_most(model: SequenceClassifier, digits: Digits) -> None:
-    shown = digits.taken(torch.tensor([3, 8, 21]))
+def test_each_digit_starts_with_its_most_influential_head(model: SequenceClassifier, digits: Digits) -> None:
+    shown = digits.select(torch.tensor([3, 8, 21]))
     data = page_of(model, shown, []).data
     chances = log_probabilities(model, shown.ids)
     for place, run in enumerate(data["runs"]):
         predicted = int(chances[place].argmax())
         lost = influence(model, shown.ids[place], predicted)
-        own = [layer for layer in data["layers"] if layer["run"] == place]
-        assert [[head["scores"][LOST] for head in layer["heads"]] for layer in own] == lost
-        telling = most_telling(layers_on(model, shown.ids), lost, place)
-        assert data["layers"][run["start"]["layer"]] is own[telling.layer]
-        assert (run["start"]["head"], run["start"]["query"]) == (telling.head, telling.token)
-        assert f"The model says {predicted} " in run["says"]
+        layers = [layer for layer in data["layers"] if layer["run"] == place]
+        assert [[head["scores"][LOST] for head in layer["heads"]] for layer in layers] == lost
+        focus = most_influential(layers_on(model, shown.ids), lost, place)
+        assert data["layers"][run["start"]["layer"]] is layers[focus.layer]
+        assert (run["start"]["head"], run["start"]["query"]) == (focus.head, focus.token)
+        assert f"The model predicts {predicted} " in run["says"]
         assert run["name"].endswith("✗") == (predicted != int(shown.labels[place]))
 
 
-def test_ten_classes_are_shown_and_then_the_surest_mistakes(model: SequenceClassifier, digits: Digits) -> None:
+def test_pick_returns_ten_classes_and_confident_mistakes(model: SequenceClassifier, digits: Digits) -> None:
     places = pick(model, digits, mistakes=3)
     assert digits.labels[places[:10]].tolist() == list(range(10))
     assert len(set(places)) == len(places) == 13
@@ -79,12 +79,12 @@ def test_ten_classes_are_shown_and_then_the_surest_mistakes(model: SequenceClass
     assert sure[places[10]] >= sure[places[11]] >= sure[places[12]]
 
 
-def test_blocks_are_darker_where_numbers_are_larger() -> None:
+def test_blocks_are_darker_for_larger_numbers() -> None:
     drawn = blocks([0.0, 16.0, *[8.0] * 62], 16.0)
     assert drawn[1] == "│  ██" + "▒▒" * 6 + "│"
     assert len(drawn) == 10
     assert {len(line) for line in drawn} == {18}
 
 
-def test_texts_beside_each_other_keep_their_lines() -> None:
+def test_beside_keeps_the_lines() -> None:
     assert beside(["a", "bb"], ["c"]) == ["a    c", "bb"]

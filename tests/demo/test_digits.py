@@ -10,7 +10,7 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed (clearhead[
 from clearhead.demo.digits import CLASSES, INTENSITIES, TOKENS, jittered, load, shifted
 
 
-def test_a_fifth_of_every_class_is_held_out_and_nothing_is_in_both() -> None:
+def test_a_fifth_of_every_class_is_held_out() -> None:
     train, held_out = load()
     assert len(train) + len(held_out) == 1797
     assert sorted([*train.numbers.tolist(), *held_out.numbers.tolist()]) == list(range(1797))
@@ -21,7 +21,7 @@ def test_a_fifth_of_every_class_is_held_out_and_nothing_is_in_both() -> None:
     assert (int(train.ids.min()), int(train.ids.max())) == (0, INTENSITIES - 1)
 
 
-def test_the_split_is_always_the_same() -> None:
+def test_split_is_fixed() -> None:
     torch.manual_seed(5)
     held_out = load()[1]
     assert len(held_out) == 359
@@ -31,7 +31,7 @@ def test_the_split_is_always_the_same() -> None:
     assert int(held_out.numbers.sum()) == 303549
 
 
-def test_a_shift_moves_by_at_most_one_pixel_and_never_wraps() -> None:
+def test_shift_moves_by_at_most_one_pixel_without_wrapping() -> None:
     ids = torch.zeros(200, TOKENS, dtype=torch.int64)
     ids[:, 8 * 3 + 4] = 9
     moved = shifted(ids, 1.0).view(-1, 8, 8)
@@ -44,7 +44,7 @@ def test_a_shift_moves_by_at_most_one_pixel_and_never_wraps() -> None:
     assert torch.equal(shifted(ids, 0.0), ids)
 
 
-def test_jitter_leaves_paper_alone_and_stays_in_range() -> None:
+def test_jitter_keeps_empty_pixels_and_stays_in_range() -> None:
     ids = torch.randint(0, INTENSITIES, (50, TOKENS))
     changed = jittered(ids, 1.0, 2)
     assert torch.equal(changed == 0, (ids == 0) | (changed == 0))

@@ -10,7 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.demo.exact import Agreement, compare, exact
-from clearhead.demo.inside import influence, layers_on, most_telling
+from clearhead.demo.inside import influence, layers_on, most_influential
 from clearhead.demo.speed import as_torch, measure
 from clearhead.demo.training import Recipe, log_probabilities, new_model
 from clearhead.nn import SequenceClassifier
@@ -30,22 +30,22 @@ def ids() -> torch.Tensor:
     return torch.randint(0, 17, (6, 64), generator=torch.Generator().manual_seed(0))
 
 
-def test_the_model_follows_its_seed() -> None:
+def test_model_is_deterministic_for_a_seed() -> None:
     vector = torch.nn.utils.parameters_to_vector
-    first, again, other = (vector(new_model(RECIPE, seed).parameters()) for seed in (0, 0, 1))
-    assert torch.equal(first, again)
+    first, repeated, other = (vector(new_model(RECIPE, seed).parameters()) for seed in (0, 0, 1))
+    assert torch.equal(first, repeated)
     assert not torch.equal(first, other)
 
 
-def test_float64_agrees_with_a_hand_computed_row() -> None:
+def test_exact_equals_a_hand_computed_row() -> None:
     query = torch.tensor([[[[1.0, 0.0]]]])
     key = torch.tensor([[[[2.0, 0.0], [0.0, 5.0]]]])
     value = torch.tensor([[[[1.0], [3.0]]]])
-    seen = exact(query, key, value, 0.5)
+    captured = exact(query, key, value, 0.5)
     first = np.e / (np.e + 1)
-    assert np.allclose(seen.weights, [first, 1 - first], rtol=1e-15)
-    assert np.allclose(seen.output, first + 3 * (1 - first), rtol=1e-15)
-    assert np.allclose(seen.lse, np.log(np.e + 1), rtol=1e-15)
+    assert np.allclose(captured.weights, [first, 1 - first], rtol=1e-15)
+    assert np.allclose(captured.output, first + 3 * (1 - first), rtol=1e-15)
+    assert np.allclose(captured.lse, np.log(np.e + 1), rtol=1e-15)
 
 
 def test_every_head_agrees_with_float64(model: SequenceClassifier, ids: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ def test_every_head_agrees_with_float64(model: SequenceClassifier, ids: torch.Te
     assert 0 < agreement.largest < 1e-5
 
 
-def test_an_attention_that_is_wrong_in_one_head_is_found(model: SequenceClassifier, ids: torch.Tensor) -> None:
+def test_wrong_head_is_detected(model: SequenceClassifier, ids: torch.Tensor) -> None:
     layers = layers_on(model, ids)
     heads = layers[1].heads.clone()
     heads[3, 1, 5, 2] += 1e-4
@@ -71,7 +71,7 @@ def test_nan_does_not_hold() -> None:
     assert not Agreement(1, ((float("nan"),),), ((1e-6,),)).holds
 
 
-def test_what_was_captured_is_what_the_module_computed(model: SequenceClassifier, ids: torch.Tensor) -> None:
+def test_captured_tensors_equal_the_module(model: SequenceClassifier, ids: torch.Tensor) -> None:
     for layer, module in zip(layers_on(model, ids), attention_modules(model).values(), strict=True):
         output = ch.attention(layer.query, layer.key, layer.value)
         assert torch.allclose(output, layer.heads, atol=1e-6)
@@ -94,18 +94,18 @@ def test_influence_is_the_loss_without_the_head(model: SequenceClassifier, ids: 
     assert log_probabilities(model, ids[:1])[0, 3].item() == before, "the model is as it was"
 
 
-def test_the_telling_view_is_the_head_that_is_needed_most(model: SequenceClassifier, ids: torch.Tensor) -> None:
-    telling = most_telling(layers_on(model, ids), [[0.0, 0.1], [0.3, 0.2]], 2)
-    assert (telling.layer, telling.head) == (1, 0)
+def test_most_influential_returns_the_head_with_the_largest_loss(model: SequenceClassifier, ids: torch.Tensor) -> None:
+    focus = most_influential(layers_on(model, ids), [[0.0, 0.1], [0.3, 0.2]], 2)
+    assert (focus.layer, focus.head) == (1, 0)
     norms = []
     for token in range(64):
         part = explain(model, ids[2:3], layer=1, head=0, token=token).part
         assert part is not None
         norms.append(part.norm().item())
-    assert norms[telling.token] == pytest.approx(max(norms), rel=1e-6)
+    assert norms[focus.token] == pytest.approx(max(norms), rel=1e-6)
 
 
-def test_torchs_module_with_the_same_weights_gives_the_same(model: SequenceClassifier, ids: torch.Tensor) -> None:
+def test_as_torch_gives_the_same_output(model: SequenceClassifier, ids: torch.Tensor) -> None:
     layer = layers_on(model, ids)[0]
     with torch.no_grad():
         theirs = as_torch(layer.module)(layer.x, layer.x, layer.x, need_weights=False)[0]

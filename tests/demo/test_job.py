@@ -20,19 +20,17 @@ from clearhead.train.progress import Shown, Silent
         ({"epochs": 0}, "clearhead demo: --epochs must be at least 1; got 0."),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, int], says: str) -> None:
+def test_invalid_settings_raise_before_training(settings: dict[str, int], says: str) -> None:
     with pytest.raises(ClearheadError) as caught:
         run(Settings(**settings), watcher=Silent())  # type: ignore[arg-type]
     assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize("name", ["taken", "taken/below"])
-def test_a_file_in_the_way_is_found_before_training(tmp_path: Path, name: str) -> None:
+def test_out_that_is_a_file_raises_before_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "taken").write_text("mine")
     said: list[object] = []
-    with pytest.raises(
-        ClearheadError, match="--out must be a folder, or a name for a new one, that can be written to; got a file"
-    ):
+    with pytest.raises(ClearheadError, match="--out must be a writable folder, or the name of a new one; got a file"):
         run(Settings(out=tmp_path / name), say=said.append, watcher=Silent())
     assert said == []
     assert (tmp_path / "taken").read_text() == "mine"
@@ -50,7 +48,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_job_reaches_its_accuracy_in_three_minutes(tmp_path: Path) -> None:
+def test_demo_reaches_its_accuracy_in_three_minutes(tmp_path: Path) -> None:
     import json
 
     result = run(Settings(out=tmp_path), say=lambda text: None, watcher=Silent())

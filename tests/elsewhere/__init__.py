@@ -1,1 +1,1 @@
-"""A device that is not the CPU, where no GPU is at hand."""
+"""Tests on a simulated device that is not the CPU, without a GPU."""

@@ -1,6 +1,6 @@
-"""Verbs, masks, rules, statistics, the linear family and modules on a device of its own, held against the CPU.
+"""Functions, masks, score rules, statistics, linear attention and modules on a simulated device, against the CPU.
 
-``tests/elsewhere/test_elsewhere.py`` runs these in a process of their own, as ``pytest tests/elsewhere/cases.py`` does.
+``tests/elsewhere/test_elsewhere.py`` runs these in a separate process, as ``pytest tests/elsewhere/cases.py`` does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.elsewhere import device
 from tests.problems import BATCH, HEADS, LEN, MASKS, RULES
 
 Call = Callable[..., Any]
-#: What "auto" takes there is torch's own kernels where they can, else the tiles.
+#: "auto" selects torch's kernels there where they support the call, otherwise the tiles.
 BACKENDS = ("auto", "reference")
 FORMS = ("recurrent", "chunked", "parallel")
 MAPS = ("elu", "relu", "performer")
-#: Longer than a chunk and a block, for what has these.
+#: Longer than a chunk and a block.
 LONG = 130
 
 
@@ -44,7 +44,7 @@ def heads(length: int = LEN, num_heads: int = HEADS, kv_heads: int = HEADS) -> l
 
 
 def length_for(form: str) -> int:
-    """Token by token, few are enough: each operation passes through Python here."""
+    """Few tokens are enough token by token: every operation runs through Python here."""
     return LEN if form == "recurrent" else LONG
 
 
@@ -53,17 +53,17 @@ def tokens() -> Tensor:
 
 
 def results(call: Call, inputs: Sequence[Tensor], where: str, learns: bool) -> list[Tensor]:
-    """What the call gives, and gradients of its inputs, all of them on that device."""
+    """Outputs of the call and gradients of its inputs, all of them on the device ``where``."""
     torch.manual_seed(2)
     given = [one.to(where).requires_grad_(learns and one.is_floating_point()) for one in inputs]
-    found = [one for one in _flat(call(*given)) if isinstance(one, Tensor)]
-    assert found
+    tensors = [one for one in _flat(call(*given)) if isinstance(one, Tensor)]
+    assert tensors
     if learns:
-        total = sum(one.square().sum() for one in found if one.requires_grad)
+        total = sum(one.square().sum() for one in tensors if one.requires_grad)
         assert isinstance(total, Tensor)
-        found += torch.autograd.grad(total, [one for one in given if one.requires_grad])
-    assert {one.device.type for one in found} == {where}
-    return [one.detach().cpu() for one in found]
+        tensors += torch.autograd.grad(total, [one for one in given if one.requires_grad])
+    assert {one.device.type for one in tensors} == {where}
+    return [one.detach().cpu() for one in tensors]
 
 
 def _flat(result: Any) -> list[Any]:
@@ -73,21 +73,21 @@ def _flat(result: Any) -> list[Any]:
 
 
 def agrees(call: Call, *inputs: Tensor, learns: bool = True) -> None:
-    """The call gives on the device what it gives on the CPU, and so do its gradients."""
+    """Assert that outputs and gradients on the device equal those on the CPU."""
     here = results(call, inputs, "cpu", learns)
     there = results(call, inputs, device.NAME, learns)
     for expected, got in zip(here, there, strict=True):
-        # Rounding is another; a tensor's largest number tells how large it may be.
+        # Rounding differs; the tolerance is relative to the tensor's largest number.
         largest = expected.double().nan_to_num().abs().max().item() if expected.numel() else 0.0
         torch.testing.assert_close(got, expected, atol=1e-5 * max(1.0, largest), rtol=1e-4, equal_nan=True)
 
 
 def module(make: Callable[[], nn.Module], call: Call) -> Call:
-    """A call of a module that is made anew, with the same weights, where its inputs are."""
+    """A call that builds the module, with the same weights, on the device of its inputs."""
 
     def run(*inputs: Tensor) -> Any:
         torch.manual_seed(3)
-        # Moved there, layers would no longer share weights, for the device's tensors are a class of their own.
+        # A moved module would no longer share weights between layers: the device's tensors have their own class.
         with inputs[0].device:
             made = make()
         return call(made, *inputs)
@@ -95,7 +95,7 @@ def module(make: Callable[[], nn.Module], call: Call) -> Call:
     return run
 
 
-def test_the_device_refuses_what_a_gpu_refuses() -> None:
+def test_device_refuses_mixed_tensors_like_a_gpu() -> None:
     there, here = torch.randn(2, 3, device=device.NAME), torch.randn(2, 3)
     assert (there + torch.tensor(1.0)).device.type == device.NAME
     with pytest.raises(RuntimeError, match="on one device"):
@@ -125,7 +125,7 @@ def test_rules(rule: str, backend: str) -> None:
     ],
     ids=["function of distance", "gate", "relative", "dense", "sink"],
 )
-def test_what_is_learned(rule: Callable[[Tensor], ch.ScoreRule]) -> None:
+def test_gradients_of_learned_tensors(rule: Callable[[Tensor], ch.ScoreRule]) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
         return ch.attention(query, key, value, mask=ch.Causal(), scores=rule(table))
 
@@ -182,18 +182,18 @@ def test_linear_attention(feature_map: Any, form: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_linear_attention_of_padded_sequences(causal: bool) -> None:
+def test_linear_attention_with_padding(causal: bool) -> None:
     mask = ch.Padding([LONG, 50])
     agrees(lambda q, k, v: linear.linear_attention(q, k, v, causal=causal, mask=mask), *heads(LONG, HEADS, 2))
 
 
-def test_linear_attention_of_documents() -> None:
+def test_linear_attention_with_documents() -> None:
     mask = ch.Documents(lengths=[60, 70])
     inputs = [one[:1] for one in heads(LONG)]
     agrees(lambda q, k, v: linear.linear_attention(q, k, v, causal=True, mask=mask), *inputs)
 
 
-def test_linear_attention_in_two_pieces() -> None:
+def test_linear_attention_in_two_parts() -> None:
     def call(*inputs: Tensor) -> list[Any]:
         first, state = linear.linear_attention(*(one[:, :, :60] for one in inputs), causal=True)
         then, state = linear.linear_attention(*(one[:, :, 60:] for one in inputs), causal=True, state=state)
@@ -242,7 +242,7 @@ def test_multi_head_attention(mask: ch.Mask, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "retention", "gated", "delta"])
-def test_linear_attention_as_a_module(kind: str) -> None:
+def test_linear_attention_module(kind: str) -> None:
     mask = ch.Causal() & ch.Padding([LEN, 4])
     agrees(
         module(lambda: ch.nn.LinearAttention(16, 4, kind=kind), lambda made, x: made(x, mask=mask)),
@@ -262,7 +262,7 @@ def test_stacks(learns: bool) -> None:
     agrees(decoder, x, learns=learns)
 
 
-def test_a_decoder_that_remembers() -> None:
+def test_decoder_with_a_cache_on_the_device() -> None:
     def call(made: Any, x: Tensor) -> Tensor:
         cache = made.new_cache()
         return torch.cat([made(x[:, place : place + 1], cache=cache) for place in range(LEN)], dim=1)
@@ -271,7 +271,7 @@ def test_a_decoder_that_remembers() -> None:
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary", "none"])
-def test_a_language_model_learns_and_goes_on(positions: str) -> None:
+def test_language_model_trains_and_generates(positions: str) -> None:
     def learned(made: Any, ids: Tensor) -> Any:
         loss = nn.functional.cross_entropy(made(ids).flatten(0, 1), ids.flatten())
         return [loss, *torch.autograd.grad(loss, list(made.parameters()))]
@@ -283,7 +283,7 @@ def test_a_language_model_learns_and_goes_on(positions: str) -> None:
     agrees(module(make, lambda made, ids: made.eval().generate(ids, 9, temperature=0.0)), tokens(), learns=False)
 
 
-def test_a_classifier_and_a_translator() -> None:
+def test_classifier_and_translator() -> None:
     def classify(made: Any, ids: Tensor) -> Any:
         return made(ids, lengths=[LEN, 4])
 
@@ -295,7 +295,7 @@ def test_a_classifier_and_a_translator() -> None:
     )
 
 
-def test_modules_of_torch_that_were_swapped() -> None:
+def test_swapped_torch_modules() -> None:
     def heads_of_torch() -> nn.Module:
         return nn.Sequential(nn.MultiheadAttention(16, 4, batch_first=True))
 
@@ -306,7 +306,7 @@ def test_modules_of_torch_that_were_swapped() -> None:
     def encode(made: Any, x: Tensor) -> Any:
         ch.swap(made)
         padded = torch.arange(LEN, device=x.device)[None] >= torch.tensor([[LEN], [5]], device=x.device)
-        # What stands in padding is the stack's own affair.
+        # The values in the padding are undefined.
         return made(x, src_key_padding_mask=padded) * ~padded[..., None]
 
     def stack_of_torch() -> nn.Module:
@@ -317,17 +317,17 @@ def test_modules_of_torch_that_were_swapped() -> None:
     agrees(module(stack_of_torch, encode), torch.randn(2, LEN, 16))
 
 
-def test_a_model_that_is_looked_into() -> None:
+def test_traced_and_observed_model() -> None:
     def traced(made: Any, x: Tensor) -> Any:
-        with ch.trace(made) as seen:
+        with ch.trace(made) as records:
             made(x, mask=ch.Causal())
-        return [one.head_outputs for one in seen.values()]
+        return [one.head_outputs for one in records.values()]
 
     def observed(made: Any, x: Tensor) -> Any:
         want = ch.Want(lse=True, entropy=True, top_k=2, heatmap=4, received=True)
-        with ch.observe(made, want) as seen:
+        with ch.observe(made, want) as records:
             made(x, mask=ch.Causal())
-        return [value for one in seen.values() for value in (one.lse, one.entropy, one.top_weights, one.received)]
+        return [value for one in records.values() for value in (one.lse, one.entropy, one.top_weights, one.received)]
 
     def encoder() -> nn.Module:
         return ch.nn.Encoder(16, 4, 2).eval()

@@ -1,8 +1,8 @@
-"""A device in Python: its tensors say that they are elsewhere, hold their numbers on the CPU and do not mix with it.
+"""A device simulated in Python: its tensors report the device "elsewhere", store their numbers on the CPU, and do not
+mix with CPU tensors.
 
-What a GPU refuses is refused here: a tensor of the CPU with more than one number beside one of the device. So a
-tensor that the library makes on the wrong device is found without a GPU. Numbers are the CPU's, kernels of the GPU
-are not tried.
+Like a GPU it refuses an operation on a device tensor and a CPU tensor of more than one number, so a tensor that the
+library creates on the wrong device is detected without a GPU. The numbers are the CPU's; GPU kernels are not tested.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "elsewhere"
 _ATEN = torch.ops.aten
-#: What carries numbers from one device to another.
+#: Operations that copy between devices.
 _MOVES = {_ATEN._to_copy.default, _ATEN.copy_.default}
-#: What takes its indices from the CPU too, on a GPU as well.
+#: Operations that also accept CPU indices, as on a GPU.
 _INDEXES = {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._index_put_impl_.default}
 
 
@@ -49,7 +49,7 @@ class Far(Tensor):
         return f"Far({self.raw})"
 
     def tolist(self) -> Any:
-        """As a plain tensor's; torch refuses it to classes of others."""
+        """Behave like a plain tensor; torch refuses this to other subclasses."""
         return self.raw.tolist()
 
     @classmethod
@@ -58,16 +58,16 @@ class Far(Tensor):
 
 
 class Elsewhere(TorchDispatchMode):
-    """While it lasts, ``device="elsewhere"`` makes tensors of the device."""
+    """Within this mode, ``device="elsewhere"`` creates tensors of the device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(function, args, kwargs or {})
 
 
 def register() -> None:
-    """Tells torch of the device; for the whole process, and once."""
+    """Register the device with torch, once and for the whole process."""
     _setup_privateuseone_for_python_backend(NAME)
-    # The engine of autograd makes and moves tensors where no mode is asked.
+    # The autograd engine creates and moves tensors outside the mode.
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")

@@ -1,4 +1,4 @@
-"""One random problem on every backend of this machine, held against the formula in plain arithmetic."""
+"""One random problem on every backend of this machine, compared with the formula in plain arithmetic."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.fuzz.problems import Meant
 
 __all__ = ["HERE", "Wrong", "check"]
 
-#: Backends that can run here at all.
+#: Backends that can run on this machine.
 HERE = tuple(name for name in BACKENDS if loaded(name).capability.requires() is None)
 
 
 class Wrong(AssertionError):
-    """A backend's number is out of its budget."""
+    """A backend's error exceeds its budget."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ def _formula(meant: Meant, tensors: tuple[Tensor, ...], allowed: Tensor, dtype: 
     of_head = torch.arange(size.heads) // size.group
     scores = query @ key[:, of_head].mT * (size.head_dim**-0.5 if meant.scale is None else meant.scale)
     for rule in meant.plain:
-        # In torch a float times a whole tensor is float32, and lifts a 16-bit score to it.
+        # In torch a float times an integer tensor is float32, which promotes a 16-bit score.
         scores = rule(scores, *index, learned).to(dtype)
     scores = torch.where(allowed, scores, -torch.inf)
     if meant.sink is not None:
@@ -62,18 +62,18 @@ def _formula(meant: Meant, tensors: tuple[Tensor, ...], allowed: Tensor, dtype: 
     total = terms.sum(dim=-1, keepdim=True)
     weights = (terms / torch.where(total == 0.0, 1.0, total))[..., : size.k_len]
     if meant.dropout:
-        # Which weights are dropped is stated by the seed alone; that the statement is Philox's has tests of its own.
+        # The seed alone decides which weights are dropped; other tests check that the generator is Philox.
         weights = weights * keep_scale(size.seed, meant.dropout, index, dtype)
     output = weights @ value[:, of_head]
-    found = torch.autograd.grad(output, leaves, slope(output), allow_unused=True)
-    gradients = tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True))
+    partial = torch.autograd.grad(output, leaves, slope(output), allow_unused=True)
+    gradients = tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, partial, strict=True))
     finite = scores.detach()[torch.isfinite(scores.detach())]
     largest = finite.abs().max().item() if finite.numel() else 0.0
     return _Formula(output.detach(), (top + torch.log(total))[..., 0].detach(), gradients, largest)
 
 
 def _poisoned(meant: Meant, allowed: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The tensors with poison where nobody may attend, and with 0 there; the same where there is no poison."""
+    """The tensors with poison at the keys that no query attends to, and with 0 there; equal without poison."""
     if meant.poison is None:
         return meant.tensors, meant.tensors
     size = meant.drawn
@@ -86,34 +86,36 @@ def _poisoned(meant: Meant, allowed: Tensor) -> tuple[tuple[Tensor, ...], tuple[
 
 
 def check(meant: Meant, backends: tuple[str, ...] = HERE) -> int:
-    """Raise ``Wrong`` for the first number out of budget; how many backends took the problem."""
+    """Return the number of backends that support the problem; raise ``Wrong`` for the first error above its budget."""
     size = meant.drawn
     allowed = meant.allowed(*_index(meant)).expand(size.batch, size.heads, size.q_len, size.k_len)
     given, clean = _poisoned(meant, allowed)
     dtype = given[0].dtype
     exact = _formula(meant, clean, allowed, torch.float64)
     textbook = _formula(meant, clean, allowed, dtype) if dtype != torch.float64 else exact
-    kept = [tensor.detach().to(torch.float64 if dtype == torch.float64 else torch.float32) for tensor in meant.learned]
+    learned = [
+        tensor.detach().to(torch.float64 if dtype == torch.float64 else torch.float32) for tensor in meant.learned
+    ]
     reasons = ch.explain_dispatch(
-        *(tensor.detach().requires_grad_() for tensor in given), **meant.options(kept)
+        *(tensor.detach().requires_grad_() for tensor in given), **meant.options(learned)
     ).reasons
     ran = 0
     for backend in backends:
         if not reasons[backend]:
-            _check_backend(backend, meant, given, kept, exact, textbook)
+            _check_backend(backend, meant, given, learned, exact, textbook)
             ran += 1
     return ran
 
 
 def _check_backend(
-    backend: str, meant: Meant, given: tuple[Tensor, ...], kept: list[Tensor], exact: _Formula, textbook: _Formula
+    backend: str, meant: Meant, given: tuple[Tensor, ...], parameters: list[Tensor], exact: _Formula, textbook: _Formula
 ) -> None:
     leaves = [tensor.detach().requires_grad_() for tensor in given]
-    learned = [tensor.detach().requires_grad_() for tensor in kept]
+    learned = [tensor.detach().requires_grad_() for tensor in parameters]
     output = ch.attention(*leaves, backend=backend, **meant.options(learned))
-    _check_lse(backend, meant, given, kept, exact)
-    found = torch.autograd.grad(output, [*leaves, *learned], slope(output), allow_unused=True)
-    zeros = zip([*leaves, *learned], found, strict=True)
+    _check_lse(backend, meant, given, parameters, exact)
+    partial = torch.autograd.grad(output, [*leaves, *learned], slope(output), allow_unused=True)
+    zeros = zip([*leaves, *learned], partial, strict=True)
     gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in zeros]
     names = ["output", "dQ", "dK", "dV", *(f"gradient of learned tensor {place}" for place in range(len(learned)))]
     size = meant.drawn
@@ -129,14 +131,16 @@ def _check_backend(
             raise Wrong(f"{backend}: {name} is {wrong} for {meant!r}")
 
 
-def _check_lse(backend: str, meant: Meant, given: tuple[Tensor, ...], kept: list[Tensor], exact: _Formula) -> None:
-    """The log-sum-exp where the backend gives it; asking for it takes another way through the kernels."""
-    want, options = ch.Want(lse=True), meant.options(kept)
+def _check_lse(
+    backend: str, meant: Meant, given: tuple[Tensor, ...], parameters: list[Tensor], exact: _Formula
+) -> None:
+    """Check the log-sum-exp where the backend computes it; it uses another code path of the kernels."""
+    want, options = ch.Want(lse=True), meant.options(parameters)
     query, key, value = given
     if ch.explain_dispatch(query, key, value, want=want, **options).reasons[backend]:
         return
-    seen = ch.observe_attention(query, key, value, want=want, backend=backend, **options)
-    assert seen.lse is not None
+    observed = ch.observe_attention(query, key, value, want=want, backend=backend, **options)
+    assert observed.lse is not None
     floor = rounding(
         torch.zeros(1),
         meant.drawn.head_dim,
@@ -145,8 +149,8 @@ def _check_lse(backend: str, meant: Meant, given: tuple[Tensor, ...], kept: list
         dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
     )
     if query.dtype in (torch.float16, torch.bfloat16):
-        # Exponentials need some digits more than the 16 bits that weights are rounded to, not all of float32's.
+        # Exponentials need some more digits than 16-bit weights have, but not all digits of float32.
         floor += torch.finfo(query.dtype).eps / 64.0
-    wrong = excess(seen.lse, exact.lse, exact.lse, floor)
+    wrong = excess(observed.lse, exact.lse, exact.lse, floor)
     if wrong is not None:
         raise Wrong(f"{backend}: lse is {wrong} for {meant!r}")

@@ -1,4 +1,4 @@
-"""Random problems: nested masks, rules, sizes, dtypes, layouts, each part with its meaning in plain arithmetic."""
+"""Random problems: nested masks, rules, sizes, dtypes, layouts, each part also in plain arithmetic."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Drawn", "Meant", "problems"]
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DEPTH = 4
 
-#: Mostly float32: the others share all but the rounding with it.
+#: Mostly float32: the other dtypes differ only in rounding.
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
-#: Small, beside the kernels' six rows and the tiles' borders, and now and then over one.
+#: Small lengths around the kernels' six rows and the tile borders, sometimes more than one tile.
 LENGTHS = (1, 2, 3, 5, 6, 7, 8, 13, 16, 17, 24, 31, 33, 65, 97, 129)
 
 
@@ -49,12 +49,12 @@ class Drawn:
 
 @dataclass(eq=False)
 class Meant:
-    """A problem: what our call takes, and the same in plain arithmetic.
+    """A problem: the arguments of clearhead's call, and the same in plain arithmetic.
 
     Attributes:
-        learned: tensors of the rules that want gradients.
+        learned: tensors of the rules that require gradients.
         plain: the rules as functions ``(score, batch, head, q_pos, k_pos, learned) -> score``.
-        sink: the place of a sink's logits among ``learned``.
+        sink: the index of a sink's logits in ``learned``.
     """
 
     drawn: Drawn
@@ -104,8 +104,8 @@ def _leaves(draw: st.DrawFn, size: Drawn) -> tuple[ch.Mask, Predicate]:
     if kind == "causal":
         return ch.Causal(), lambda b, h, i, j: j <= i
     if kind == "window":
-        before, after = draw(_pick(9)), draw(_pick(3))
-        return ch.Window(before, after), lambda b, h, i, j: (j >= i - before) & (j <= i + after)
+        past, future = draw(_pick(9)), draw(_pick(3))
+        return ch.Window(past, future), lambda b, h, i, j: (j >= i - past) & (j <= i + future)
     if kind in ("prefix", "global"):
         count = draw(_pick(size.k_len))
         if kind == "prefix":
@@ -122,7 +122,7 @@ def _leaves(draw: st.DrawFn, size: Drawn) -> tuple[ch.Mask, Predicate]:
 
 
 def _table(kind: str, size: Drawn, salt: int) -> tuple[ch.Mask, Predicate]:
-    """Masks that hold numbers: these come from a seed, so that few choices are drawn."""
+    """Masks with tensors, which come from a seed so that few choices are drawn."""
     generator = torch.Generator().manual_seed(salt)
 
     def whole(high: int, *shape: int) -> Tensor:
@@ -166,37 +166,39 @@ def _masks(draw: st.DrawFn, size: Drawn, depth: int = DEPTH) -> tuple[ch.Mask, P
 
 
 def _add_rule(meant: Meant, kind: str) -> None:
-    """One score rule, as ours and in plain arithmetic; what it learns goes to the end of ``learned``."""
+    """Add a score rule and its plain form; its learned tensor is appended to ``learned``."""
     size, place = meant.drawn, len(meant.learned)
     heads, offset = size.heads, size.offset
     if kind == "alibi":
         slopes = torch.tensor([2.0 ** (-1.0 - head) for head in range(heads)], dtype=torch.float64)
-        meant.rules.append(lambda own: ch.Alibi(slopes=slopes))
-        meant.plain.append(lambda s, b, h, i, j, own: s - slopes.to(s.dtype)[h] * (i - j).abs())
+        meant.rules.append(lambda learned: ch.Alibi(slopes=slopes))
+        meant.plain.append(lambda s, b, h, i, j, learned: s - slopes.to(s.dtype)[h] * (i - j).abs())
     elif kind == "relative":
         meant.learned.append(size.noise(heads, 7, salt=11))
-        meant.rules.append(lambda own: ch.RelativeBias(own[place]))
-        meant.plain.append(lambda s, b, h, i, j, own: s + own[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3])
+        meant.rules.append(lambda learned: ch.RelativeBias(learned[place]))
+        meant.plain.append(lambda s, b, h, i, j, learned: s + learned[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3])
     elif kind == "cap":
-        meant.rules.append(lambda own: ch.SoftCap(2.0))
-        meant.plain.append(lambda s, b, h, i, j, own: 2.0 * torch.tanh(s / 2.0))
+        meant.rules.append(lambda learned: ch.SoftCap(2.0))
+        meant.plain.append(lambda s, b, h, i, j, learned: 2.0 * torch.tanh(s / 2.0))
     elif kind == "bias":
         meant.learned.append(size.noise(size.batch, 1, size.q_len, size.k_len, salt=12))
-        meant.rules.append(lambda own: ch.DenseBias(own[place]))
-        meant.plain.append(lambda s, b, h, i, j, own: s + own[place].to(s.dtype)[b, 0, i - offset, j])
+        meant.rules.append(lambda learned: ch.DenseBias(learned[place]))
+        meant.plain.append(lambda s, b, h, i, j, learned: s + learned[place].to(s.dtype)[b, 0, i - offset, j])
     elif kind == "function":
-        meant.rules.append(lambda own: ch.ScoreFunction(lambda s, b, h, i, j: 1.25 * s - 0.0625 * (i - j).abs()))
-        meant.plain.append(lambda s, b, h, i, j, own: 1.25 * s - 0.0625 * (i - j).abs())
+        meant.rules.append(lambda learned: ch.ScoreFunction(lambda s, b, h, i, j: 1.25 * s - 0.0625 * (i - j).abs()))
+        meant.plain.append(lambda s, b, h, i, j, learned: 1.25 * s - 0.0625 * (i - j).abs())
     elif kind == "traced":
         meant.learned.append(size.noise(heads, 7, salt=14))
         meant.rules.append(
-            lambda own: ch.ScoreFunction(lambda s, b, h, i, j: s + own[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3])
+            lambda learned: ch.ScoreFunction(
+                lambda s, b, h, i, j: s + learned[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3]
+            )
         )
-        meant.plain.append(lambda s, b, h, i, j, own: s + own[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3])
+        meant.plain.append(lambda s, b, h, i, j, learned: s + learned[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3])
     elif kind == "sink" and meant.sink is None:
         meant.sink = place
         meant.learned.append(size.noise(heads, salt=13))
-        meant.rules.append(lambda own: ch.Sink(own[place]))
+        meant.rules.append(lambda learned: ch.Sink(learned[place]))
 
 
 RULES = ("alibi", "relative", "cap", "bias", "function", "traced", "sink")

@@ -13,12 +13,12 @@ import clearhead as ch
 from tests.fuzz import check as fuzz
 from tests.fuzz.problems import Meant, problems
 
-#: Problems drawn at random, a new draw each run; None draws those of the suite, the same ones each time.
+#: Number of random problems, new in each run; None uses the fixed problems of the suite.
 _DRAWN = int(os.environ["CLEARHEAD_FUZZ"]) if "CLEARHEAD_FUZZ" in os.environ else None
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.slow)] if _DRAWN is None else [_DRAWN])
-def test_every_backend_gives_the_formula(count: int) -> None:
+def test_every_backend_equals_the_formula(count: int) -> None:
     @settings(
         max_examples=count,
         deadline=None,
@@ -35,8 +35,8 @@ def test_every_backend_gives_the_formula(count: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_fuzzer_sees_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask that is off by one in one place only is found within a few problems."""
+def test_fuzzer_detects_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that is off by one in one place is detected within a few problems."""
     right = ch.Window.allows
     monkeypatch.setattr(
         ch.Window, "allows", lambda self, b, h, i, j: right(self, b, h, i, j) | (j == i - self.before - 1)
@@ -51,6 +51,6 @@ def test_the_fuzzer_sees_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> Non
         wrong()
 
 
-def test_all_backends_of_this_machine_take_part() -> None:
+def test_all_backends_of_this_machine_are_tested() -> None:
     assert {"reference", "tiled", "sdpa"} <= set(fuzz.HERE)
     assert torch.get_default_dtype() == torch.float32

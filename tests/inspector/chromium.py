@@ -43,7 +43,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Opened:
-    """A page that was opened without a network, and everything that it asked for or complained about."""
+    """A page that was opened without a network, with its requests, console messages and errors."""
 
     def __init__(self, browser: Any, path: Path, **settings: Any) -> None:
         self.context = browser.new_context(offline=True, viewport={"width": 1280, "height": 900}, **settings)
@@ -57,9 +57,9 @@ class Opened:
         self.page.goto(path.absolute().as_uri())
 
     def text(self, selector: str) -> str:
-        """What stands in an element."""
+        """The text of an element."""
         return str(self.page.locator(selector).inner_text())
 
     def read(self, expression: str, argument: Any = None) -> Any:
-        """The value of an expression of the page's own script."""
+        """The value of a JavaScript expression in the page."""
         return self.page.evaluate(expression, argument)

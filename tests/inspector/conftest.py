@@ -26,13 +26,13 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
     def open_it(page: Page | str = PAGE, fragment: str = "", **settings: Any) -> Opened:
         path = tmp_path / "page.html"
         path.write_text(page if isinstance(page, str) else page.html, "utf-8")
-        seen = Opened(browser, path, **settings)
-        opened.append(seen)
+        opened_page = Opened(browser, path, **settings)
+        opened.append(opened_page)
         if fragment:
-            seen.page.goto("about:blank")
-            seen.page.goto(f"{path.absolute().as_uri()}#{fragment}")
-        seen.page.wait_for_selector("#main[data-ready], #alert:not([hidden])", state="attached")
-        return seen
+            opened_page.page.goto("about:blank")
+            opened_page.page.goto(f"{path.absolute().as_uri()}#{fragment}")
+        opened_page.page.wait_for_selector("#main[data-ready], #alert:not([hidden])", state="attached")
+        return opened_page
 
     yield open_it
     for page in opened:

@@ -1,4 +1,4 @@
-"""A small model that has read a sentence, its page, and what the browser tests do with one."""
+"""A small model with a traced sentence, its page, and helpers of the browser tests."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ WEIGHTS = [TRACED[layer].weights[0].double().numpy() for layer in range(LAYERS)]
 AT = "[clearhead.state.layer, clearhead.state.head, clearhead.state.query, clearhead.state.key]"
 
 
-def settle(seen: Opened) -> None:
-    """Wait until what was asked for is drawn."""
-    seen.read("(async () => { for (let turn = 0; turn < 4; turn++) await new Promise(requestAnimationFrame); })()")
+def settle(opened: Opened) -> None:
+    """Wait until the page has drawn its current state."""
+    opened.read("(async () => { for (let turn = 0; turn < 4; turn++) await new Promise(requestAnimationFrame); })()")
 
 
-def box(seen: Opened, layer: int, row: int, column: int) -> tuple[float, float]:
-    """Where the middle of a cell of the map stands in its canvas."""
-    look = seen.read("clearhead.app.views.map.matrix.look")
+def box(opened: Opened, layer: int, row: int, column: int) -> tuple[float, float]:
+    """The position of the centre of a cell in the map's canvas."""
+    look = opened.read("clearhead.app.views.map.matrix.look")
     return 132 + (column + 0.5 - look["left"]) * look["size"], 104 + (row + 0.5 - look["top"]) * look["size"]
 
 
 def said_weight(text: str) -> float:
-    found = re.search(r"weight ([^,]+)", text)
-    assert found is not None, text
-    return float(found[1].rstrip(".").replace("−", "-"))
+    match = re.search(r"weight ([^,]+)", text)
+    assert match is not None, text
+    return float(match[1].rstrip(".").replace("−", "-"))
 
 
 HOSTILE = '</script><script>alert("ran")</script><img src=x onerror=alert("ran")>'

@@ -13,7 +13,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.inspector.arrays import unpack
 
-#: What the library's own weights may be apart from a page's.
+#: The largest allowed difference between the library's weights and a page's.
 TOLERANCE = 1e-4
 
 Floats = NDArray[np.float64]
@@ -42,7 +42,7 @@ def _case(q_shape: tuple[int, ...], k_shape: tuple[int, ...] | None = None, shar
 
 
 def cases() -> dict[str, Case]:
-    """One of each mask and rule that a page carries in a way of its own."""
+    """One case for each mask and rule that a page stores in a different way."""
     table = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(1)) > 0.5
     bias = torch.randn(20, 20, generator=torch.Generator().manual_seed(2))
     small = (1, 2, 20, 8)

@@ -1,4 +1,4 @@
-"""view: whatever is given, the page's weights are the library's; what it cannot carry is refused."""
+"""``view``: the page's weights are the library's, and what a page cannot show is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = ["one", "two", "three", "four", "five", "six"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_the_librarys(name: str) -> None:
+def test_page_weights_equal_the_library(name: str) -> None:
     case = CASES[name]
     exact = case.weights()
     for batch in range(exact.shape[0]):
@@ -34,16 +34,16 @@ def test_weights_are_the_librarys(name: str) -> None:
         for place, head in enumerate(data["layers"][0]["heads"]):
             weights = page_weights(data, 0, place)
             gap = np.abs(weights - exact[batch, place]).max()
-            # Rows add up to what the library's do, not only each weight: people check.
+            # Row sums must match too, not only each weight.
             sums = np.abs(weights.sum(axis=1) - exact[batch, place].sum(axis=1)).max()
             assert sums <= (TOLERANCE if weights.shape[1] <= 512 else 10 * TOLERANCE)
-            # The page says how far it may be off; float32 of the library itself comes on top.
+            # The page states its largest error; the library's float32 rounding comes on top.
             assert gap <= head["error"]["weight"] + 5e-6
             assert gap <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_too(dtype: torch.dtype) -> None:
+def test_page_weights_equal_the_library_in_other_dtypes(dtype: torch.dtype) -> None:
     query, key = (torch.randn(1, 2, 30, 16, dtype=dtype) for _ in range(2))
     rows = ch.observe_attention(query, key, key, want=ch.Want(rows=range(30)), mask=ch.Causal()).rows
     assert rows is not None
@@ -52,7 +52,7 @@ def test_other_dtypes_too(dtype: torch.dtype) -> None:
         assert np.abs(page_weights(dict(data), 0, head) - rows[0, head].double().numpy()).max() <= TOLERANCE
 
 
-def test_numbers_that_are_not_finite_stay_where_they_are() -> None:
+def test_nan_in_a_masked_key_reaches_no_weight() -> None:
     query, key = torch.randn(1, 1, 6, 4), torch.randn(1, 1, 6, 4)
     key[0, 0, 5] = torch.nan
     rows = ch.observe_attention(query, key, key, want=ch.Want(rows=range(6)), mask=ch.Causal()).rows
@@ -62,7 +62,7 @@ def test_numbers_that_are_not_finite_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("sharp", [0.3, 1.5, 4.0, 30.0])
-def test_long_rows_are_rounded_and_large_weights_put_right(sharp: float) -> None:
+def test_long_rows_are_quantised_and_large_weights_corrected(sharp: float) -> None:
     query, key = torch.randn(2, 1, 1, 900, 32, generator=torch.Generator().manual_seed(1))
     rows = ch.observe_attention(sharp * query, key, key, want=ch.Want(rows=range(900)), mask=ch.Causal()).rows
     assert rows is not None
@@ -100,7 +100,7 @@ def test_a_model_a_trace_and_its_points_give_the_same_page() -> None:
     assert pages[0].data["texts"] == [WORDS]
 
 
-def test_several_runs_stand_side_by_side() -> None:
+def test_several_runs_are_on_one_page() -> None:
     model, ids = _model(), torch.tensor([[3, 1, 4, 1, 5, 9]])
     runs = {}
     for name, factor in (("before", 1.0), ("after", 0.25)):
@@ -111,13 +111,13 @@ def test_several_runs_stand_side_by_side() -> None:
     data = dict(ch.view(runs, tokens=WORDS).data)
     layer = next(iter(traced))
     assert [each["name"] for each in data["layers"]] == [f"before: {layer}", f"after: {layer}"]
-    for place, kept in enumerate(runs.values()):
-        assert np.abs(page_weights(data, place, 1) - kept[layer].weights[0, 1].numpy()).max() <= TOLERANCE
+    for place, run in enumerate(runs.values()):
+        assert np.abs(page_weights(data, place, 1) - run[layer].weights[0, 1].numpy()).max() <= TOLERANCE
     with pytest.raises(UnsupportedError, match="several by name"):
         ch.view({"before": model})  # type: ignore[dict-item]
 
 
-def test_several_masks_stand_side_by_side() -> None:
+def test_several_masks_are_on_one_page() -> None:
     query, key = torch.randn(2, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
     masks = {"all": None, "near": ch.Window(2)}
     data = dict(ch.view(query, key, mask=masks).data)
@@ -130,7 +130,7 @@ def test_several_masks_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "floats", "colours", "array"])
-def test_a_picture_goes_with_its_patches(kind: str) -> None:
+def test_image_is_stored_with_its_patches(kind: str) -> None:
     image = torch.arange(24.0).reshape(4, 6)
     given: Any = {
         "bytes": image.to(torch.uint8),
@@ -148,7 +148,7 @@ def test_a_picture_goes_with_its_patches(kind: str) -> None:
     assert ch.view(torch.eye(24), torch.eye(24), image=image).data["images"][0]["rows"] == 4
 
 
-def test_layers_and_heads_are_chosen() -> None:
+def test_only_chosen_layers_and_heads_are_shown() -> None:
     model, ids = _model(), torch.tensor([[3, 1, 4]])
     data = ch.view(model, ids, layers=[0, 2], heads=1).data
     assert [[head["head"] for head in layer["heads"]] for layer in data["layers"]] == [[1], [1]]
@@ -157,7 +157,7 @@ def test_layers_and_heads_are_chosen() -> None:
     assert [layer["name"] for layer in ch.view(traced, layers="*.2.*").data["layers"]] == [list(traced)[2]]
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_model_and_random_state_are_unmodified() -> None:
     model = _model().train()
     before = torch.random.get_rng_state()
     ch.view(model, torch.tensor([[3, 1, 4]]))
@@ -166,41 +166,41 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_scores_are_those_of_the_library() -> None:
+def test_head_scores_equal_the_library() -> None:
     model, ids = _model(), torch.tensor([[3, 1, 4, 1, 5, 9]])
     with torch.no_grad(), ch.trace(model) as traced:
         model(ids)
-    found = ch.observe.head_scores(traced[0])
-    with torch.no_grad(), ch.observe(model, ch.Want(entropy=True)) as seen:
+    scores = ch.observe.head_scores(traced[0])
+    with torch.no_grad(), ch.observe(model, ch.Want(entropy=True)) as records:
         model(ids)
-    assert seen[0].entropy is not None
+    assert records[0].entropy is not None
     for head in ch.view(traced).data["layers"][0]["heads"]:
-        assert head["scores"]["previous"] == pytest.approx(float(found.previous[0, head["head"]]), abs=1e-6)
-        entropy = float(seen[0].entropy[0, head["head"]].mean())
+        assert head["scores"]["previous"] == pytest.approx(float(scores.previous[0, head["head"]]), abs=1e-6)
+        entropy = float(records[0].entropy[0, head["head"]].mean())
         assert head["scores"]["entropy"] == pytest.approx(entropy, abs=1e-5)
 
 
-def test_a_text_that_repeats_itself_has_an_induction_score() -> None:
+def test_repeated_text_has_an_induction_score() -> None:
     model, ids = _model(), torch.tensor([[3, 1, 4, 1, 3, 1, 4, 1, 3, 1]])
     with torch.no_grad(), ch.trace(model) as traced:
         model(ids)
     words = [str(identity) for identity in ids[0].tolist()]
-    found = ch.observe.head_scores(traced[1], period=4).induction
-    assert found is not None
+    induction = ch.observe.head_scores(traced[1], period=4).induction
+    assert induction is not None
     for head in ch.view(traced, tokens=words).data["layers"][1]["heads"]:
-        assert head["scores"]["induction"] == pytest.approx(float(found[0, head["head"]]), abs=1e-6)
+        assert head["scores"]["induction"] == pytest.approx(float(induction[0, head["head"]]), abs=1e-6)
     for other in (["x", *words[1:]], ["a"] * 10, None):
         assert "induction" not in ch.view(traced, tokens=other).data["layers"][0]["heads"][0]["scores"]
 
 
-def test_a_saved_page_opens_again(tmp_path: Path) -> None:
+def test_saved_page_can_be_opened(tmp_path: Path) -> None:
     page = ch.view(torch.eye(3), torch.eye(3), tokens=["a", "</script>", "\u2028"], title="<b>")
     path = page.save(tmp_path / "deep" / "page.html")
     assert Page.open(path).data == page.data
     assert Page.open(path).html == path.read_text("utf-8")
 
 
-def test_the_notebooks_frame_is_sandboxed() -> None:
+def test_notebook_frame_is_sandboxed() -> None:
     shown = ch.view(torch.eye(3), torch.eye(3), tokens=['"', "</iframe>", "'"])._repr_html_()
     opening, _, rest = shown.partition(' srcdoc="')
     assert 'sandbox="allow-scripts allow-downloads"' in opening
@@ -211,9 +211,9 @@ def test_the_notebooks_frame_is_sandboxed() -> None:
 
 def test_the_policy_allows_no_request() -> None:
     page = ch.view(torch.eye(3), torch.eye(3)).html
-    found = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
-    assert found is not None
-    rules = dict(rule.split(" ", 1) for rule in found[1].split("; "))
+    match = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert match is not None
+    rules = dict(rule.split(" ", 1) for rule in match[1].split("; "))
     assert rules.pop("default-src") == "'none'"
     assert rules.pop("img-src") == "data:"
     assert set(rules) == {"style-src", "script-src"}
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[type[ClearheadError], str, Callable[[], object]]] = {
         ),
     ),
     "patches": (
-        ShapeError, "grid must have at most the 3 keys",
+        ShapeError, "grid must have at most 3 patches",
         lambda: ch.view(torch.eye(3), torch.eye(3), image=torch.eye(4), grid=(2, 2)),
     ),
     "a grid": (
@@ -259,25 +259,25 @@ REFUSED: dict[str, tuple[type[ClearheadError], str, Callable[[], object]]] = {
         ShapeError, "grid must go with an image", lambda: ch.view(torch.eye(3), torch.eye(3), grid=(1, 1)),
     ),
     "too much": (
-        UnsupportedError, "layers must hold at most",
+        UnsupportedError, "layers must have at most",
         lambda: ch.view(torch.zeros(1, 1, 1, 1).expand(1, 1, 2**14, 2**13), torch.zeros(1, 1, 1, 2**13)),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_page_cannot_show_is_refused(name: str) -> None:
+def test_page_refuses_what_it_cannot_show(name: str) -> None:
     kind, says, call = REFUSED[name]
     with pytest.raises(kind, match=f"^(view|trace): {says}"):
         call()
 
 
-def test_what_observe_has_seen_is_refused_with_the_way_out() -> None:
+def test_statistics_of_observe_are_refused_with_advice() -> None:
     model, ids = _model(), torch.tensor([[3, 1, 4]])
-    with torch.no_grad(), ch.observe(model, ch.Want(lse=True)) as seen:
+    with torch.no_grad(), ch.observe(model, ch.Want(lse=True)) as records:
         model(ids)
     with pytest.raises(UnsupportedError, match=r"within ch\.trace\(model\)"):
-        ch.view(seen)  # type: ignore[arg-type]
+        ch.view(records)  # type: ignore[arg-type]
 
 
 def test_edited_weights_are_refused_and_edited_queries_are_shown() -> None:
@@ -329,7 +329,7 @@ def test_a_damaged_page_names_its_field(field: str, tmp_path: Path) -> None:
         Page.open(path)
 
 
-def test_a_file_that_is_no_page_is_refused(tmp_path: Path) -> None:
+def test_other_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.html").write_text("<p>no page")
     with pytest.raises(DataError, match=r"^Page\.open: "):
         Page.open(tmp_path / "other.html")
@@ -337,11 +337,11 @@ def test_a_file_that_is_no_page_is_refused(tmp_path: Path) -> None:
         Page.open(tmp_path / "none.html")
 
 
-def test_a_page_of_version_1_is_read(tmp_path: Path) -> None:
-    kept = json.loads((Path(__file__).parent / "version_1.json").read_text("utf-8"))
-    opened = Page.open(Page(kept["page"]).save(tmp_path / "old.html"))
+def test_page_of_version_1_is_read(tmp_path: Path) -> None:
+    stored = json.loads((Path(__file__).parent / "version_1.json").read_text("utf-8"))
+    opened = Page.open(Page(stored["page"]).save(tmp_path / "old.html"))
     assert opened.data["version"] == 1
-    for head, weights in enumerate(kept["weights"]):
+    for head, weights in enumerate(stored["weights"]):
         assert np.abs(page_weights(dict(opened.data), 0, head) - np.array(weights)).max() <= TOLERANCE
 
 
@@ -362,7 +362,7 @@ def test_the_sum_of_weighted_values_is_the_output(name: str) -> None:
         assert np.abs(unpack(layer["norms"][head["key"]]) - norms).max() <= norms.max() / 65535
 
 
-def test_values_are_carried_where_they_are_few_or_asked_for() -> None:
+def test_values_are_stored_if_few_or_requested() -> None:
     query = torch.randn(1, 8, 513, 130, generator=torch.Generator().manual_seed(0))
     carried = {
         wanted: bool(
@@ -376,7 +376,7 @@ def test_values_are_carried_where_they_are_few_or_asked_for() -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("sharp", [2.5, 40.0, 1000.0])
-def test_sharp_heads_fit_into_5_mb_too(sharp: float) -> None:
+def test_sharp_heads_fit_into_5_mb(sharp: float) -> None:
     query, key, value = torch.randn(3, 1, 144, 128, 64, generator=torch.Generator().manual_seed(0))
     page = ch.view(sharp * query, key, value)
     assert len(page.html.encode()) <= 5 * 10**6

@@ -1,4 +1,4 @@
-"""Pages that nobody could open, or whose error would be a lie, are not made."""
+"""Pages that could not be opened, or whose stated error would be wrong, are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def without_points() -> Any:
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    "subject must hold a call": lambda: ch.view(without_points()),
+    "subject must have a call": lambda: ch.view(without_points()),
     "heads must name at least one": lambda: ch.view(MODULE, X, heads=[]),
     "scores must stay within float32": lambda: ch.view(torch.full((3, 4), 1e20), torch.full((3, 4), 1e20)),
     "tokens must be text": lambda: ch.view(MODULE, X, tokens=["\ud800"] * 4),
@@ -34,19 +34,19 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_could_not_be_opened_is_refused(said: str) -> None:
+def test_page_that_could_not_be_opened_is_refused(said: str) -> None:
     with pytest.raises(ClearheadError, match=said):
         REFUSED[said]()
 
 
-def test_a_type_that_is_no_text_is_refused() -> None:
+def test_array_type_must_be_text() -> None:
     data = dict(ch.view(MODULE, X).data)
     data["layers"][0]["norms"][0]["type"] = []
     with pytest.raises(DataError, match="type must be one of"):
         validate(data)
 
 
-def test_parts_keep_their_modes() -> None:
+def test_training_mode_of_each_part_is_restored() -> None:
     model = ch.nn.Encoder(8, num_heads=2, num_layers=2).train()
     model.blocks[0].eval()
     before = [part.training for part in model.modules()]
@@ -55,7 +55,7 @@ def test_parts_keep_their_modes() -> None:
 
 
 @pytest.mark.parametrize("size", [300.0, 1000.0])
-def test_sharp_long_rows_are_as_exact_as_the_page_says(size: float) -> None:
+def test_error_of_sharp_long_rows_is_at_most_the_stated_one(size: float) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 600, 16) * size, torch.randn(1, 600, 16)
     page = ch.view(query, key)

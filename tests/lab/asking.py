@@ -1,4 +1,4 @@
-"""Small model folders to ask about, and the works of "Your model" asked without a server."""
+"""Small model folders, and the jobs of the tab "Your model" run without a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from clearhead.lab import rooms
+from clearhead.lab import works
 from clearhead.lab.limits import Limits
 from clearhead.lab.views import Views
 from tests.lab.folders import bert, classifier_run, gpt2, language_run
@@ -37,20 +37,20 @@ def model_folders(home: Path) -> list[Path]:
 
 
 class Asking:
-    """The room's works, asked as the page does but without a server."""
+    """The jobs of all tabs, requested as by the page but without a server."""
 
     def __init__(self, folders: list[Path], limits: Limits | None = None) -> None:
         limits = limits or Limits(models=8)
         self.views = Views(limits)
-        self.works = {work.name: work for work in rooms.works_of(folders, self.views, limits)}
+        self.works = {work.name: work for work in works.works_of(folders, self.views, limits)}
 
     def __call__(self, name: str, **params: Any) -> Any:
-        found = self.works[name].run(params, Ticketless())
-        return json.loads(json.dumps(found, allow_nan=False))
+        result = self.works[name].run(params, Ticketless())
+        return json.loads(json.dumps(result, allow_nan=False))
 
     def page(self, name: str) -> Any:
         html = self.views.get(name)
         assert html is not None
-        found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html.decode())
-        assert found is not None
-        return json.loads(found[1])
+        match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html.decode())
+        assert match is not None
+        return json.loads(match[1])

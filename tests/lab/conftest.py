@@ -25,7 +25,7 @@ def trained_example() -> Reader:
 
 @pytest.fixture
 def ready_example(monkeypatch: pytest.MonkeyPatch) -> Reader:
-    """The example, there at once."""
+    """The example, already trained."""
     reader = trained_example()
     monkeypatch.setattr(example, "made", lambda ticket: reader)
     return reader

@@ -13,7 +13,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def language_run(folder: Path) -> Path:
-    """A run of ``train lm`` on characters, of some steps."""
+    """A short run of ``train lm`` on characters."""
     from clearhead.train import train_text_language_model
     from clearhead.train.options import LanguageOptions
 
@@ -60,7 +60,7 @@ def transformers_folder(folder: Path, kind: str, **settings: Any) -> Path:
         torch.manual_seed(1)
         made = model(model.config_class(vocab_size=len(vocabulary), **settings))
     for weight in made.parameters():
-        # Untrained heads are all alike; larger weights give each something to say.
+        # Larger weights make untrained heads differ.
         weight.data *= 4 if weight.ndim == 2 else 1
     made.save_pretrained(path)
     return path

@@ -1,4 +1,4 @@
-"""A room of a running lab in a real Chromium, with everything that it asked for or complained about."""
+"""A tab of a running lab in a real Chromium, with its requests and console messages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from clearhead.lab.server import Lab
 
-__all__ = ["Room", "opened"]
+__all__ = ["Tab", "opened"]
 
 
-class Room:
-    """The page, opened at one room."""
+class Tab:
+    """The page, opened at one tab."""
 
     def __init__(self, browser: Any, lab: Lab, name: str, **settings: Any) -> None:
         self.name = name
@@ -25,39 +25,39 @@ class Room:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
         self.page.goto(f"{lab.url}#{name}")
-        self.page.wait_for_selector(f"#room-{name}[data-ready]")
+        self.page.wait_for_selector(f"#panel-{name}[data-ready]")
 
     @property
     def root(self) -> Any:
-        return self.page.locator(f"#room-{self.name}")
+        return self.page.locator(f"#panel-{self.name}")
 
-    def after(self, act: Any) -> None:
-        """Do something and wait until the room shows what came of it."""
+    def until_shown(self, act: Any) -> None:
+        """Run an action and wait until the tab shows its result."""
         before = self.root.get_attribute("data-shown")
         act()
         self.page.wait_for_function(
-            "([name, before]) => document.getElementById(`room-${name}`).dataset.shown !== before",
+            "([name, before]) => document.getElementById(`panel-${name}`).dataset.shown !== before",
             arg=[self.name, before],
         )
 
     def text(self, selector: str) -> str:
-        """What stands in an element of the room."""
+        """The text of an element of the tab."""
         return str(self.root.locator(selector).first.inner_text())
 
     def focused(self) -> str | None:
-        """The place of the cell that has the focus."""
+        """The place of the focused cell."""
         return self.page.evaluate("document.activeElement.dataset.cell ?? null")  # type: ignore[no-any-return]
 
 
 @contextmanager
-def opened(browser: Any, lab: Lab, name: str, **settings: Any) -> Iterator[Room]:
-    """A room, whose page must have asked nothing of other machines and complained about nothing."""
-    room = Room(browser, lab, name, **settings)
+def opened(browser: Any, lab: Lab, name: str, **settings: Any) -> Iterator[Tab]:
+    """A tab, whose page must not send requests to other machines or log messages."""
+    tab = Tab(browser, lab, name, **settings)
     try:
-        yield room
-        # Reading pixels back, as only tests do, makes Chromium recommend another way to do it.
-        complaints = [each for each in room.complaints if "willReadFrequently" not in each]
+        yield tab
+        # Chromium warns about reading pixels back, which only tests do.
+        complaints = [each for each in tab.complaints if "willReadFrequently" not in each]
         assert not complaints, complaints
-        assert all(url.startswith((lab.url, "data:", "blob:")) for url in room.requests), room.requests
+        assert all(url.startswith((lab.url, "data:", "blob:")) for url in tab.requests), tab.requests
     finally:
-        room.context.close()
+        tab.context.close()

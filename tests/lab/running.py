@@ -1,4 +1,4 @@
-"""A lab on a port of its own in a thread, and plain HTTP to it."""
+"""A lab on its own port in a thread, and HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Answer:
 
 
 class Ticketless:
-    """A ticket of a work that nobody ends."""
+    """A ticket of a job that is never cancelled."""
 
     def step(self, done: float, text: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @contextmanager
 def running(folders: Sequence[Path] = (), limits: Limits | None = None, works: Sequence[Work] = ()) -> Iterator[Lab]:
-    """A lab that serves until the block ends, ``works`` before its own."""
+    """A lab that serves until the block ends, with ``works`` besides its own."""
     lab = Lab(folders, limits=limits or Limits(), more=tuple(works))
     thread = threading.Thread(target=lab.run)
     thread.start()
@@ -68,10 +68,10 @@ def _answers(port: int) -> bool:
 
 
 def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until something holds, which it must."""
+    """Wait until a condition holds; fails after ``seconds``."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it did not come to hold"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(0.01)
 
 
@@ -83,7 +83,7 @@ def sent(
     headers: Mapping[str, str] | None = None,
     timeout: float = 60.0,
 ) -> Answer:
-    """One request; ``path`` is sent as it is written, a ``Host`` in ``headers`` takes the place of the right one."""
+    """Send one request; ``path`` is sent unmodified, and a ``Host`` in ``headers`` replaces the correct one."""
     connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=timeout)
     try:
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -102,7 +102,7 @@ def sent(
 def asked(
     lab: Lab, name: str, params: object = None, headers: Mapping[str, str] | None = None, timeout: float = 60.0
 ) -> Answer:
-    """A work, as the page asks for it."""
+    """Request a job as the page does."""
     body = json.dumps({} if params is None else params).encode()
     given = {"Content-Type": "application/json", **(headers or {})}
     return sent(lab, "POST", f"/{lab.token}/works/{name}", body, given, timeout)
@@ -110,7 +110,7 @@ def asked(
 
 @contextmanager
 def work_request(lab: Lab, name: str) -> Iterator[socket.socket]:
-    """A work asked for by a client that may leave: its socket."""
+    """Request a job by a client that may disconnect: its socket."""
     with socket.create_connection(("127.0.0.1", lab.port), timeout=10) as made:
         head = f"POST /{lab.token}/works/{name} HTTP/1.1\r\nHost: 127.0.0.1:{lab.port}\r\n"
         made.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{{}}".encode())
@@ -118,7 +118,7 @@ def work_request(lab: Lab, name: str) -> Iterator[socket.socket]:
 
 
 def _wait(params: Mapping[str, Any], ticket: Ticket) -> Any:
-    """Goes on until somebody ends it."""
+    """Runs until it is cancelled."""
     count = 0
     while True:
         count += 1
@@ -126,5 +126,5 @@ def _wait(params: Mapping[str, Any], ticket: Ticket) -> Any:
         time.sleep(0.01)
 
 
-#: A work that only its ticket ends.
+#: A job that only its ticket ends.
 WAITING = Work("wait", _wait)

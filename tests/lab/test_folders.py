@@ -36,27 +36,27 @@ def outside(run: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("relative", [True, False])
-def test_a_link_that_leads_out_is_refused_at_the_start(run: Path, name: str, relative: bool) -> None:
+def test_outside_link_is_refused_at_the_start(run: Path, name: str, relative: bool) -> None:
     there = outside(run, name)
     (run / name).symlink_to(Path("..") / name if relative else there)
-    with pytest.raises(DataError, match=rf"got {name}, which leads out of it\. Copy the model with 'cp -rL'"):
+    with pytest.raises(DataError, match=rf"got {name}, which is outside\. Copy the model with 'cp -rL'"):
         Models([run], Limits())
 
 
-def test_a_link_that_leads_out_later_is_refused_when_it_is_read(run: Path) -> None:
+def test_later_outside_link_is_refused_when_read(run: Path) -> None:
     models = Models([run], Limits())
     (run / "model.safetensors").symlink_to(outside(run, "model.safetensors"))
-    with pytest.raises(DataError, match="which leads out of it"):
+    with pytest.raises(DataError, match="which is outside"):
         models.get(1, Ticketless())
 
 
-def test_a_link_within_the_folder_is_followed(run: Path) -> None:
+def test_link_within_the_folder_is_followed(run: Path) -> None:
     shutil.move(run / "tokenizer.json", run / "tokenizer")
     (run / "tokenizer.json").symlink_to("tokenizer")
     assert Models([run], Limits()).get(1, Ticketless()).outlook.kind == "next"
 
 
-def test_a_folder_may_itself_be_named_by_a_link(run: Path, tmp_path: Path) -> None:
+def test_folder_may_be_a_link(run: Path, tmp_path: Path) -> None:
     (tmp_path / "named").symlink_to(run)
     assert Models([tmp_path / "named"], Limits()).get(1, Ticketless()).outlook.kind == "next"
 
@@ -70,22 +70,22 @@ def test_a_folder_may_itself_be_named_by_a_link(run: Path, tmp_path: Path) -> No
         ("tokenizer_config.json", {"tokenizer_file": "../tokenizer.json"}),
     ],
 )
-def test_a_name_in_the_settings_that_leads_out_is_refused(run: Path, name: str, content: dict[str, object]) -> None:
+def test_outside_name_in_settings_is_refused(run: Path, name: str, content: dict[str, object]) -> None:
     there = run.parent / "model.safetensors"
     for each in ("model.safetensors", "tokenizer.json"):
         shutil.copy(run / each, run.parent / each)
     (run / name).write_text(json.dumps(content).replace("{there}", str(there)))
-    with pytest.raises(DataError, match=rf"in {name}, which leads out of it"):
+    with pytest.raises(DataError, match=rf"in {name}, which is outside"):
         Models([run], Limits())
 
 
-def test_settings_that_tell_of_files_long_gone_are_let_be(run: Path) -> None:
+def test_absent_files_in_settings_are_accepted(run: Path) -> None:
     (run / "tokenizer_config.json").write_text(json.dumps({"special_tokens_map_file": "/none/of/ours.json"}))
     (run / "generation_config.json").write_text("{")
     assert Models([run], Limits()).get(1, Ticketless()).outlook.kind == "next"
 
 
-def test_a_cache_of_hugging_face_is_named_by_its_own_folder(run: Path, tmp_path: Path) -> None:
+def test_hugging_face_cache_folder_gives_its_snapshot(run: Path, tmp_path: Path) -> None:
     cache = tmp_path / "models--some--play"
     snapshot = cache / "snapshots" / "abc"
     (cache / "blobs").mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_a_cache_of_hugging_face_is_named_by_its_own_folder(run: Path, tmp_path:
         shutil.copy(path, cache / "blobs" / str(place))
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(place))
     assert Models([cache], Limits()).get(1, Ticketless()).outlook.kind == "next"
-    with pytest.raises(DataError, match="which leads out of it"):
+    with pytest.raises(DataError, match="which is outside"):
         Models([snapshot], Limits())
     (cache / "refs" / "main").write_text("../../run")
     assert folders.of_folder(cache) == cache
@@ -106,31 +106,31 @@ def test_a_cache_of_hugging_face_is_named_by_its_own_folder(run: Path, tmp_path:
     "content",
     [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{]", b"\x02\0\0\0\0\0\0\0[]", b"\x09\0\0\0\0\0\0\0" + b'{"a": {}}'],
 )
-def test_damaged_weights_are_said_to_be(run: Path, content: bytes) -> None:
+def test_damaged_weights_raise(run: Path, content: bytes) -> None:
     (run / "model.safetensors").write_bytes(content)
-    with pytest.raises(ClearheadError, match="must be a whole safetensors file; got a damaged header"):
+    with pytest.raises(ClearheadError, match="must be a complete safetensors file; got a damaged header"):
         Models([run], Limits()).get(1, Ticketless())
 
 
-def test_a_folder_without_a_model_is_said_to_be_none(tmp_path: Path) -> None:
+def test_folder_without_a_model_raises(tmp_path: Path) -> None:
     with pytest.raises(ClearheadError):
         Models([tmp_path], Limits()).get(1, Ticketless())
 
 
-def test_parameters_are_counted_by_the_headers(trained: Path) -> None:
+def test_parameters_are_counted_from_the_headers(trained: Path) -> None:
     from clearhead.readers import reader_of
 
     exact = {id(each): each.numel() for each in reader_of("test", trained).model.parameters()}
     assert folders.parameters(trained, 10**9) == sum(exact.values())
 
 
-def test_links_in_a_loop_are_refused(run: Path) -> None:
+def test_loop_of_links_is_refused(run: Path) -> None:
     (run / "loop").symlink_to("loop")
     with pytest.raises(DataError, match="'loop', a link to itself"):
         folders.check(run, run)
 
 
-def test_a_snapshot_whose_name_is_no_text_is_none(tmp_path: Path) -> None:
+def test_snapshot_name_that_is_not_text_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "refs").mkdir()
     (tmp_path / "refs" / "main").write_bytes(b"\xff")

@@ -25,7 +25,7 @@ def lab() -> Iterator[Lab]:
         yield started
 
 
-def test_the_page_and_its_files_are_served_with_their_type_and_a_strict_policy(lab: Lab) -> None:
+def test_page_files_have_their_media_type_and_a_strict_policy(lab: Lab) -> None:
     page = sent(lab, "GET", f"/{lab.token}/")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert b"clearhead lab" in page.body
@@ -41,24 +41,28 @@ def test_the_page_and_its_files_are_served_with_their_type_and_a_strict_policy(l
         assert "server" not in answer.headers
 
 
-def test_a_work_answers_with_its_result(lab: Lab) -> None:
+def test_job_answers_with_its_result(lab: Lab) -> None:
     answer = asked(lab, "echo", {"text": "ä ☃"})
     assert (answer.status, answer.lines) == (200, [{"result": {"text": "ä ☃"}}])
 
 
 @pytest.mark.parametrize("token", ["", "x", "{token}x", "x{token}", "{short}", "%00", "ä", "{upper}"])
-def test_without_the_token_nothing_is_there(lab: Lab, token: str) -> None:
-    own = lab.token
-    path = token.format(token=own, short=own[:-1], upper=own.swapcase()).encode("utf-8").decode("latin-1")
+def test_request_without_the_token_is_not_found(lab: Lab, token: str) -> None:
+    token_value = lab.token
+    path = (
+        token.format(token=token_value, short=token_value[:-1], upper=token_value.swapcase())
+        .encode("utf-8")
+        .decode("latin-1")
+    )
     for rest in ("/", "/lab.js", "/works/echo", "/views/x"):
         for method in ("GET", "POST"):
             path = path.replace("ä", "%C3%A4").replace("\xc3\xa4", "%C3%A4")
             answer = sent(lab, method, f"/{path}{rest}", b"{}", {"Content-Type": "application/json"})
             assert answer.status == 404
-            assert own not in answer.body.decode()
+            assert token_value not in answer.body.decode()
 
 
-def test_the_token_is_long_and_another_each_time(lab: Lab) -> None:
+def test_token_is_long_and_random(lab: Lab) -> None:
     with running() as other:
         assert other.token != lab.token
         assert len(other.token) >= 32
@@ -69,27 +73,27 @@ def test_the_token_is_long_and_another_each_time(lab: Lab) -> None:
     "host",
     ["evil.example", "evil.example:{port}", "127.0.0.1", "localhost", "127.0.0.1:1", "127.0.0.1.evil:{port}", ""],
 )
-def test_another_host_is_refused(lab: Lab, host: str) -> None:
+def test_other_host_is_refused(lab: Lab, host: str) -> None:
     for path in (f"/{lab.token}/", "/"):
         answer = sent(lab, "GET", path, headers={"Host": host.format(port=lab.port)})
         assert answer.status == 421
-        assert answer.last["error"].startswith("lab: answers to 127.0.0.1 and localhost only.")
+        assert answer.last["error"].startswith("lab: only 127.0.0.1 and localhost are served.")
 
 
-def test_localhost_is_the_same_host(lab: Lab) -> None:
+def test_localhost_is_accepted(lab: Lab) -> None:
     assert sent(lab, "GET", f"/{lab.token}/", headers={"Host": f"localhost:{lab.port}"}).status == 200
 
 
 @pytest.mark.parametrize(
     "origin", ["null", "http://evil.example", "http://127.0.0.1:1", "https://127.0.0.1:{port}", "http://127.0.0.1", ""]
 )
-def test_another_origin_is_refused(lab: Lab, origin: str) -> None:
+def test_other_origin_is_refused(lab: Lab, origin: str) -> None:
     answer = asked(lab, "echo", headers={"Origin": origin.format(port=lab.port)})
     assert answer.status == 403
     assert "another origin" in answer.last["error"]
 
 
-def test_the_pages_own_origin_is_let_in(lab: Lab) -> None:
+def test_same_origin_is_accepted(lab: Lab) -> None:
     assert asked(lab, "echo", {"a": 1}, {"Origin": f"http://127.0.0.1:{lab.port}"}).last == {"result": {"a": 1}}
 
 
@@ -100,7 +104,7 @@ def test_requests_of_other_pages_are_refused(lab: Lab, site: str) -> None:
         asked(lab, "echo", headers={"Sec-Fetch-Site": site}),
     ):
         assert answer.status == 403
-        assert answer.last["error"].startswith("lab: answers no other page.")
+        assert answer.last["error"].startswith("lab: requests of other pages are refused.")
     assert asked(lab, "echo", headers={"Sec-Fetch-Site": "same-origin"}).status == 200
 
 
@@ -114,14 +118,14 @@ def test_requests_of_other_pages_are_refused(lab: Lab, site: str) -> None:
         "favicon.ico",
     ],
 )  # fmt: skip
-def test_no_path_leads_anywhere_but_to_the_table(lab: Lab, path: str) -> None:
+def test_only_paths_in_the_table_are_served(lab: Lab, path: str) -> None:
     answer = sent(lab, "GET", f"/{lab.token}/{path}")
     assert answer.status == 404
     assert set(answer.last) == {"error"}
     assert answer.last["error"].startswith("lab: ")
 
 
-def test_an_absolute_target_is_taken_by_its_path_alone(lab: Lab) -> None:
+def test_absolute_request_target_is_read_as_its_path(lab: Lab) -> None:
     assert sent(lab, "GET", f"http://evil.example/{lab.token}/").status in (200, 400, 404)
     assert sent(lab, "GET", "http://evil.example/etc/passwd").status in (400, 404)
 
@@ -151,15 +155,15 @@ def test_other_methods_are_refused(lab: Lab, method: str) -> None:
         (b"[" * 1900, 400, "must be JSON"),
     ],
 )
-def test_a_body_that_is_no_small_json_object_is_refused(lab: Lab, body: bytes, status: int, says: str | None) -> None:
+def test_body_must_be_a_small_json_object(lab: Lab, body: bytes, status: int, says: str | None) -> None:
     answer = sent(lab, "POST", f"/{lab.token}/works/echo", body, {"Content-Type": "application/json"})
     assert answer.status == status
     assert says is None or says in answer.last["error"]
 
 
-def test_a_body_is_read_no_further_than_it_may_be_long(lab: Lab) -> None:
-    told = {"Content-Type": "application/json", "Content-Length": str(10**12)}
-    assert sent(lab, "POST", f"/{lab.token}/works/echo", b"{", told).status == 413
+def test_body_is_read_up_to_its_limit(lab: Lab) -> None:
+    headers = {"Content-Type": "application/json", "Content-Length": str(10**12)}
+    assert sent(lab, "POST", f"/{lab.token}/works/echo", b"{", headers).status == 413
     chunks = b"".join(b"400\r\n" + b" " * 1024 + b"\r\n" for _ in range(4)) + b"0\r\n\r\n"
     answer = _chunked(lab, f"/{lab.token}/works/echo", chunks)
     assert b" 413 " in answer.partition(b"\r\n")[0]
@@ -173,25 +177,25 @@ def _chunked(lab: Lab, path: str, chunks: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_a_form_of_another_page_is_no_request(lab: Lab, kind: str) -> None:
+def test_form_of_another_page_is_refused(lab: Lab, kind: str) -> None:
     answer = sent(lab, "POST", f"/{lab.token}/works/echo", b"{}", {"Content-Type": kind})
     assert answer.status == 415
-    assert answer.last["error"] == "lab: takes application/json only."
+    assert answer.last["error"] == "lab: only application/json is accepted."
 
 
-def test_the_kind_may_name_its_letters(lab: Lab) -> None:
+def test_content_type_may_have_a_charset(lab: Lab) -> None:
     answer = asked(lab, "echo", {}, {"Content-Type": "application/json; charset=utf-8"})
     assert answer.status == 200
 
 
 @pytest.mark.parametrize("name", ["none", "Echo", "echo/", "..%2fecho", "__class__"])
-def test_a_work_that_is_not_known_is_refused(lab: Lab, name: str) -> None:
+def test_unknown_job_is_refused(lab: Lab, name: str) -> None:
     assert asked(lab, name).status == 404
 
 
-def test_the_lab_listens_on_one_address_of_this_machine_alone(lab: Lab) -> None:
-    own = socket.gethostbyname(socket.gethostname())
-    for address in {"127.0.0.2", own} - {"127.0.0.1"}:
+def test_lab_listens_on_127_0_0_1_only(lab: Lab) -> None:
+    address_of_host = socket.gethostbyname(socket.gethostname())
+    for address in {"127.0.0.2", address_of_host} - {"127.0.0.1"}:
         with socket.socket() as made:
             made.settimeout(2)
             assert made.connect_ex((address, lab.port)) != 0
@@ -200,14 +204,14 @@ def test_the_lab_listens_on_one_address_of_this_machine_alone(lab: Lab) -> None:
         assert made.connect_ex(("::1", lab.port)) != 0
 
 
-def test_what_a_page_gets_is_whole_json_lines(lab: Lab) -> None:
+def test_answers_are_complete_json_lines(lab: Lab) -> None:
     text = "\n\r\u2028</script><img src=x onerror=alert(1)>"
     answer = asked(lab, "echo", {"text": text})
     assert [json.loads(line) for line in answer.body.split(b"\n") if line] == [{"result": {"text": text}}]
     assert answer.headers["content-type"] == "application/x-ndjson"
 
 
-def test_a_view_is_served_in_a_sandbox_as_long_as_it_is_kept(lab: Lab) -> None:
+def test_stored_view_is_served_in_a_sandbox(lab: Lab) -> None:
     name = lab.views.add(ch.view(torch.eye(3), torch.eye(3), tokens=["a", "b", "</script>"]))
     answer = sent(lab, "GET", f"/{lab.token}/views/{name}")
     assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -215,4 +219,4 @@ def test_a_view_is_served_in_a_sandbox_as_long_as_it_is_kept(lab: Lab) -> None:
     assert policy.startswith("sandbox allow-scripts allow-downloads; frame-ancestors 'self'; default-src 'none'")
     assert "allow-same-origin" not in policy
     gone = sent(lab, "GET", f"/{lab.token}/views/{name}x")
-    assert (gone.status, gone.last) == (404, {"error": "lab: this view is no longer kept. Look again."})
+    assert (gone.status, gone.last) == (404, {"error": "lab: this view is no longer stored. Press Look again."})

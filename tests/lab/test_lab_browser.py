@@ -1,4 +1,4 @@
-"""The lab's page in a real Chromium: its shell, and "Your model" from end to end."""
+"""The lab's page in a real Chromium: its shell, and the tab "Your model"."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EXAMPLE = "the old birds behind the fox beside the cat"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     home = tmp_path_factory.mktemp("models")
-    own = language_run(home)
-    # A folder's name is text of whoever made it.
-    hostile = own.rename(home / "<i>play")
+    run = language_run(home)
+    # A folder's name is untrusted text.
+    hostile = run.rename(home / "<i>play")
     return [hostile, bert(home)]
 
 
@@ -41,9 +41,9 @@ def lab(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
 
 
 class Page:
-    """The lab's page, and everything that it asked for or complained about."""
+    """The lab's page, with its requests and console messages."""
 
-    def __init__(self, browser: Any, lab: Lab, room: str = "model", **settings: Any) -> None:
+    def __init__(self, browser: Any, lab: Lab, tab: str = "model", **settings: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **settings)
         self.page = self.context.new_page()
         self.page.set_default_timeout(40_000)
@@ -53,8 +53,8 @@ class Page:
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", self._dialog)
-        self.page.goto(f"{lab.url}#{room}")
-        self.page.wait_for_selector(f"#room-{room}[data-ready]")
+        self.page.goto(f"{lab.url}#{tab}")
+        self.page.wait_for_selector(f"#panel-{tab}[data-ready]")
 
     def _dialog(self, dialog: Any) -> None:
         self.complaints.append(dialog.message)
@@ -67,7 +67,7 @@ class Page:
         return self.page.get_by_role("switch", name=name, exact=True)
 
     def look(self) -> Any:
-        """Press Look; the viewer's frame, when it shows its heads."""
+        """Press Look, and return the viewer's frame after it has loaded."""
         self.button("Look").click()
         return self.viewer()
 
@@ -78,7 +78,7 @@ class Page:
         return frame
 
     def rows(self) -> list[list[str]]:
-        """The prediction's table: name, and what stands beside it."""
+        """The prediction's table: the cells of each row."""
         return [
             [cell.strip() for cell in row.all_inner_texts() if cell.strip()]
             for row in (each.locator("th, td") for each in self.page.locator(".mdl-said tbody tr").all())
@@ -93,7 +93,7 @@ def opened(browser: Any, lab: Lab) -> Iterator[Page]:
 
 
 @pytest.mark.slow
-def test_a_text_is_looked_at_changed_and_compared(opened: Page, lab: Lab) -> None:
+def test_text_is_shown_edited_and_compared(opened: Page, lab: Lab) -> None:
     frame = opened.look()
     assert frame.locator("#title").inner_text() == f"Small example: {EXAMPLE}"
     assert frame.locator("[data-place]").count() > 0
@@ -115,7 +115,7 @@ def test_a_text_is_looked_at_changed_and_compared(opened: Page, lab: Lab) -> Non
     assert {urlsplit(url).netloc for url in opened.requests if not url.startswith("data:")} == {f"127.0.0.1:{lab.port}"}
 
 
-def test_temperature_and_mask_of_all_layers_or_of_one(opened: Page) -> None:
+def test_temperature_and_mask_of_one_or_all_layers(opened: Page) -> None:
     opened.look()
     page = opened.page
     page.get_by_label("temperature of all layers").fill("20")
@@ -135,7 +135,7 @@ def test_temperature_and_mask_of_all_layers_or_of_one(opened: Page) -> None:
     assert opened.complaints == []
 
 
-def test_it_can_be_worked_with_the_keyboard_alone(opened: Page) -> None:
+def test_model_tab_works_with_the_keyboard_alone(opened: Page) -> None:
     page = opened.page
     keys = page.keyboard
     page.locator("#mdl-text").focus()
@@ -167,23 +167,23 @@ def test_it_can_be_worked_with_the_keyboard_alone(opened: Page) -> None:
     assert opened.switch("layer 1 head 1").get_attribute("aria-checked") == "false"
 
 
-def test_rooms_are_tabs_of_the_address(opened: Page) -> None:
+def test_url_fragment_selects_the_tab(opened: Page) -> None:
     page = opened.page
     assert page.get_by_role("tab", selected=True).inner_text() == "Your model"
     page.get_by_role("tab", name="Your model").focus()
     page.keyboard.press("ArrowLeft")
-    page.wait_for_selector("#room-worked[data-ready]")
+    page.wait_for_selector("#panel-worked[data-ready]")
     assert page.evaluate("location.hash") == "#worked"
     page.keyboard.press("End")
-    page.wait_for_selector("#room-variants[data-ready]")
+    page.wait_for_selector("#panel-variants[data-ready]")
     assert page.get_by_role("tab", selected=True).inner_text() == "Variants"
     assert page.locator("[role=tabpanel]:visible").count() == 1
     page.evaluate("location.hash = 'model'")
-    page.wait_for_selector("#room-model:visible")
+    page.wait_for_selector("#panel-model:visible")
     assert opened.complaints == []
 
 
-def test_text_and_names_that_hold_markup_are_shown_and_never_run(opened: Page) -> None:
+def test_markup_in_texts_and_names_is_shown_as_text(opened: Page) -> None:
     page = opened.page
     page.locator("#mdl-model").select_option(label="<i>play")
     page.locator("#mdl-text").fill(HOSTILE)
@@ -199,50 +199,50 @@ def test_text_and_names_that_hold_markup_are_shown_and_never_run(opened: Page) -
     page.locator("#mdl-text").fill("Speak, sp")
     opened.button("Look").click()
     until(lambda: page.evaluate("document.querySelectorAll('.mdl-token').length === 9"), 40)
-    assert page.locator("#room-model i, #room-model img, #room-model b").count() == 0
+    assert page.locator("#panel-model i, #panel-model img, #panel-model b").count() == 0
     assert opened.complaints == []
 
 
-def test_the_mask_is_filled_in_where_it_stands(opened: Page) -> None:
+def test_prediction_is_at_the_mask_token(opened: Page) -> None:
     page = opened.page
     page.locator("#mdl-model").select_option(label="BertForMaskedLM")
     page.locator("#mdl-text").fill("a [MASK] film")
     opened.look()
     assert page.locator(".mdl-token[aria-checked=true]").inner_text() == "[MASK]"
-    assert page.locator("#mdl-said-title").inner_text() == "Which token stands there"
+    assert page.locator("#mdl-said-title").inner_text() == "Masked token"
     assert len(opened.rows()) == 10
 
 
-def test_long_work_shows_how_far_it_is_and_can_be_cancelled(browser: Any, lab: Lab) -> None:
+def test_long_job_shows_progress_and_can_be_cancelled(browser: Any, lab: Lab) -> None:
     lab_page = Page(browser, lab)
     page = lab_page.page
     page.route("**/works/look", lambda route: route.continue_(url=f"{lab.url}works/slow"))
     lab_page.button("Look").click()
-    until(lambda: page.evaluate("document.querySelector('#room-model progress').value > 0"), 40)
-    assert page.locator("#room-model [role=status]").first.inner_text().startswith("at ")
-    until(lambda: lab.desk.taken == 1)
+    until(lambda: page.evaluate("document.querySelector('#panel-model progress').value > 0"), 40)
+    assert page.locator("#panel-model [role=status]").first.inner_text().startswith("at ")
+    until(lambda: lab.desk.num_jobs == 1)
     lab_page.button("Cancel").click()
-    until(lambda: lab.desk.taken == 0, 3)
+    until(lambda: lab.desk.num_jobs == 0, 3)
     assert page.get_by_text("Cancelled.").is_visible()
     assert lab_page.button("Cancel").is_hidden()
     lab_page.button("Look").click()
-    # The page must be asked something while one waits: what is sent on its way by `route` goes on in between.
-    until(lambda: page.evaluate("true") and lab.desk.taken == 1)
-    # Closing the page frees its work.
+    # Evaluate in the page while waiting, as `route` continues requests only then.
+    until(lambda: page.evaluate("true") and lab.desk.num_jobs == 1)
+    # Closing the page cancels its job.
     lab_page.context.close()
-    until(lambda: lab.desk.taken == 0, 3)
+    until(lambda: lab.desk.num_jobs == 0, 3)
 
 
-def test_a_lab_that_has_ended_is_said_to_have(browser: Any, folders: list[Path]) -> None:
-    with running(folders) as own:
-        page = Page(browser, own)
+def test_stopped_lab_is_reported(browser: Any, folders: list[Path]) -> None:
+    with running(folders) as lab:
+        page = Page(browser, lab)
     page.button("Look").click()
     page.page.get_by_role("alert").filter(has_text="The lab does not answer").wait_for()
     page.context.close()
 
 
-def test_another_page_cannot_use_it(browser: Any, lab: Lab, tmp_path: Path) -> None:
-    """A page of another origin that knows even the token neither reads an answer, nor starts a work, nor frames it."""
+def test_other_page_cannot_use_the_lab(browser: Any, lab: Lab, tmp_path: Path) -> None:
+    """A page of another origin with the token cannot read an answer, start a job, or frame the lab."""
     other = tmp_path / "other.html"
     other.write_text(
         f"""<!doctype html><iframe src="{lab.url}"></iframe><script>
@@ -262,7 +262,7 @@ def test_another_page_cannot_use_it(browser: Any, lab: Lab, tmp_path: Path) -> N
     until(lambda: page.evaluate("document.title !== ''"), 40)
     assert page.title().split(",")[1:] == ["refused", "refused"]
     assert "clearhead lab" not in page.frames[1].content()
-    until(lambda: lab.desk.taken == 0)
+    until(lambda: lab.desk.num_jobs == 0)
     context.close()
 
 

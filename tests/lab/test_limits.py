@@ -1,4 +1,4 @@
-"""What "Your model" refuses, each with a line that says why, and what it keeps."""
+"""The limits of the tab "Your model": refusals of one line, and what is cached."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ask(folders: list[Path]) -> Asking:
         ({"model": 1, "text": "Sp", "edits": [{"layer": 0, "off": "all"}]}, "lab: off must be whole numbers"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(folders: list[Path], params: dict[str, Any], says: str) -> None:
+def test_invalid_request_raises_one_line(folders: list[Path], params: dict[str, Any], says: str) -> None:
     ask = Asking(folders, Limits(characters=100, tokens=16))
     with pytest.raises(ClearheadError) as refused:
         ask("compare", **params)
@@ -61,26 +61,24 @@ def test_what_cannot_be_is_refused_in_one_line(folders: list[Path], params: dict
     assert "\n" not in str(refused.value)
 
 
-def test_a_page_of_too_many_numbers_is_refused_with_how_many_layers_fit(folders: list[Path]) -> None:
-    # One layer: 2 heads of 8 numbers, of 5 queries and 5 keys.
+def test_page_above_the_limit_says_how_many_layers_fit(folders: list[Path]) -> None:
+    # One layer: 2 heads of width 8, with 5 queries and 5 keys.
     ask = Asking(folders, Limits(numbers=170))
     with pytest.raises(
-        ClearheadError, match=r"lab: layers must be at most 1 of a text of 5 tokens; got 2\. Name those"
+        ClearheadError, match=r"lab: layers must be at most 1 for a text of 5 tokens; got 2\. Choose some"
     ):
         ask("look", model=PLAY, text="Speak")
     assert ask("look", model=PLAY, text="Speak", layers=[0])["view"]
 
 
-def test_a_model_of_too_many_parameters_is_not_read(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_above_the_limit_is_not_read(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Asking(folders, Limits(parameters=1000))
     monkeypatch.setattr("clearhead.lab.models.reader_of", lambda *_: pytest.fail("it was read"))
-    with pytest.raises(
-        ClearheadError, match=r"must have at most 1,000 parameters; got [\d,]+\. Look at a smaller model"
-    ):
+    with pytest.raises(ClearheadError, match=r"must have at most 1,000 parameters; got [\d,]+\. Use a smaller model"):
         ask("look", model=PLAY, text="Speak")
 
 
-def test_few_models_are_kept_in_memory(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_loaded_models_is_limited(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
 
     def noted(function: str, folder: Path) -> Reader:
@@ -94,7 +92,7 @@ def test_few_models_are_kept_in_memory(folders: list[Path], monkeypatch: pytest.
     assert [path.name for path in read] == ["play", "films", "play"]
 
 
-def test_views_are_few_and_the_oldest_goes_first(folders: list[Path]) -> None:
+def test_number_of_views_is_limited_and_the_oldest_is_dropped(folders: list[Path]) -> None:
     ask = Asking(folders, Limits(views=2))
     one, two = (ask("look", model=PLAY, text="Speak")["view"] for _ in range(2))
     assert ask.views.get(one) is not None
@@ -106,7 +104,7 @@ def test_views_are_few_and_the_oldest_goes_first(folders: list[Path]) -> None:
         small("look", model=PLAY, text="Speak")
 
 
-def test_a_view_is_served_under_its_own_policy_in_a_sandbox(ask: Asking) -> None:
+def test_view_has_its_own_policy_and_a_sandbox(ask: Asking) -> None:
     html = ask.views.get(ask("look", model=PLAY, text="Speak")["view"])
     assert html is not None
     policy = policy_of(html)

@@ -52,7 +52,7 @@ def _exact(play: Path, text: str, head: int) -> float:
     return float((moved - plain).abs().sum() / 2)
 
 
-def test_fifty_clients_at_once_get_the_librarys_answer_or_are_told_busy(lab: Lab, play: Path) -> None:
+def test_fifty_clients_get_the_answer_of_the_library_or_busy(lab: Lab, play: Path) -> None:
     exact = {(text, head): _exact(play, text, head) for text in TEXTS for head in range(2)}
 
     def one(n: int) -> tuple[tuple[str, int], Any]:
@@ -71,7 +71,7 @@ def test_fifty_clients_at_once_get_the_librarys_answer_or_are_told_busy(lab: Lab
             assert answer.status == 503
             assert answer.last["error"].startswith("busy: ")
     assert right >= 20
-    until(lambda: lab.desk.taken == 0)
+    until(lambda: lab.desk.num_jobs == 0)
 
 
 def _resident() -> int:
@@ -88,20 +88,20 @@ def _work(lab: Lab, n: int) -> None:
         assert "error" in asked(lab, "look", {"model": 1, "text": "#"}).last
     else:
         name = "compare" if n % 3 == 0 else "edit"
-        found = asked(lab, name, params).last["result"]
-        if "view" in found:
-            assert sent(lab, "GET", f"/{lab.token}/views/{found['view']}").status == 200
+        result = asked(lab, name, params).last["result"]
+        if "view" in result:
+            assert sent(lab, "GET", f"/{lab.token}/views/{result['view']}").status == 200
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from /proc")
-def test_memory_stays_where_it_is_over_many_works(lab: Lab) -> None:
+def test_memory_is_constant_over_many_jobs(lab: Lab) -> None:
     for n in range(WARM):
         _work(lab, n)
     before = _resident()
     for n in range(MORE):
         _work(lab, n)
-    until(lambda: lab.desk.taken == 0)
+    until(lambda: lab.desk.num_jobs == 0)
     grown = _resident() - before
     assert len(lab.views) <= 3
     assert lab.views.size < 2**20

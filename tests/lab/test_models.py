@@ -1,4 +1,4 @@
-""" "Your model" against the library: what it says, under which edits, on which page, and what it refuses."""
+"""The tab "Your model" against the library: predictions, edits, pages and errors."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ def chances(logits: torch.Tensor) -> torch.Tensor:
     return logits.double().softmax(-1)
 
 
-def before(found: Any) -> dict[str, float]:
-    return {row["text"]: row["before"] for row in found["said"]["rows"]}
+def probabilities_before(answer: Any) -> dict[str, float]:
+    return {row["text"]: row["before"] for row in answer["said"]["rows"]}
 
 
-def after(found: Any) -> dict[str, float]:
-    return {row["text"]: row["after"] for row in found["said"]["rows"]}
+def probabilities_after(answer: Any) -> dict[str, float]:
+    return {row["text"]: row["after"] for row in answer["said"]["rows"]}
 
 
-def test_the_choices_are_the_example_and_the_folders_by_name(ask: Asking, folders: list[Path]) -> None:
+def test_models_are_the_example_and_the_folders(ask: Asking, folders: list[Path]) -> None:
     listed = ask("models")["models"]
     assert [each["name"] for each in listed] == [example.NAME, *(folder.name for folder in folders)]
 
 
-def test_a_look_says_what_the_model_says(ask: Asking, play: Reader) -> None:
-    found = ask("look", model=PLAY, text=TEXT[PLAY])
-    assert found["tokens"] == list(TEXT[PLAY])
-    assert found["layers"] == [{"name": f"decoder.blocks.{layer}.attention", "heads": 2} for layer in range(2)]
+def test_look_gives_the_prediction_of_the_model(ask: Asking, play: Reader) -> None:
+    answer = ask("look", model=PLAY, text=TEXT[PLAY])
+    assert answer["tokens"] == list(TEXT[PLAY])
+    assert answer["layers"] == [{"name": f"decoder.blocks.{layer}.attention", "heads": 2} for layer in range(2)]
     with torch.no_grad():
         exact = chances(play.model(ids_of(play, TEXT[PLAY]))[0, -1])
     top = exact.topk(10)
-    said = before(found)
+    said = probabilities_before(answer)
     assert list(said) == play.words(top.indices.tolist())
     assert list(said.values()) == pytest.approx(top.values.tolist(), abs=1e-7)
-    assert all(row["after"] is None for row in found["said"]["rows"])
+    assert all(row["after"] is None for row in answer["said"]["rows"])
 
 
-def test_a_look_shows_every_weight_of_the_model(ask: Asking, play: Reader) -> None:
+def test_look_shows_every_weight_of_the_model(ask: Asking, play: Reader) -> None:
     data = ask.page(ask("look", model=PLAY, text=TEXT[PLAY])["view"])
     with torch.no_grad(), ch.trace(play.model) as traced:
         play.model(ids_of(play, TEXT[PLAY]))
@@ -81,38 +81,38 @@ def test_a_look_shows_every_weight_of_the_model(ask: Asking, play: Reader) -> No
             assert np.abs(gap).max() <= TOLERANCE
 
 
-def test_layers_are_chosen_by_number(ask: Asking) -> None:
+def test_layers_are_selected_by_number(ask: Asking) -> None:
     data = ask.page(ask("look", model=PLAY, text="Speak", layers=[1])["view"])
     assert [layer["name"] for layer in data["layers"]] == ["decoder.blocks.1.attention"]
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_the_prediction_is_shown_at_the_place_asked_for(ask: Asking, play: Reader, place: int) -> None:
-    found = ask("look", model=PLAY, text=TEXT[PLAY], place=place)
+def test_prediction_is_at_the_requested_token(ask: Asking, play: Reader, place: int) -> None:
+    answer = ask("look", model=PLAY, text=TEXT[PLAY], place=place)
     with torch.no_grad():
         exact = chances(play.model(ids_of(play, TEXT[PLAY]))[0, place])
-    assert next(iter(before(found).values())) == pytest.approx(float(exact.max()), abs=1e-7)
-    assert (found["place"], found["said"]["at"]) == (place, TEXT[PLAY][place])
+    assert next(iter(probabilities_before(answer).values())) == pytest.approx(float(exact.max()), abs=1e-7)
+    assert (answer["place"], answer["said"]["at"]) == (place, TEXT[PLAY][place])
 
 
-def test_heads_off_and_temperature_are_those_of_trace(ask: Asking, play: Reader) -> None:
+def test_heads_off_and_temperature_equal_trace(ask: Asking, play: Reader) -> None:
     edits = [{"layer": 0, "off": [1]}, {"layer": 1, "temperature": 0.25, "off": []}]
-    found = ask("edit", model=PLAY, text=TEXT[PLAY], edits=edits)
+    answer = ask("edit", model=PLAY, text=TEXT[PLAY], edits=edits)
     with torch.no_grad(), ch.trace(play.model) as traced:
         traced.switch_off(1, layers=0)
         traced.temperature(0.25, layers=1)
         exact = chances(play.model(ids_of(play, TEXT[PLAY]))[0, -1])
-    said = after(found)
+    said = probabilities_after(answer)
     for text, chance in said.items():
         assert chance == pytest.approx(float(exact[play.encode(text)[0]]), abs=1e-7)
     with torch.no_grad():
         plain = chances(play.model(ids_of(play, TEXT[PLAY]))[0, -1])
-    assert found["said"]["moved"] == pytest.approx(float((plain - exact).abs().sum() / 2), abs=1e-7)
-    assert found["said"]["moved"] > 1e-3
+    assert answer["said"]["moved"] == pytest.approx(float((plain - exact).abs().sum() / 2), abs=1e-7)
+    assert answer["said"]["moved"] > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("mask", "own"),
+    ("mask", "equivalent"),
     [
         ({"mask": "window", "reach": 2}, ch.Window(2, 2)),
         ({"mask": "window", "reach": 0}, ch.Window(0)),
@@ -120,35 +120,35 @@ def test_heads_off_and_temperature_are_those_of_trace(ask: Asking, play: Reader)
     ],
 )
 @pytest.mark.parametrize("model", [PLAY, FILMS])
-def test_masks_are_those_that_the_model_itself_can_be_given(
-    ask: Asking, folders: list[Path], model: int, mask: dict[str, Any], own: ch.Causal
+def test_edited_masks_equal_masks_passed_to_the_model(
+    ask: Asking, folders: list[Path], model: int, mask: dict[str, Any], equivalent: ch.Causal
 ) -> None:
     reader = reader_of("test", folders[model - 1])
     layers = ask("edit", model=model, text=TEXT[model])["layers"]
     edits = [{"layer": layer, **mask} for layer in range(len(layers))]
-    found = ask("edit", model=model, text=TEXT[model], edits=edits)
+    answer = ask("edit", model=model, text=TEXT[model], edits=edits)
     with torch.no_grad():
-        logits = reader.model(ids_of(reader, TEXT[model]), mask=own)
+        logits = reader.model(ids_of(reader, TEXT[model]), mask=equivalent)
     exact = sorted(chances(logits[0, -1] if logits.ndim == 3 else logits[0]).tolist(), reverse=True)
-    assert max(after(found).values()) == pytest.approx(exact[0], abs=1e-6)
-    plain = before(found)
-    assert (found["said"]["moved"] > 0) == (plain != after(found))
+    assert max(probabilities_after(answer).values()) == pytest.approx(exact[0], abs=1e-6)
+    plain = probabilities_before(answer)
+    assert (answer["said"]["moved"] > 0) == (plain != probabilities_after(answer))
 
 
-def test_without_a_mask_the_past_sees_the_future(ask: Asking) -> None:
+def test_removing_the_mask_changes_earlier_tokens(ask: Asking) -> None:
     last, first = ({"layer": layer, "mask": "none"} for layer in (1, 0))
-    # The last token sees all others anyway; what these are made of changes when the layer below is opened.
+    # The last token attends to all others anyway; their states change only if an earlier layer has no mask.
     assert ask("edit", model=PLAY, text=TEXT[PLAY], edits=[last])["said"]["moved"] < 1e-6
     assert ask("edit", model=PLAY, text=TEXT[PLAY], edits=[first])["said"]["moved"] > 1e-4
 
 
-def test_no_edit_moves_nothing(ask: Asking) -> None:
+def test_empty_edits_change_nothing(ask: Asking) -> None:
     for model, text in TEXT.items():
         edits = [{"layer": 0, "off": [], "temperature": 1, "mask": "own"}]
         assert ask("edit", model=model, text=text, edits=edits)["said"]["moved"] == 0.0
 
 
-def test_a_comparison_shows_both_runs(ask: Asking, play: Reader) -> None:
+def test_compare_shows_both_runs(ask: Asking, play: Reader) -> None:
     edits = [{"layer": 0, "mask": "window", "reach": 1, "temperature": 2.0}]
     data = ask.page(ask("compare", model=PLAY, text=TEXT[PLAY], edits=edits)["view"])
     names = [layer["name"] for layer in data["layers"]]
@@ -165,13 +165,13 @@ def test_a_comparison_shows_both_runs(ask: Asking, play: Reader) -> None:
         assert np.abs(page_weights(data, 2, head) - changed[0, head].numpy()).max() <= TOLERANCE
 
 
-def test_a_classifier_names_its_classes(ask: Asking, folders: list[Path]) -> None:
+def test_classifier_gives_its_classes(ask: Asking, folders: list[Path]) -> None:
     from clearhead.train.saved import load_run
 
     label, exact = load_run(folders[FILMS - 1]).predict([TEXT[FILMS]])[0]
-    found = ask("look", model=FILMS, text=TEXT[FILMS])
-    assert found["said"]["kind"] == "class"
-    said = before(found)
+    answer = ask("look", model=FILMS, text=TEXT[FILMS])
+    assert answer["said"]["kind"] == "class"
+    said = probabilities_before(answer)
     assert max(said, key=lambda name: said[name]) == label
     assert list(said.values()) == pytest.approx(exact, abs=1e-6)
 
@@ -184,29 +184,27 @@ def test_a_classifier_names_its_classes(ask: Asking, folders: list[Path]) -> Non
         (CLASSES, "class", "BertForSequenceClassification"),
     ],
 )
-def test_a_model_of_transformers_speaks_through_its_own_head(
-    ask: Asking, folders: list[Path], model: int, kind: str, head: str
-) -> None:
+def test_transformers_model_uses_its_head(ask: Asking, folders: list[Path], model: int, kind: str, head: str) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    found = ask("look", model=model, text=TEXT[model])
-    assert found["said"]["kind"] == kind
+    answer = ask("look", model=model, text=TEXT[model])
+    assert answer["said"]["kind"] == kind
     folder = folders[model - 1]
     whole = getattr(transformers, head).from_pretrained(folder).eval()
     ids = transformers.AutoTokenizer.from_pretrained(folder)(TEXT[model], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits = whole(ids).logits[0]
-    row = logits if kind == "class" else logits[found["place"]]
-    said = list(before(found).values())
+    row = logits if kind == "class" else logits[answer["place"]]
+    said = list(probabilities_before(answer).values())
     assert said[0] == pytest.approx(float(chances(row)[0 if kind == "class" else row.argmax()]), abs=1e-5)
     if kind == "mask":
-        assert (found["mask"], found["said"]["at"]) == ("[MASK]", "[MASK]")
+        assert (answer["mask"], answer["said"]["at"]) == ("[MASK]", "[MASK]")
     if kind == "class":
-        assert list(before(found)) == ["good", "bad", "odd"]
+        assert list(probabilities_before(answer)) == ["good", "bad", "odd"]
 
 
-def test_a_model_without_a_head_says_which_states_move(ask: Asking, folders: list[Path]) -> None:
+def test_model_without_a_head_gives_changed_states(ask: Asking, folders: list[Path]) -> None:
     assert ask("look", model=BARE, text=TEXT[BARE])["said"] == {"kind": "states", "moved": None, "rows": []}
-    found = ask("edit", model=BARE, text=TEXT[BARE], edits=[{"layer": 1, "off": [0]}])
+    answer = ask("edit", model=BARE, text=TEXT[BARE], edits=[{"layer": 1, "off": [0]}])
     reader = reader_of("test", folders[BARE - 1])
     ids = ids_of(reader, TEXT[BARE])
     with torch.no_grad():
@@ -215,19 +213,19 @@ def test_a_model_without_a_head_says_which_states_move(ask: Asking, folders: lis
             traced.switch_off(0, layers=1)
             moved = reader.model(ids).last_hidden_state[0].double()
     far = (moved - plain).norm(dim=-1) / plain.norm(dim=-1)
-    rows = found["said"]["rows"]
+    rows = answer["said"]["rows"]
     assert [row["moved"] for row in rows] == pytest.approx(far.sort(descending=True).values.tolist(), rel=1e-5)
     assert [row["place"] for row in rows] == far.argsort(descending=True).tolist()
-    assert found["said"]["moved"] == pytest.approx(float((moved - plain).norm() / plain.norm()), rel=1e-5)
+    assert answer["said"]["moved"] == pytest.approx(float((moved - plain).norm() / plain.norm()), rel=1e-5)
 
 
-def test_a_text_longer_than_the_model_is_cut_and_said_to_be(ask: Asking) -> None:
-    found = ask("look", model=PLAY, text="Speak, " * 10)
-    assert len(found["tokens"]) == 24
-    assert found["note"] == "the first 24 of 70 tokens, the most that the model reads at once"
+def test_text_beyond_the_context_is_truncated_with_a_note(ask: Asking) -> None:
+    answer = ask("look", model=PLAY, text="Speak, " * 10)
+    assert len(answer["tokens"]) == 24
+    assert answer["note"] == "the first 24 of 70 tokens, the model's context length"
 
 
-def test_the_example_has_learned_which_verb_takes_an_s(ready_example: Reader) -> None:
+def test_example_has_learned_agreement(ready_example: Reader) -> None:
     ask = Asking([])
     one, many = {"sleeps", "sings", "waits", "runs"}, {"sleep", "sing", "wait", "run"}
 
@@ -236,20 +234,22 @@ def test_the_example_has_learned_which_verb_takes_an_s(ready_example: Reader) ->
 
     for subject, right, wrong in (("birds", many, one), ("bird", one, many)):
         for other in ("fox", "foxes"):
-            found = ask("look", model=0, text=f"the old {subject} behind the {other} beside the {other}")
-            assert share(before(found), right) > 0.6, (subject, other)
-            assert share(before(found), wrong) < 0.3, (subject, other)
-    # Some head carries it: without it, the nearer noun has more of a say.
+            answer = ask("look", model=0, text=f"the old {subject} behind the {other} beside the {other}")
+            assert share(probabilities_before(answer), right) > 0.6, (subject, other)
+            assert share(probabilities_before(answer), wrong) < 0.3, (subject, other)
+    # Without the relevant head, the nearer noun has more influence.
     losses = []
     for head in range(4):
         edits = [{"layer": 0, "off": [head]}]
-        found = ask("edit", model=0, text="the old birds behind the fox beside the fox", edits=edits)
-        losses.append(share(before(found), many) - share(after(found), many))
+        answer = ask("edit", model=0, text="the old birds behind the fox beside the fox", edits=edits)
+        losses.append(share(probabilities_before(answer), many) - share(probabilities_after(answer), many))
     assert max(losses) > 0.4
 
 
-def test_the_example_says_which_words_it_knows(ready_example: Reader) -> None:
-    with pytest.raises(ClearheadError, match=r"must have only words that the small example knows .*got 'zebra'\."):
+def test_example_lists_its_vocabulary(ready_example: Reader) -> None:
+    with pytest.raises(
+        ClearheadError, match=r"must have only words in the vocabulary of the small example .*got 'zebra'\."
+    ):
         Asking([])("look", model=0, text="the zebra sleeps")
 
 
@@ -268,7 +268,7 @@ def test_training_the_example_can_be_cancelled() -> None:
     assert ticket.steps == 5
 
 
-def test_work_ends_between_layers(folders: list[Path]) -> None:
+def test_job_can_be_cancelled_between_layers(folders: list[Path]) -> None:
     ask = Asking(folders)
     ask("look", model=PLAY, text="Speak")
     said: list[str] = []
@@ -283,5 +283,5 @@ def test_work_ends_between_layers(folders: list[Path]) -> None:
         ask.works["look"].run({"model": PLAY, "text": "Speak"}, Ends())
     assert said[:2] == ["running the model, layer 1", "running the model, layer 2"]
     assert len(ask.views) == 1
-    # What was left in the middle leaves nothing behind.
+    # A cancelled job leaves no state.
     assert ask("edit", model=PLAY, text="Speak", edits=[])["said"]["moved"] == 0.0

@@ -64,8 +64,8 @@ def agrees_with_its_python(answer: dict[str, Any], head: str) -> None:
     query, key, value = heads(tokens)
     if names["mask"] is not None:
         shown = names["mask"].dense(tokens, tokens, batch=1, num_heads=len(HEADS))
-        own = shown.expand(1, len(HEADS), tokens, tokens)[0, [each.name for each in HEADS].index(head)]
-        np.testing.assert_array_equal(own.numpy(), allowed(answer))
+        expected = shown.expand(1, len(HEADS), tokens, tokens)[0, [each.name for each in HEADS].index(head)]
+        np.testing.assert_array_equal(expected.numpy(), allowed(answer))
     # Values of one-hot rows turn outputs into weights.
     value = torch.eye(tokens, dtype=torch.float64).expand(1, len(HEADS), tokens, tokens)
     weights = names["attend"](query, key, value)[0, [each.name for each in HEADS].index(head)]
@@ -75,12 +75,12 @@ def agrees_with_its_python(answer: dict[str, Any], head: str) -> None:
 
 class TestStarts:
     @pytest.mark.parametrize("start", STARTS, ids=[start.name for start in STARTS])
-    def test_each_runs_and_is_its_python(self, start: Any) -> None:
+    def test_each_preset_runs_and_equals_its_python(self, start: Any) -> None:
         for tokens in (12, 24):
             answer = asked(mask=list(start.mask), rules=list(start.rules), head=start.head, tokens=tokens)
             agrees_with_its_python(answer, start.head)
 
-    def test_the_menu_is_complete(self) -> None:
+    def test_menu_is_complete(self) -> None:
         menu = variants.menu({}, Ticket())
         json.dumps(menu, allow_nan=False)
         for kinds, table in ((menu["masks"], MASKS), (menu["rules"], RULES)):
@@ -88,7 +88,7 @@ class TestStarts:
         assert {start["head"] for start in menu["starts"]} <= {head["name"] for head in menu["heads"]}
 
     @pytest.mark.parametrize("what", ["mask", "rules"])
-    def test_every_kind_runs_as_it_is_offered(self, what: str) -> None:
+    def test_every_kind_runs_with_its_initial_values(self, what: str) -> None:
         menu = variants.menu({}, Ticket())
         for kind in menu[{"mask": "masks", "rules": "rules"}[what]]:
             first = part(kind["name"], **{field["name"]: field["start"] for field in kind["fields"]})
@@ -96,7 +96,7 @@ class TestStarts:
 
 
 class TestShape:
-    def test_a_combination_is_read_from_the_left(self) -> None:
+    def test_masks_combine_from_the_left(self) -> None:
         answer = asked(
             tokens=12,
             mask=[
@@ -139,7 +139,7 @@ class TestShape:
             flat.count(kind) for kind in range(3)
         ]
 
-    def test_a_formula_is_read_place_by_place(self) -> None:
+    def test_formula_is_evaluated_for_each_pair(self) -> None:
         shape = asked(mask=[formula("k_pos <= q_pos")])
         causal = asked(mask=[part("Causal")])
         assert shape["mask"]["runs"] is True
@@ -153,7 +153,7 @@ class TestShape:
         assert asked(mask=only, head=HEADS[0].name)["mask"]["fraction"] < 1.0
 
     @pytest.mark.parametrize("lengths", [[5], [5, 3, 2, 40], [1] * 64, [64]])
-    def test_documents_are_made_to_fit(self, lengths: list[int]) -> None:
+    def test_document_lengths_are_fitted_to_the_tokens(self, lengths: list[int]) -> None:
         answer = asked(tokens=12, mask=[part("Documents", lengths=lengths)])
         agrees_with_its_python(answer, HEADS[0].name)
         assert allowed(answer).diagonal().all()
@@ -171,14 +171,14 @@ class TestHead:
         rules = [part("Alibi", slope=0.5), part("SoftCap", cap=2.0)]
         answer = asked(tokens=16, mask=[part("Causal")], rules=rules, head="same word", temperature=0.5)
         places = np.abs(np.arange(16)[:, None] - np.arange(16))
-        for seen in (answer["before"], answer["after"]):
-            weights = np.array(seen["weights"])
+        for observed in (answer["before"], answer["after"]):
+            weights = np.array(observed["weights"])
             logs = np.where(weights > 0, np.log(np.where(weights > 0, weights, 1)), 0)
-            np.testing.assert_allclose(seen["entropy"], -(weights * logs).sum(axis=1), atol=1e-6)
-            np.testing.assert_allclose(seen["distance"], (weights * places).sum(axis=1), atol=1e-6)
-            np.testing.assert_allclose(seen["mass"], 1, atol=1e-6)
+            np.testing.assert_allclose(observed["entropy"], -(weights * logs).sum(axis=1), atol=1e-6)
+            np.testing.assert_allclose(observed["distance"], (weights * places).sum(axis=1), atol=1e-6)
+            np.testing.assert_allclose(observed["mass"], 1, atol=1e-6)
             # The scores that are shown are those that the weights come from.
-            scores = numbers(seen["scores"])
+            scores = numbers(observed["scores"])
             power = np.exp(scores - scores.max(axis=1, keepdims=True))
             np.testing.assert_allclose(weights, power / power.sum(axis=1, keepdims=True), atol=1e-7)
 
@@ -199,7 +199,7 @@ class TestHead:
         mass = asked(rules=[part("Sink", logit=3.0)])["after"]["mass"]
         assert all(0 < each < 1 for each in mass)
 
-    def test_habits(self) -> None:
+    def test_each_head_has_its_pattern(self) -> None:
         def heaviest(head: str) -> list[int]:
             return np.array(asked(head=head)["before"]["weights"]).argmax(axis=1).tolist()  # type: ignore[no-any-return]
 
@@ -240,14 +240,14 @@ class TestCurve:
             ("score * k_pos", False),
         ],
     )
-    def test_only_where_the_distance_decides(self, text: str, relative: bool) -> None:
+    def test_no_curve_if_more_than_the_distance_matters(self, text: str, relative: bool) -> None:
         curve = asked(rules=[formula(text)])["curve"]
         assert curve["relative"] is relative
         assert bool(curve["values"]) is relative
 
 
 class TestDispatch:
-    def test_it_is_what_explain_dispatch_says(self) -> None:
+    def test_dispatch_equals_explain_dispatch(self) -> None:
         answer = asked(tokens=12, mask=[part("Causal")], rules=[formula("score * 2")])["dispatch"]
         query, key, value = (each.float() for each in heads(12))
         rule = ch.ScoreFunction(lambda score, batch, head, q_pos, k_pos: score * 2)
@@ -259,8 +259,8 @@ class TestDispatch:
 class TestRefused:
     @pytest.mark.parametrize(("params", "place", "said"), [
         ({"mask": [formula("k_pos <")]}, "mask/0", "mask expression: column"),
-        ({"mask": [part("Causal"), formula("foo > 1")]}, "mask/1", "must hold one of q_pos"),
-        ({"rules": [formula("q_pos > 1")]}, "rule/0", "score expression: column 1 must hold what is a number"),
+        ({"mask": [part("Causal"), formula("foo > 1")]}, "mask/1", "must be one of q_pos"),
+        ({"rules": [formula("q_pos > 1")]}, "rule/0", "score expression: column 1 must be a number"),
         ({"mask": [part("Window", before=-1, after=0)]}, "mask/0", "Window before must be a whole number from 0 to 64"),
         ({"mask": [part("Window", before=1.5, after=0)]}, "mask/0", "Window before must be a whole number"),
         ({"mask": [part("Window", before="x", after=0)]}, "mask/0", "Window before must be a whole number"),
@@ -268,13 +268,13 @@ class TestRefused:
         ({"mask": [part("Strided", stride=0)]}, "mask/0", "Strided stride must be a whole number from 1 to 64"),
         ({"mask": [part("Documents", lengths=[])]}, "mask/0", "Documents lengths must be 1 to 64 numbers"),
         ({"mask": [part("Documents", lengths="5")]}, "mask/0", "Documents lengths must be 1 to 64 numbers"),
-        ({"mask": [{"kind": "Window", "values": 3}]}, "mask/0", "Window must come with its fields"),
+        ({"mask": [{"kind": "Window", "values": 3}]}, "mask/0", "Window must have its fields"),
         ({"rules": [part("SoftCap", cap=0)]}, "rule/0", "SoftCap cap must be a number from 0.001"),
         ({"rules": [part("RelativeBias", table=[1.0, 2.0])]}, "rule/0", "RelativeBias: table must have an odd number"),
         ({"rules": [part("RelativeBias", table=[1.0, "b"])]}, "rule/0", "RelativeBias table must be a number"),
         ({"rules": [part("Alibi")]}, "rule/0", "Alibi slope must be a number"),
     ])  # fmt: skip
-    def test_by_part(self, params: Params, place: str, said: str) -> None:
+    def test_error_names_the_part(self, params: Params, place: str, said: str) -> None:
         refused = asked(**params)["refused"]
         assert refused["place"] == place
         assert said in refused["message"]
@@ -288,18 +288,18 @@ class TestRefused:
         ({"mask": [part("Causal")] * 6}, "mask must be a list of at most 5 parts"),
         ({"mask": [part("Dense")]}, "mask 1 must be one of Causal, Window"),
         ({"mask": [{"kind": ["Causal"]}]}, "mask 1 must be one of"), ({"rules": [{}]}, "rule 1 must be one of"),
-        ({"rules": [part("Sink", logit=1.0)] * 2}, "rules must hold one Sink at most"),
+        ({"rules": [part("Sink", logit=1.0)] * 2}, "rules must have at most one Sink"),
         ({"rules": [formula("log(q_pos - k_pos)")]}, "give finite scores where the mask allows; got nan at q_pos 0"),
         ({"rules": [formula("score / (q_pos - k_pos)**2")], "head": "same word"}, "got inf at q_pos 0, k_pos 0"),
     ])  # fmt: skip
-    def test_in_one_line(self, params: Params, said: str) -> None:
+    def test_error_is_one_line(self, params: Params, said: str) -> None:
         with pytest.raises(ShapeError) as caught:
             variants.compute(params, Ticket())
         assert said in str(caught.value)
         assert str(caught.value).startswith("variants: ")
         assert "\n" not in str(caught.value)
 
-    def test_a_mask_can_leave_bad_places_out(self) -> None:
+    def test_mask_can_exclude_invalid_scores(self) -> None:
         answer = asked(mask=[formula("k_pos < q_pos")], rules=[formula("score - log(max(q_pos - k_pos, 0))")])
         assert answer["mask"]["empty"] == [0]
         assert answer["after"]["mass"][0] == 0.0
@@ -329,7 +329,7 @@ PARTS = st.lists(
     mask=PARTS, rules=PARTS, tokens=st.sampled_from([4, 5, 24, 64]), head=st.sampled_from([head.name for head in HEADS])
 )
 @settings(max_examples=150, deadline=None, database=None)
-def test_anything_is_answered_or_refused(mask: Any, rules: Any, tokens: int, head: str) -> None:
+def test_any_request_is_answered_or_refused(mask: Any, rules: Any, tokens: int, head: str) -> None:
     start = time.thread_time()
     try:
         answer = variants.compute({"mask": mask, "rules": rules, "tokens": tokens, "head": head}, Ticket())

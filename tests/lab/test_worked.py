@@ -55,40 +55,40 @@ def values(step: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
 def by_hand(sheet: Mapping[str, Any]) -> dict[str, Any]:
     """The formula in NumPy, apart from the library."""
-    found: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     x, heads = np.array(sheet["X"]), sheet["heads"]
     for letter in "qkv":
         bias = sheet.get(f"b_{letter}")
-        found[letter.upper()] = x @ np.array(sheet[f"W_{letter}"]) + (0 if bias is None else np.array(bias))
-    width = found["Q"].shape[1] // heads
+        answer[letter.upper()] = x @ np.array(sheet[f"W_{letter}"]) + (0 if bias is None else np.array(bias))
+    width = answer["Q"].shape[1] // heads
     scale = 1 / math.sqrt(width) if sheet["scale"] is None else sheet["scale"]
     for head in range(heads):
-        q, k, v = (found[name][:, head * width : (head + 1) * width] for name in "QKV")
-        found[f"scores.{head}"] = q @ k.T
-        found[f"scaled.{head}"] = q @ k.T * scale
+        q, k, v = (answer[name][:, head * width : (head + 1) * width] for name in "QKV")
+        answer[f"scores.{head}"] = q @ k.T
+        answer[f"scaled.{head}"] = q @ k.T * scale
         masked = np.where(np.array(sheet["allowed"]), q @ k.T * scale, -np.inf)
-        found[f"masked.{head}"] = masked
+        answer[f"masked.{head}"] = masked
         largest = masked.max(axis=1, keepdims=True)
         power = np.exp(masked - np.where(np.isfinite(largest), largest, 0))
         total = power.sum(axis=1, keepdims=True)
-        found[f"weights.{head}"] = np.divide(power, total, out=np.zeros_like(power), where=total > 0)
-        found[f"output.{head}"] = found[f"weights.{head}"] @ v
-    found["concat"] = np.concatenate([found[f"output.{head}"] for head in range(heads)], axis=1)
-    return found
+        answer[f"weights.{head}"] = np.divide(power, total, out=np.zeros_like(power), where=total > 0)
+        answer[f"output.{head}"] = answer[f"weights.{head}"] @ v
+    answer["concat"] = np.concatenate([answer[f"output.{head}"] for head in range(heads)], axis=1)
+    return answer
 
 
 def agree(sheet: Mapping[str, Any]) -> None:
     got, wanted = computed(sheet), by_hand(sheet)
-    for name, found in got.items():
+    for name, answer in got.items():
         if name in wanted:
             # Sums of at most 8 products of numbers up to 10 and of what those give; float64 on both sides.
-            np.testing.assert_allclose(found, wanted[name], rtol=1e-10, atol=1e-10, err_msg=name)
+            np.testing.assert_allclose(answer, wanted[name], rtol=1e-10, atol=1e-10, err_msg=name)
     assert set(got) >= {"Q", "K", "V"} | {name for name in wanted if "." in name}
 
 
 class TestDocuments:
     def test_lesson_0(self) -> None:
-        found, wanted = computed(preset("lesson-0")), Document0
+        answer, wanted = computed(preset("lesson-0")), Document0
         for name, numbers in (
             ("Q", wanted.QUERY),
             ("K", wanted.KEY),
@@ -99,14 +99,14 @@ class TestDocuments:
             ("weights.0", wanted.WEIGHTS),
             ("output.0", wanted.OUTPUT),
         ):
-            np.testing.assert_allclose(found[name], numbers, atol=PRINTED, rtol=0)
+            np.testing.assert_allclose(answer[name], numbers, atol=PRINTED, rtol=0)
 
     def test_lesson_1(self) -> None:
-        found, wanted = computed(preset("lesson-1")), Document1
-        np.testing.assert_allclose(found["K"], wanted.KEYS, atol=PRINTED, rtol=0)
-        np.testing.assert_allclose(found["V"], wanted.VALUES, atol=PRINTED, rtol=0)
-        np.testing.assert_allclose(found["weights.0"][2], wanted.WEIGHTS_3, atol=PRINTED, rtol=0)
-        np.testing.assert_allclose(found["output.0"], wanted.CONTEXT, atol=PRINTED, rtol=0)
+        answer, wanted = computed(preset("lesson-1")), Document1
+        np.testing.assert_allclose(answer["K"], wanted.KEYS, atol=PRINTED, rtol=0)
+        np.testing.assert_allclose(answer["V"], wanted.VALUES, atol=PRINTED, rtol=0)
+        np.testing.assert_allclose(answer["weights.0"][2], wanted.WEIGHTS_3, atol=PRINTED, rtol=0)
+        np.testing.assert_allclose(answer["output.0"], wanted.CONTEXT, atol=PRINTED, rtol=0)
 
     @pytest.mark.parametrize(
         ("name", "module", "tokens", "mask"),
@@ -117,7 +117,7 @@ class TestDocuments:
             ("lesson-4", lambda: Document4.module(2), Document0.TOKENS, None),
         ],
     )
-    def test_the_weights_are_the_lessons(self, name: str, module: Any, tokens: Any, mask: str | None) -> None:
+    def test_weights_are_those_of_the_lessons(self, name: str, module: Any, tokens: Any, mask: str | None) -> None:
         sheet, made = preset(name), module()
         assert sheet["X"] == [list(row) for row in tokens]
         for letter, projection in (
@@ -164,10 +164,10 @@ def sheets(draw: st.DrawFn) -> Sheet:
 class TestAnySheet:
     @given(sheet=sheets())
     @settings(max_examples=80, deadline=None, database=None)
-    def test_it_is_the_formula(self, sheet: Sheet) -> None:
+    def test_worksheet_equals_the_formula(self, sheet: Sheet) -> None:
         agree(sheet)
 
-    def test_a_query_without_keys_gives_0(self) -> None:
+    def test_query_without_keys_gives_0(self) -> None:
         sheet = preset("lesson-0")
         sheet["allowed"][1] = [False, False, False]
         answer = asked(worked.compute, sheet)
@@ -176,20 +176,22 @@ class TestAnySheet:
         agree(sheet)
         assert (computed(sheet)["output.0"][1] == 0).all()
 
-    def test_the_largest_numbers_stay_numbers(self) -> None:
+    def test_largest_numbers_give_finite_results(self) -> None:
         def most(rows: int, columns: int) -> list[list[float]]:
             return [[1e6 * (-1) ** (row + column) for column in range(columns)] for row in range(rows)]
 
         sheet = {"X": most(12, 8), **{name: most(8, 8) for name in ("W_q", "W_k", "W_v")}, "heads": 2, "scale": 1e6}
-        for found in computed(sheet).values():
-            assert np.isfinite(found).all()
+        for answer in computed(sheet).values():
+            assert np.isfinite(answer).all()
 
     def test_two_heads_are_split_and_joined(self) -> None:
         sheet = preset("lesson-0") | {"heads": 2}
-        found = computed(sheet)
+        answer = computed(sheet)
         agree(sheet)
-        np.testing.assert_array_equal(found["Q.1"], found["Q"][:, 1:])
-        np.testing.assert_array_equal(found["concat"], np.concatenate([found["output.0"], found["output.1"]], axis=1))
+        np.testing.assert_array_equal(answer["Q.1"], answer["Q"][:, 1:])
+        np.testing.assert_array_equal(
+            answer["concat"], np.concatenate([answer["output.0"], answer["output.1"]], axis=1)
+        )
 
     def test_formulas_and_shapes(self) -> None:
         steps = {step["id"]: step for step in asked(worked.compute, preset("lesson-1"))["steps"]}
@@ -200,7 +202,7 @@ class TestAnySheet:
         usual = {step["id"]: step for step in asked(worked.compute, preset("lesson-0"))["steps"]}
         assert usual["scaled.0"]["formula"] == "Z = S / √2"
 
-    def test_the_kernel_agrees_with_the_steps(self) -> None:
+    def test_module_agrees_with_the_steps(self) -> None:
         for each in PRESETS:
             assert asked(worked.compute, preset(each.name))["difference"] < 1e-14
 
@@ -209,8 +211,8 @@ def numbers_of(printed: str) -> list[tuple[str, list[list[float]]]]:
     """What a script printed: names with their tables."""
     tables: list[tuple[str, list[list[float]]]] = []
     for line in printed.splitlines():
-        if found := re.fullmatch(r"(.+) \[\d+, \d+\]", line):
-            tables.append((found[1], []))
+        if answer := re.fullmatch(r"(.+) \[\d+, \d+\]", line):
+            tables.append((answer[1], []))
         else:
             tables[-1][1].append([float(number) for number in line.split()])
     return tables
@@ -227,24 +229,24 @@ class TestScript:
         ],
         ids=["biases", "two heads", "causal", "own mask"],
     )
-    def test_it_prints_the_same(self, change: dict[str, Any]) -> None:
+    def test_script_prints_the_same_values(self, change: dict[str, Any]) -> None:
         sheet = preset(change["of"]) | {name: value for name, value in change.items() if name != "of"}
         answer = asked(worked.exported, sheet)
         assert answer["name"] == "worked_example.py"
         with redirect_stdout(StringIO()) as said:
             exec(answer["script"].replace("PLACES = 4", "PLACES = 12"), {})
-        found = computed(sheet)
-        wanted = [(name, found[name]) for name in "QKV"]
+        answer = computed(sheet)
+        wanted = [(name, answer[name]) for name in "QKV"]
         for head in range(sheet["heads"]):
             for name in ("scores", "scaled", "masked", "weights", "output"):
-                wanted.append((f"{name} of head {head + 1}", found[f"{name}.{head}"]))
-        wanted.append(("output", found.get("concat", found["output.0"])))
+                wanted.append((f"{name} of head {head + 1}", answer[f"{name}.{head}"]))
+        wanted.append(("output", answer.get("concat", answer["output.0"])))
         printed = numbers_of(said.getvalue())
         assert [name for name, _ in printed] == [name for name, _ in wanted]
         for (name, numbers), (_, numbers_shown) in zip(printed, wanted, strict=True):
             np.testing.assert_allclose(numbers, numbers_shown, atol=1e-11, rtol=1e-11, err_msg=name)
 
-    def test_by_itself_with_the_documents_four_places(self, tmp_path: Path) -> None:
+    def test_script_runs_alone_and_prints_the_numbers_of_the_documents(self, tmp_path: Path) -> None:
         path = tmp_path / "worked_example.py"
         path.write_text(asked(worked.exported, preset("lesson-0"))["script"], "utf-8")
         ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
@@ -253,7 +255,7 @@ class TestScript:
         np.testing.assert_allclose(printed["weights of head 1"], Document0.WEIGHTS, atol=1e-9, rtol=0)
         np.testing.assert_allclose(printed["output"], Document0.OUTPUT, atol=1e-9, rtol=0)
 
-    def test_a_hostile_sheet_brings_no_code(self) -> None:
+    def test_hostile_worksheet_adds_no_code(self) -> None:
         with pytest.raises(ShapeError, match="X row 1 column 1 must be a number"):
             asked(worked.exported, preset("lesson-0") | {"X": [["__import__('os')", 1.0]] * 3})
 
@@ -276,12 +278,12 @@ class TestRefused:
         ({"heads": 3}, "heads must divide the 2 columns of W_q evenly; got 3"), ({"heads": 0}, "heads must divide"),
         ({"heads": True}, "heads must divide"), ({"heads": "2"}, "heads must divide"),
         ({"scale": "1"}, "scale must be a number"), ({"scale": 1e9}, "scale must be a number"),
-        ({"allowed": [[True]]}, "mask must be 3 × 3"), ({"allowed": [[1, 1, 1]] * 3}, "mask must hold true and false"),
+        ({"allowed": [[True]]}, "mask must be 3 × 3"), ({"allowed": [[1, 1, 1]] * 3}, "mask must have true and false"),
         ({"allowed": 5}, "mask must be 3 × 3"), ({"b_q": [1.0, 2.0]}, "biases must be given for all three"),
         ({"b_q": [1.0], "b_k": [1.0], "b_v": [1.0]}, "b_q must have 2 numbers"),
         ({"b_q": [1.0, "x"], "b_k": [1.0, 2.0], "b_v": [1.0, 2.0]}, "b_q column 2 must be a number"),
     ])  # fmt: skip
-    def test_by_cell(self, change: dict[str, Any], said: str) -> None:
+    def test_error_names_the_cell(self, change: dict[str, Any], said: str) -> None:
         sheet = preset("lesson-0") | change
         with pytest.raises(ShapeError) as caught:
             worked.compute(sheet, Ticket())
@@ -289,7 +291,7 @@ class TestRefused:
         assert str(caught.value).startswith("worked example: ")
         assert "\n" not in str(caught.value)
 
-    def test_numbers_that_json_has_no_word_for(self) -> None:
+    def test_nan_and_infinity_raise(self) -> None:
         for number in (math.nan, math.inf, -math.inf):
             with pytest.raises(ShapeError, match="X row 1 column 1 must be a number"):
                 worked.compute(preset("lesson-0") | {"X": [[number, 1.0]] * 3}, Ticket())
@@ -302,7 +304,7 @@ class TestRefused:
         )
     )
     @settings(max_examples=150, deadline=None, database=None)
-    def test_any_json_in_any_place(self, value: Any) -> None:
+    def test_any_json_value_is_answered_or_refused(self, value: Any) -> None:
         sheet = PRESETS[0].as_json() | {"X": [list(row) for row in PRESETS[0].X]}
         for name in ("X", "W_q", "b_q", "allowed", "scale", "heads"):
             try:

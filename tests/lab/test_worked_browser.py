@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clearhead.lab import worked
-from tests.lab.opened import Room, opened
+from tests.lab.opened import Tab, opened
 from tests.lab.running import Ticketless, running
 
 pytestmark = pytest.mark.browser
@@ -25,34 +25,32 @@ def lab() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def page(browser: Any, lab: Any) -> Iterator[Room]:
-    with opened(browser, lab, "worked") as room:
-        yield room
+def page(browser: Any, lab: Any) -> Iterator[Tab]:
+    with opened(browser, lab, "worked") as tab:
+        yield tab
 
 
 @pytest.fixture
-def room(page: Room) -> Room:
-    """The room as it opens."""
+def tab(page: Tab) -> Tab:
+    """The tab in its initial state."""
     page.page.get_by_role("button", name="Before this edit").click()
-    page.after(lambda: page.page.select_option("#worked-start", "lesson-0"))
+    page.until_shown(lambda: page.page.select_option("#worked-start", "lesson-0"))
     return page
 
 
-def cell(room: Room, place: str) -> Any:
-    return room.page.locator(f'[data-cell="{place}"]')
+def cell(tab: Tab, place: str) -> Any:
+    return tab.page.locator(f'[data-cell="{place}"]')
 
 
-def changed(room: Room) -> set[str]:
+def changed(tab: Tab) -> set[str]:
     """The places that are marked."""
-    marked = room.page.evaluate(
-        "[...document.querySelectorAll('[data-cell].changed')].map((cell) => cell.dataset.cell)"
-    )
+    marked = tab.page.evaluate("[...document.querySelectorAll('[data-cell].changed')].map((cell) => cell.dataset.cell)")
     return set(marked)
 
 
-def numbers(room: Room, step: str) -> list[list[str]]:
+def numbers(tab: Tab, step: str) -> list[list[str]]:
     """The texts of a step's cells."""
-    return room.page.evaluate(  # type: ignore[no-any-return]
+    return tab.page.evaluate(  # type: ignore[no-any-return]
         "(step) => [...document.querySelectorAll(`table[data-table='${step}'] tbody tr`)]"
         ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))",
         step,
@@ -63,33 +61,33 @@ def written(values: list[list[float | None]]) -> list[list[str]]:
     return [["−∞" if cell is None else f"{cell:.4f}".replace("-", "−") for cell in row] for row in values]
 
 
-def agrees(room: Room, sheet: dict[str, Any]) -> None:
+def agrees(tab: Tab, sheet: dict[str, Any]) -> None:
     """Every step on the page is the library's, to the last place that is shown."""
     answer = json.loads(json.dumps(worked.compute(sheet, Ticketless())))
     for step in answer["steps"]:
-        assert numbers(room, step["id"]) == written(step["values"]), step["id"]
-        assert room.text(f"figure:has([data-table='{step['id']}']) .formula") == step["formula"]
-        assert room.text(f"figure:has([data-table='{step['id']}']) .shape") == step["shapes"]
+        assert numbers(tab, step["id"]) == written(step["values"]), step["id"]
+        assert tab.text(f"figure:has([data-table='{step['id']}']) .formula") == step["formula"]
+        assert tab.text(f"figure:has([data-table='{step['id']}']) .shape") == step["shapes"]
 
 
-def fill(room: Room, place: str, text: str) -> None:
-    room.after(lambda: cell(room, place).fill(text))
+def fill(tab: Tab, place: str, text: str) -> None:
+    tab.until_shown(lambda: cell(tab, place).fill(text))
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
-def test_it_starts_from_the_documents_numbers(room: Room, name: str) -> None:
+def test_initial_worksheet_has_the_numbers_of_the_documents(tab: Tab, name: str) -> None:
     if name != "lesson-0":
-        room.after(lambda: room.page.select_option("#worked-start", name))
-    agrees(room, PRESETS[name])
-    assert changed(room) == set()
+        tab.until_shown(lambda: tab.page.select_option("#worked-start", name))
+    agrees(tab, PRESETS[name])
+    assert changed(tab) == set()
 
 
 class TestEdits:
-    def test_an_edit_marks_what_it_reaches(self, room: Room) -> None:
-        fill(room, "X/1/0", "2")
+    def test_edit_marks_dependent_numbers(self, tab: Tab) -> None:
+        fill(tab, "X/1/0", "2")
         sheet = json.loads(json.dumps(PRESETS["lesson-0"]))
         sheet["X"][1][0] = 2.0
-        agrees(room, sheet)
+        agrees(tab, sheet)
         rows = {f"{name}/1/{column}" for name in "QKV" for column in range(2)}
         squares = {
             f"{name}.0/{row}/{column}"
@@ -100,99 +98,99 @@ class TestEdits:
         }
         everything = {f"weights.0/{row}/{column}" for row in range(3) for column in range(3)}
         everything |= {f"output.0/{row}/{column}" for row in range(3) for column in range(2)}
-        assert changed(room) == {"X/1/0"} | rows | squares | everything
-        assert "36 of 60 numbers" in room.text(".reached")
+        assert changed(tab) == {"X/1/0"} | rows | squares | everything
+        assert "36 of 60 numbers" in tab.text(".reached")
 
-    def test_values_reach_the_output_only(self, room: Room) -> None:
-        fill(room, "W_v/0/1", "5")
-        assert changed(room) == {"W_v/0/1"} | {f"V/{row}/1" for row in range(3)} | {
+    def test_values_change_the_output_only(self, tab: Tab) -> None:
+        fill(tab, "W_v/0/1", "5")
+        assert changed(tab) == {"W_v/0/1"} | {f"V/{row}/1" for row in range(3)} | {
             f"output.0/{row}/1" for row in range(3)
         }
 
-    def test_letters_of_one_number_are_one_edit(self, room: Room) -> None:
-        cell(room, "X/0/0").focus()
+    def test_keystrokes_in_one_number_are_one_edit(self, tab: Tab) -> None:
+        cell(tab, "X/0/0").focus()
         for key in ("1", ".", "2", "5"):
-            room.page.keyboard.press(key)
-        room.page.wait_for_timeout(400)
-        assert "X/0/0" in changed(room)
-        fill(room, "X/2/1", "7")
-        assert "X/0/0" not in changed(room)
-        room.page.get_by_role("button", name="The lesson").click()
-        assert {"X/0/0", "X/2/1"} <= changed(room)
+            tab.page.keyboard.press(key)
+        tab.page.wait_for_timeout(400)
+        assert "X/0/0" in changed(tab)
+        fill(tab, "X/2/1", "7")
+        assert "X/0/0" not in changed(tab)
+        tab.page.get_by_role("button", name="The lesson").click()
+        assert {"X/0/0", "X/2/1"} <= changed(tab)
 
-    def test_causal(self, room: Room) -> None:
-        room.after(lambda: room.page.get_by_role("button", name="Causal").click())
-        agrees(room, PRESETS["lesson-3"])
-        assert numbers(room, "masked.0")[0] == ["−0.0700", "−∞", "−∞"]
-        assert {"mask/0/1", "mask/0/2", "mask/1/2"} <= changed(room)
-        assert not any(place.startswith(("Q", "K", "scores", "scaled")) for place in changed(room))
+    def test_causal(self, tab: Tab) -> None:
+        tab.until_shown(lambda: tab.page.get_by_role("button", name="Causal").click())
+        agrees(tab, PRESETS["lesson-3"])
+        assert numbers(tab, "masked.0")[0] == ["−0.0700", "−∞", "−∞"]
+        assert {"mask/0/1", "mask/0/2", "mask/1/2"} <= changed(tab)
+        assert not any(place.startswith(("Q", "K", "scores", "scaled")) for place in changed(tab))
 
-    def test_a_mask_of_ones_own(self, room: Room) -> None:
+    def test_custom_mask(self, tab: Tab) -> None:
         for key in range(3):
-            room.after(lambda key=key: cell(room, f"mask/1/{key}").click())
-        assert numbers(room, "weights.0")[1] == ["0.0000"] * 3
-        assert numbers(room, "output.0")[1] == ["0.0000"] * 2
-        assert "Query 2 may attend to no key" in room.text(".check")
+            tab.until_shown(lambda key=key: cell(tab, f"mask/1/{key}").click())
+        assert numbers(tab, "weights.0")[1] == ["0.0000"] * 3
+        assert numbers(tab, "output.0")[1] == ["0.0000"] * 2
+        assert "Query 2 may attend to no key" in tab.text(".check")
 
-    def test_two_heads(self, room: Room) -> None:
-        room.after(lambda: room.page.select_option("#worked-heads", "2"))
-        agrees(room, PRESETS["lesson-0"] | {"heads": 2})
-        assert "Heads joined" in [title.inner_text() for title in room.root.locator("h2").all()]
-        room.after(lambda: room.page.select_option("#worked-start", "lesson-1"))
-        assert room.root.locator("#worked-heads option[value='2']").is_disabled()
+    def test_two_heads(self, tab: Tab) -> None:
+        tab.until_shown(lambda: tab.page.select_option("#worked-heads", "2"))
+        agrees(tab, PRESETS["lesson-0"] | {"heads": 2})
+        assert "Heads joined" in [title.inner_text() for title in tab.root.locator("h2").all()]
+        tab.until_shown(lambda: tab.page.select_option("#worked-start", "lesson-1"))
+        assert tab.root.locator("#worked-heads option[value='2']").is_disabled()
 
-    def test_the_scale(self, room: Room) -> None:
-        fill(room, "scale/0/0", "0.5")
-        agrees(room, PRESETS["lesson-0"] | {"scale": 0.5})
-        room.after(lambda: room.page.get_by_role("button", name="use the usual scale").click())
-        agrees(room, PRESETS["lesson-0"])
+    def test_the_scale(self, tab: Tab) -> None:
+        fill(tab, "scale/0/0", "0.5")
+        agrees(tab, PRESETS["lesson-0"] | {"scale": 0.5})
+        tab.until_shown(lambda: tab.page.get_by_role("button", name="use the default scale").click())
+        agrees(tab, PRESETS["lesson-0"])
 
-    def test_tokens_and_channels_come_and_go(self, room: Room) -> None:
+    def test_tokens_and_channels_can_be_added_and_removed(self, tab: Tab) -> None:
         def press(name: str) -> None:
-            room.after(lambda: room.page.get_by_role("button", name=name, exact=True).click())
+            tab.until_shown(lambda: tab.page.get_by_role("button", name=name, exact=True).click())
 
         press("one token more")
         press("one input channel more")
         press("one head channel more")
-        assert len(numbers(room, "scores.0")) == 4
-        assert room.root.locator("[data-table='W_q'] tbody tr").count() == 3
-        assert len(numbers(room, "Q")[0]) == 3
+        assert len(numbers(tab, "scores.0")) == 4
+        assert tab.root.locator("[data-table='W_q'] tbody tr").count() == 3
+        assert len(numbers(tab, "Q")[0]) == 3
         for name in ("one token less", "one token less", "one token less", "one input channel less"):
             press(name)
-        assert room.page.get_by_role("button", name="one token less", exact=True).is_disabled()
-        assert numbers(room, "weights.0") == [["1.0000"]]
+        assert tab.page.get_by_role("button", name="one token less", exact=True).is_disabled()
+        assert numbers(tab, "weights.0") == [["1.0000"]]
 
-    def test_reset(self, room: Room) -> None:
-        fill(room, "X/0/0", "-3")
-        room.after(lambda: room.page.get_by_role("button", name="Causal").click())
-        room.after(lambda: room.page.click("#worked-reset"))
-        agrees(room, PRESETS["lesson-0"])
-        assert cell(room, "X/0/0").input_value() == "1.1600"
-        assert changed(room) == set()
+    def test_reset(self, tab: Tab) -> None:
+        fill(tab, "X/0/0", "-3")
+        tab.until_shown(lambda: tab.page.get_by_role("button", name="Causal").click())
+        tab.until_shown(lambda: tab.page.click("#worked-reset"))
+        agrees(tab, PRESETS["lesson-0"])
+        assert cell(tab, "X/0/0").input_value() == "1.1600"
+        assert changed(tab) == set()
 
 
 class TestBadCells:
     @pytest.mark.parametrize("text", ["abc", "", "inf", "1e999", "--1", "<img src=x onerror=alert(1)>", "1e7", "0x10"])
-    def test_it_is_said_at_the_cell(self, room: Room, text: str) -> None:
-        cell(room, "X/1/0").fill(text)
-        assert cell(room, "X/1/0").get_attribute("aria-invalid") == "true"
-        assert f"X row 2 column 1: “{text}” is no number" in room.text("[role=alert]")
-        assert room.page.locator("img").count() == 0
-        agrees(room, PRESETS["lesson-0"])
-        cell(room, "X/1/0").press("Escape")
-        assert cell(room, "X/1/0").get_attribute("aria-invalid") is None
-        assert room.root.locator("[role=alert]").first.inner_text() == ""
+    def test_invalid_cell_is_reported(self, tab: Tab, text: str) -> None:
+        cell(tab, "X/1/0").fill(text)
+        assert cell(tab, "X/1/0").get_attribute("aria-invalid") == "true"
+        assert f"X row 2 column 1: “{text}” is no number" in tab.text("[role=alert]")
+        assert tab.page.locator("img").count() == 0
+        agrees(tab, PRESETS["lesson-0"])
+        cell(tab, "X/1/0").press("Escape")
+        assert cell(tab, "X/1/0").get_attribute("aria-invalid") is None
+        assert tab.root.locator("[role=alert]").first.inner_text() == ""
 
-    def test_numbers_as_people_write_them(self, room: Room) -> None:
+    def test_common_number_formats_are_accepted(self, tab: Tab) -> None:
         for text in ("1,5", "−1.5", " 1.5 ", "+1.5", "15e-1"):
-            fill(room, "X/1/0", text)
-            assert cell(room, "X/1/0").get_attribute("aria-invalid") is None
-            fill(room, "X/1/0", "9")
+            fill(tab, "X/1/0", text)
+            assert cell(tab, "X/1/0").get_attribute("aria-invalid") is None
+            fill(tab, "X/1/0", "9")
 
 
 class TestKeyboard:
-    def test_arrows_go_from_cell_to_cell(self, room: Room) -> None:
-        cell(room, "X/0/0").focus()
+    def test_arrow_keys_move_between_cells(self, tab: Tab) -> None:
+        cell(tab, "X/0/0").focus()
         for key, place in (
             ("ArrowDown", "X/1/0"),
             ("ArrowRight", "X/1/1"),
@@ -205,29 +203,29 @@ class TestKeyboard:
             ("Tab", "W_q/0/0"),
             ("Shift+Tab", "X/2/1"),
         ):
-            room.page.keyboard.press(key)
-            assert room.focused() == place, key
+            tab.page.keyboard.press(key)
+            assert tab.focused() == place, key
 
-    def test_arrows_stay_within_a_number_that_is_written(self, room: Room) -> None:
-        cell(room, "X/0/1").focus()
-        room.page.keyboard.type("12")
-        room.page.keyboard.press("ArrowLeft")
-        assert room.focused() == "X/0/1"
-        room.page.keyboard.press("ArrowLeft")
-        room.page.keyboard.press("ArrowLeft")
-        assert room.focused() == "X/0/0"
+    def test_arrow_keys_stay_within_an_edited_number(self, tab: Tab) -> None:
+        cell(tab, "X/0/1").focus()
+        tab.page.keyboard.type("12")
+        tab.page.keyboard.press("ArrowLeft")
+        assert tab.focused() == "X/0/1"
+        tab.page.keyboard.press("ArrowLeft")
+        tab.page.keyboard.press("ArrowLeft")
+        assert tab.focused() == "X/0/0"
 
-    def test_results_too(self, room: Room) -> None:
-        cell(room, "scores.0/0/0").focus()
+    def test_arrow_keys_move_between_results(self, tab: Tab) -> None:
+        cell(tab, "scores.0/0/0").focus()
         for key, place in (("ArrowDown", "scores.0/1/0"), ("ArrowRight", "scores.0/1/1")):
-            room.page.keyboard.press(key)
-            assert room.focused() == place
-        assert room.root.locator("[data-table='scores.0'] td[tabindex='0']").count() == 1
+            tab.page.keyboard.press(key)
+            assert tab.focused() == place
+        assert tab.root.locator("[data-table='scores.0'] td[tabindex='0']").count() == 1
 
-    def test_every_cell_has_a_name(self, room: Room) -> None:
-        assert cell(room, "X/1/0").get_attribute("aria-label") == "X row 2 column 1"
-        assert cell(room, "weights.0/0/2").get_attribute("aria-label") == "A row 1 column 3: 0.2416"
-        assert room.root.locator("[data-cell]:not([aria-label])").count() == 0
+    def test_every_cell_has_an_accessible_name(self, tab: Tab) -> None:
+        assert cell(tab, "X/1/0").get_attribute("aria-label") == "X row 2 column 1"
+        assert cell(tab, "weights.0/0/2").get_attribute("aria-label") == "A row 1 column 3: 0.2416"
+        assert tab.root.locator("[data-cell]:not([aria-label])").count() == 0
 
 
 #: What a cell is written out as, and the cells that it is made from.
@@ -252,40 +250,40 @@ MADE = {
 
 class TestMadeFrom:
     @pytest.mark.parametrize("place", list(MADE))
-    def test_pointing_at_a_number_writes_it_out(self, room: Room, place: str) -> None:
+    def test_hover_shows_the_computation(self, tab: Tab, place: str) -> None:
         text, sources = MADE[place]
-        for act in (lambda: cell(room, place).hover(), lambda: cell(room, place).focus()):
-            room.page.mouse.move(1, 1)
+        for act in (lambda: cell(tab, place).hover(), lambda: cell(tab, place).focus()):
+            tab.page.mouse.move(1, 1)
             act()
-            assert room.text(".made") == text
-            found = room.page.evaluate("[...document.querySelectorAll('.source')].map((cell) => cell.dataset.cell)")
-            assert set(found) == set(sources.split())
+            assert tab.text(".made") == text
+            places = tab.page.evaluate("[...document.querySelectorAll('.source')].map((cell) => cell.dataset.cell)")
+            assert set(places) == set(sources.split())
 
-    def test_it_keeps_up_with_edits(self, room: Room) -> None:
-        cell(room, "X/0/0").focus()
-        cell(room, "output.0/2/1").hover()
-        before = room.text(".made")
-        room.after(lambda: room.page.keyboard.type("3"))
-        after = room.text(".made")
-        assert before != after
-        assert after.endswith(f"= {numbers(room, 'output.0')[2][1]}")
+    def test_computation_follows_edits(self, tab: Tab) -> None:
+        cell(tab, "X/0/0").focus()
+        cell(tab, "output.0/2/1").hover()
+        before = tab.text(".made")
+        tab.until_shown(lambda: tab.page.keyboard.type("3"))
+        edited = tab.text(".made")
+        assert before != edited
+        assert edited.endswith(f"= {numbers(tab, 'output.0')[2][1]}")
 
-    def test_split_and_joined(self, room: Room) -> None:
-        room.after(lambda: room.page.select_option("#worked-start", "lesson-4"))
-        cell(room, "Q.1/0/1").hover()
-        assert room.text(".made") == "Q₂ row 1 column 2 = Q row 1 column 4 = 0.3725"
-        cell(room, "concat/2/3").hover()
-        assert room.text(".made") == "O row 3 column 4 = O₂ row 3 column 2 = −0.8447"
-        cell(room, "scores.1/0/0").hover()
-        assert room.text(".made").startswith("S₂ row 1 column 1 = 0.6280 × 0.6564 + 0.3725 × (−0.3415)")
+    def test_split_and_joined(self, tab: Tab) -> None:
+        tab.until_shown(lambda: tab.page.select_option("#worked-start", "lesson-4"))
+        cell(tab, "Q.1/0/1").hover()
+        assert tab.text(".made") == "Q₂ row 1 column 2 = Q row 1 column 4 = 0.3725"
+        cell(tab, "concat/2/3").hover()
+        assert tab.text(".made") == "O row 3 column 4 = O₂ row 3 column 2 = −0.8447"
+        cell(tab, "scores.1/0/0").hover()
+        assert tab.text(".made").startswith("S₂ row 1 column 1 = 0.6280 × 0.6564 + 0.3725 × (−0.3415)")
 
 
-def test_export(room: Room, tmp_path: Path) -> None:
-    fill(room, "X/1/0", "2.5")
-    room.page.click("#worked-export")
-    room.page.wait_for_selector(".worked .python-card:not([hidden])")
-    with room.page.expect_download() as download:
-        room.page.get_by_role("link", name="Download").click()
+def test_export(tab: Tab, tmp_path: Path) -> None:
+    fill(tab, "X/1/0", "2.5")
+    tab.page.click("#worked-export")
+    tab.page.wait_for_selector(".worked .python-card:not([hidden])")
+    with tab.page.expect_download() as download:
+        tab.page.get_by_role("link", name="Download").click()
     path = tmp_path / download.value.suggested_filename
     download.value.save_as(path)
     assert path.name == "worked_example.py"
@@ -293,12 +291,12 @@ def test_export(room: Room, tmp_path: Path) -> None:
     sheet["X"][1][0] = 2.5
     wanted = worked.exported(sheet, Ticketless())["script"]
     assert path.read_text("utf-8") == wanted
-    assert room.page.locator(".worked .python").text_content() == wanted
+    assert tab.page.locator(".worked .python").text_content() == wanted
 
 
-def test_a_busy_lab_is_said(browser: Any, lab: Any) -> None:
-    room = Room(browser, lab, "worked")
-    room.page.route(
+def test_busy_lab_is_reported(browser: Any, lab: Any) -> None:
+    tab = Tab(browser, lab, "worked")
+    tab.page.route(
         "**/works/worked",
         lambda route: route.fulfill(
             status=503,
@@ -306,19 +304,19 @@ def test_a_busy_lab_is_said(browser: Any, lab: Any) -> None:
             body='{"error": "busy: <b>try again</b>"}\n',
         ),
     )
-    cell(room, "X/0/0").fill("3")
-    room.root.get_by_text("busy: <b>try again</b>", exact=True).wait_for()
-    room.context.close()
+    cell(tab, "X/0/0").fill("3")
+    tab.root.get_by_text("busy: <b>try again</b>", exact=True).wait_for()
+    tab.context.close()
 
 
 @pytest.mark.parametrize("width", [800, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_is_cut_off(browser: Any, lab: Any, width: int, scheme: str) -> None:
     settings = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
-    with opened(browser, lab, "worked", **settings) as room:
-        room.after(lambda: room.page.select_option("#worked-start", "lesson-1"))
-        assert room.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    with opened(browser, lab, "worked", **settings) as tab:
+        tab.until_shown(lambda: tab.page.select_option("#worked-start", "lesson-1"))
+        assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         cut = (
             "[...document.querySelectorAll('input.cell')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
         )
-        assert room.page.evaluate(cut) == 0
+        assert tab.page.evaluate(cut) == 0

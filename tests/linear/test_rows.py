@@ -15,12 +15,12 @@ from clearhead.errors import UnsupportedError
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("verb", ["linear", "retention", "gated", "delta"])
 def test_a_row_is_checked_and_timed_against_full_attention(verb: str, training: bool) -> None:
-    case = LinearRow(verb=verb, shape=(1, 12, 1024, 64), training=training).small().case()
-    assert set(case.timed) == {OURS, FULL, PRODUCT}
-    assert set(case.check()) == {OURS}
-    assert len(case.calls[OURS]()) == (2 if training else 1)
+    comparison = LinearRow(verb=verb, shape=(1, 12, 1024, 64), training=training).small().comparison()
+    assert set(comparison.timed) == {OURS, FULL, PRODUCT}
+    assert set(comparison.check()) == {OURS}
+    assert len(comparison.calls[OURS]()) == (2 if training else 1)
     with pytest.raises(UnsupportedError, match="Different work is not timed"):
-        replace(case, checked={FULL: case.calls[FULL]}).check()
+        replace(comparison, checked={FULL: comparison.calls[FULL]}).check()
 
 
 def test_operations_are_those_of_the_chunks() -> None:

@@ -1,4 +1,4 @@
-"""A call of a module, what it computes, and the ways in which it may be computed."""
+"""Calls of a module, their results, and the code paths that compute them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Call:
 
     Attributes:
         arguments: tensors, masks and options.
-        real: bool, the output's rows that count; None where all do.
+        real: bool, the rows of the output that are compared; None for all.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ def results(
         for name, value in call.arguments.items()
         if isinstance(value, Tensor) and value.is_floating_point() and "mask" not in name
     }
-    # Caches are filled by the call that is given them.
+    # A call fills the caches that it gets.
     arguments = {name: leaves.get(name, copy.deepcopy(value)) for name, value in call.arguments.items()}
     torch.manual_seed(seed)
     with torch.set_grad_enabled(gradients):
@@ -64,7 +64,7 @@ def results(
 
 
 def as_tensor(output: Any) -> Tensor:
-    """The tensor of an output that is trained on."""
+    """The tensor of an output that the loss uses."""
     for name in ("logits", "logits_per_image", "last_hidden_state"):
         if hasattr(output, name):
             tensor: Tensor = getattr(output, name)
@@ -74,7 +74,7 @@ def as_tensor(output: Any) -> Tensor:
 
 @contextmanager
 def hooked(module: nn.Module) -> Iterator[None]:
-    """Forward hooks that do nothing on every submodule: layers compute op by op, so that hooks see their parts."""
+    """Empty forward hooks on every submodule, so that layers compute op by op."""
     parts = [part for name, part in module.named_modules() if name]
     handles = [part.register_forward_hook(lambda *_: None) for part in parts]
     try:
@@ -112,7 +112,7 @@ def agree(
 
 
 def distance(actual: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """The largest relative difference of a tensor, in the 2-norm; one that is 0 but for rounding counts little."""
+    """Largest relative difference of a tensor, in the 2-norm; tensors that are 0 except for rounding count little."""
     assert actual.keys() == wanted.keys()
     norms = {name: float(tensor.double().norm()) for name, tensor in wanted.items()}
     floor = 1e-2 * max(norms.values()) or 1.0

@@ -1,4 +1,4 @@
-"""Ways in which a model changes between two calls; each is a function that changes a model in place."""
+"""Changes of a model between two calls, each a function that changes a model in place."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 
 __all__ = ["CHANGES", "OF_LAYERS", "linear_layers"]
 
-#: By what parameters are multiplied: far enough for a stale one to show.
+#: Factor on parameters, large enough to reveal a stale copy.
 _FACTOR: Final = 0.8
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """The linear layers by parent and name; not those whose weights their parent reads for itself."""
+    """The linear layers by parent and name, without those whose weights their parent reads directly."""
     for parent in model.modules():
         for name, layer in parent.named_children():
             kinds = {base.__name__ for base in type(layer).__mro__}
@@ -95,7 +95,7 @@ def _lay_out_transposed(model: nn.Module) -> None:
 
 
 def _tie(model: nn.Module) -> None:
-    """Linear layers of equal shape share the first one's weight, which changes afterwards."""
+    """Linear layers of equal shape share the first one's weight, which then changes."""
     first: dict[tuple[type, torch.Size], nn.Parameter] = {}
     for _, _, layer in linear_layers(model):
         weight = first.setdefault((type(layer), layer.weight.shape), layer.weight)
@@ -130,7 +130,7 @@ def _weight_norm(model: nn.Module) -> None:
 
 
 class _LowRank(nn.Module):
-    """A wrapper in place of a linear layer, as LoRA puts it there."""
+    """A wrapper around a linear layer, like LoRA's."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ CHANGES: Final[Mapping[str, Callable[[nn.Module], None]]] = {
     "forward pre-hook": _hook_before,
     "forward replaced": _replace_forward,
 }
-#: Changes of linear layers, which a model without any does not show.
+#: Changes of linear layers, which have no effect on a model without them.
 OF_LAYERS: Final = frozenset(
     {
         "weights tied",

@@ -9,12 +9,12 @@ from typing import Any
 
 __all__ = ["covering"]
 
-#: How many random rows compete for the next place.
+#: Number of random candidates for each row.
 _CANDIDATES = 10
 
 
 def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[dict[str, Any]]:
-    """Combinations such that any ``strength`` options take all their values together; greedy, the same each time."""
+    """Combinations in which any ``strength`` options take all combinations of values; greedy and deterministic."""
     names, generator = list(options), random.Random(0)
     missing = {
         (group, values)

@@ -29,11 +29,11 @@ class Family:
     """A kind of model.
 
     Attributes:
-        name: what the tests call it.
-        make: the model, in float32, as its library gives it; ``dropout`` is the probability throughout.
-        call: a batch of a length, with padding at one side or none.
+        name: its name in the tests.
+        make: builds the model in float32, as its library does; ``dropout`` is the probability throughout.
+        call: builds a batch of a length, with padding on one side or none.
         generates: whether it continues prompts.
-        paddings: sides on which it takes padding.
+        paddings: sides on which it supports padding.
     """
 
     name: str
@@ -194,7 +194,7 @@ def _contrast_call(length: int, padding: str) -> Call:
 
 
 def _of(cls: str, config: str, dropouts: tuple[str, ...] = (), **settings: Any) -> Callable[[float], nn.Module]:
-    """What makes a model of transformers, with ``dropout`` under the names that its config has for it."""
+    """A function that builds a model of transformers, with ``dropout`` under the names of its config."""
 
     def make(dropout: float) -> nn.Module:
         made = getattr(transformers, config)(**settings, **dict.fromkeys(dropouts, dropout))

@@ -1,4 +1,4 @@
-"""clearhead's modules in few combinations of their options, by a covering array each."""
+"""clearhead's modules in few combinations of their options, from a covering array each."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class Module:
 
     @property
     def drops(self) -> bool:
-        """Whether its calls draw random numbers."""
+        """Whether its calls use random numbers."""
         return bool(self.values["training"] and self.values["dropout"])
 
     @property
     def gradient_jumps(self) -> bool:
-        """Whether bfloat16's rounding decides on which side of 0, where the gradient jumps, a ReLU's input is: without
-        a bias there is nothing to keep it away."""
+        """Whether bfloat16's rounding decides on which side of 0, where the gradient jumps, a ReLU's input is,
+        which is so without a bias."""
         values = self.values
         return values.get("activation") == "relu" and not values["bias"] and self.dtype is torch.bfloat16
 
@@ -118,7 +118,7 @@ def modules(kind: str, strength: int = 2) -> tuple[Module, ...]:
 
 
 def distinct(module: nn.Module, seed: int = 0) -> nn.Module:
-    """The module with weights such that no two parts are the same and attention is far from uniform."""
+    """Random weights that differ in every part and make attention far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for part in module.parameters():
@@ -184,7 +184,7 @@ def _made(row: Module) -> nn.Module:
 
 
 def _away_from_zero(module: nn.Module) -> None:
-    """Hidden values well on one side of 0, where a ReLU's gradient jumps and roundings would decide."""
+    """Move hidden values away from 0, where a ReLU's gradient jumps and rounding would decide."""
     for part in module.modules():
         if isinstance(part, ch.nn.FeedForward):
             layer = part.expand if part.gate is None else part.gate

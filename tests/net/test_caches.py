@@ -1,4 +1,4 @@
-"""A cached sequence in parts gives what the whole gives, and padding that holds NaN reaches no real token."""
+"""A cached sequence in parts equals the whole sequence, and NaN in the padding reaches no real token."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_swapped_model_generates_the_tokens_of_the_original(family: Family, side
 
 @pytest.mark.parametrize("kind", ["EncoderBlock", "Encoder", "MultiHeadAttention", "DecoderBlock"])
 @pytest.mark.parametrize("hidden", [torch.nan, torch.inf], ids=["NaN", "infinity"])
-def test_values_of_padding_reach_no_real_token(kind: str, hidden: float) -> None:
+def test_padding_values_reach_no_real_token(kind: str, hidden: float) -> None:
     sizes = (WIDTH, HEADS, 2) if kind == "Encoder" else (WIDTH, HEADS)
     module = _made(getattr(ch.nn, kind), *sizes, num_kv_heads=2)
     lengths = torch.tensor([9, 4])
@@ -151,7 +151,7 @@ def test_values_of_padding_reach_no_real_token(kind: str, hidden: float) -> None
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 65])
-def test_row_that_may_attend_to_nothing_gives_the_output_bias(length: int) -> None:
+def test_fully_masked_row_gives_the_output_bias(length: int) -> None:
     module = _made(ch.nn.MultiHeadAttention, WIDTH, HEADS)
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed[0] = False

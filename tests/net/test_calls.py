@@ -1,4 +1,4 @@
-"""The helpers of the net notice what they are there to notice."""
+"""The test helpers detect the faults that they are meant to detect."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_class_is_called_with_hooks_and_gives_all_gradients(kind: str) -> 
 
 
 class _Stale(nn.Linear):
-    """Computes with a copy of its weight that it guards by the parameter's identity and version."""
+    """Computes with a copy of its weight, cached under the parameter's identity and version."""
 
     copied: tuple[object, Tensor] | None = None
 
@@ -65,7 +65,7 @@ class _Stale(nn.Linear):
 
 
 @pytest.mark.parametrize(("change", "shows"), [("data assigned", True), ("written in place", False)])
-def test_stale_weight_shows(change: str, shows: bool) -> None:
+def test_stale_weight_is_detected(change: str, shows: bool) -> None:
     call = Call({"input": torch.ones(1, 4)})
 
     class Model(nn.Module):

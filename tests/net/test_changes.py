@@ -1,4 +1,4 @@
-"""A model that changes between two calls gives, in the second, what it would give if that were its first."""
+"""After a change between two calls, the second call equals a first call of the changed model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAR = 1e-4
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that computes with clearhead, and one that shows what is right: the original, or itself op by op."""
+    """A model that computes with clearhead, and its reference: the original, or itself op by op."""
 
     name: str
     model: Callable[[], Any]
@@ -46,7 +46,7 @@ SUBJECTS = [*FAMILIES, *(f"{kind} {place}" for kind in MODULES for place in (0, 
 
 
 def _pairs() -> list[Any]:
-    """Every subject with every change; beyond each subject and each change they are slow."""
+    """Every subject with every change; all but one of each subject and change are marked slow."""
     pairs = [
         (name, change)
         for name in SUBJECTS
@@ -139,14 +139,14 @@ WITH_DROPOUT = [name for name, family in FAMILIES.items() if _dropouts(family.pl
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_each_dropout_alone_in_training_mode_drops(name: str) -> None:
+def test_dropout_in_training_mode_drops_in_each_module_alone(name: str) -> None:
     family, call = FAMILIES[name], subject(name).call
     model, plain = family.swapped(0.4), family.plain(0.4)
     assert not _varies(model, call)
     wrong = []
     for path in _dropouts(plain):
         if path.endswith("attn_dropout") and TRANSFORMERS_4:
-            # GPT-2's attention passes no dropout in eval mode there, whatever the mode of the module within it.
+            # There GPT-2's attention passes no dropout in eval mode, whatever the mode of its dropout module.
             continue
         for each in (model, plain):
             each.get_submodule(path).train()

@@ -46,14 +46,14 @@ def test_training_is_reproducible_from_one_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_the_dropout_that_was_drawn(name: str) -> None:
-    """Along a random direction of all parameters the loss of one seed changes as its gradient says."""
+def test_gradients_use_the_dropout_of_forward(name: str) -> None:
+    """The loss of one seed changes along a direction of all parameters by the directional derivative."""
     model, call = subject(name, 0.3)
     parameters = [part for part in model.parameters() if part.requires_grad]
     grads = torch.autograd.grad(_loss(model, call), parameters, allow_unused=True)
     generator, step = torch.Generator().manual_seed(5), 3e-4
     pairs = [(part, grad) for part, grad in zip(parameters, grads, strict=True) if grad is not None]
-    # Along the gradient itself the change is largest, so that rounding counts least.
+    # The change is largest along the gradient, so rounding matters least.
     norm = torch.stack([grad.norm() for _, grad in pairs]).norm()
     ways = [grad / norm + 0.3 * torch.randn(grad.shape, generator=generator) / grad.numel() ** 0.5 for _, grad in pairs]
     promised = sum(float((grad.double() * way.double()).sum()) for (_, grad), way in zip(pairs, ways, strict=True))
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_dropout_that_was_drawn(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dropout_of_probability_0_drops_nothing(name: str) -> None:
+def test_dropout_of_probability_0_has_no_effect(name: str) -> None:
     model, call = subject(name, 0.0)
     trained = results(model, call)
     equal(results(model, call, seed=8), trained)

@@ -1,4 +1,4 @@
-"""A swapped model computes what the original does: fused, op by op, observed, padded, in training and in eval mode."""
+"""A swapped model equals the original: fused, op by op, observed, padded, in training and in eval mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clearhead.integrations.transformers.interface import passes_by
 from tests.net.calls import agree, distance, equal, hooked, observed, results
 from tests.net.families import FAMILIES, TOKENS, TRANSFORMERS_4, Family
 
-#: How far float32 may be from float64, relative in the 2-norm; the scores of CLIP and SigLIP are differences.
+#: Tolerance of float32 against float64, relative in the 2-norm; the scores of CLIP and SigLIP are differences.
 FAR = 1e-4
 TERMS = 2 * 65 + 4 * 32
 LENGTHS = (1, 2, 17, 65)
@@ -49,13 +49,13 @@ def test_swapped_model_equals_original_at_odd_lengths(family: Family, length: in
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_swapped_model_in_bfloat16_is_as_near_as_the_original(family: Family) -> None:
+def test_swapped_model_in_bfloat16_is_as_exact_as_the_original(family: Family) -> None:
     call = family.call(TOKENS, family.paddings[-1] if family.paddings else "none")
     exact = results(family.plain().to(torch.bfloat16).float(), call.to(torch.bfloat16).to(torch.float32))
     textbook, actual = (
         results(model.to(torch.bfloat16), call.to(torch.bfloat16)) for model in (family.plain(), family.swapped())
     )
-    # A ReLU's gradient jumps at 0, where roundings decide.
+    # A ReLU's gradient jumps at 0, where rounding decides.
     assert distance(actual, exact) < max(0.4, 2.0 * distance(textbook, exact))
     actual, textbook, exact = ({"output": each["output"]} for each in (actual, textbook, exact))
     assert distance(actual, exact) < max(0.05, 2.0 * distance(textbook, exact))
@@ -78,7 +78,7 @@ def test_fused_observed_and_unfused_models_agree(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_hooks_see_the_output_of_every_call(family: Family) -> None:
+def test_hooks_get_the_output_of_every_call(family: Family) -> None:
     model = family.swapped()
     call = family.call(TOKENS, "none")
     results(model, call, gradients=False)
@@ -98,5 +98,5 @@ def test_hooks_see_the_output_of_every_call(family: Family) -> None:
         if not list(part.children()):
             part.register_forward_hook(lambda *_, name=name: calls.append(name))
     results(plain, call, gradients=False)
-    # transformers 4 calls GPT-2's dropout of weights in its eager attention alone.
+    # transformers 4 applies GPT-2's weight dropout only in eager attention.
     assert swapped >= {name for name in calls if not (TRANSFORMERS_4 and name.endswith("attn_dropout"))}

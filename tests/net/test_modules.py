@@ -1,4 +1,4 @@
-"""A module fused, op by op, observed and in float64 computes the same, in every combination of its options."""
+"""A module gives the same results fused, op by op, observed and in float64, for every combination of options."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.net.modules import MODULES, Module, modules
 
 PAIRS = [row for kind in MODULES for row in modules(kind)]
 TRIPLES = [row for kind in MODULES for row in modules(kind, 3)]
-#: How far results may be from float64, relative in the 2-norm.
+#: Tolerance against float64, relative in the 2-norm.
 FAR = {torch.float32: 1e-5, torch.bfloat16: 0.25}
-#: Dtypes in which a module observed has its bits.
+#: Dtypes in which an observed module gives the same bits.
 BITS_OBSERVED = (torch.float32,)
 #: Terms in the longest sum of a module.
 TERMS = 2 * 65 + 4 * 32
 
 
-def _params(rows: list[Module], *marks: pytest.MarkDecorator) -> list[object]:
-    return [pytest.param(row, id=row.name, marks=marks) for row in rows]
+def _params(rows: list[Module], *pytest_marks: pytest.MarkDecorator) -> list[object]:
+    return [pytest.param(row, id=row.name, marks=pytest_marks) for row in rows]
 
 
 @pytest.mark.parametrize("row", [*_params(PAIRS), *_params(TRIPLES, pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""The table of seeded faults fits the code: each fault can be put in, and the tests that must catch it exist."""
+"""The table of seeded faults matches the code: each fault can be inserted, and its tests exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAULTS = tomllib.loads(TOOL.with_suffix(".toml").read_text())["fault"]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["name"])
-def test_fault_can_be_put_in_and_has_tests(fault: dict[str, object]) -> None:
+def test_fault_can_be_inserted_and_has_tests(fault: dict[str, object]) -> None:
     path = ROOT / str(fault["file"])
     assert path.read_text().count(str(fault["text"])) == 1, f"the text must stand once in {fault['file']}"
     assert fault["text"] != fault["replacement"]

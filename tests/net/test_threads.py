@@ -1,4 +1,4 @@
-"""Threads give the numbers that one gives, and many shapes leave memory where it was."""
+"""Several threads give the numbers of one thread, and many shapes do not grow memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Work = Callable[[], dict[str, Tensor]]
 
 
 def _attention(place: int) -> dict[str, Tensor]:
-    """A call whose sizes, dtype, mask, rules and dropout follow from its place."""
+    """A call whose sizes, dtype, mask, rules and dropout depend on its index."""
     draw = random.Random(place)
     heads, groups, dim = draw.choice((1, 2, 4)), draw.choice((1, 2)), draw.choice((4, 8, 16))
     length = draw.choice((1, 2, 7, 17, 33, 65))
@@ -74,7 +74,7 @@ def test_eight_threads_give_the_numbers_of_one() -> None:
         assert [line for lines in pool.map(run, range(THREADS)) for line in lines] == []
 
 
-def test_thread_observes_its_calls_alone() -> None:
+def test_thread_observes_only_its_calls() -> None:
     module, x = ch.nn.Encoder(32, 4, 2).eval(), tokens(2, 9, 32)
     right, barrier = module(x), Barrier(THREADS)
 
@@ -130,7 +130,7 @@ print(sizes[0], max(sizes))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from /proc")
-def test_20_000_calls_of_2_000_shapes_leave_memory_where_it_was() -> None:
+def test_20_000_calls_of_2_000_shapes_do_not_grow_memory() -> None:
     done = reported(_MEMORY, timeout=300)
     assert done.returncode == 0, done.stderr
     first, most = map(int, done.stdout.split())

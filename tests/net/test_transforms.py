@@ -1,4 +1,4 @@
-"""A swapped model under what torch offers around a call: higher derivatives, transforms, copies, modes."""
+"""A swapped model under torch's higher derivatives, function transforms, copies and modes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.net.families import FAMILIES, TOKENS, Family
 FAR = 1e-4
 
 
-#: One of each way in which layers are built; the others are slow together.
+#: One family of each layer structure; all families together are slow.
 QUICK = ("torch encoder", "torch decoder layer", "llama", "gemma2", "gpt2", "bert", "modernbert", "t5")
 EACH = pytest.mark.parametrize(
     "family",
@@ -34,11 +34,11 @@ EACH = pytest.mark.parametrize(
 
 
 def _both(family: Family, of: Callable[[Any, Call], dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the swapped model and the original give."""
+    """Results of the swapped model and of the original."""
     call = family.call(TOKENS, "none")
     with sdpa_kernel(SDPBackend.MATH):
         plain = family.plain()
-        # Under a hook torch leaves its fused layer aside, which has no derivatives.
+        # Under a hook torch does not use its fused layer, which has no derivatives.
         with hooked(plain):
             return of(family.swapped(), call), of(plain, call)
 
@@ -71,7 +71,7 @@ def _jacobian(model: Any, call: Call) -> dict[str, Tensor]:
 @EACH
 def test_vectorized_jacobian(family: Family) -> None:
     actual, right = _both(family, _jacobian)
-    # A bias of keys moves all scores of a row alike: its derivatives are 0, and rounding alone is left of them.
+    # A key bias shifts all scores of a row equally: its derivatives are 0 except for rounding.
     torch.testing.assert_close(actual["jacobian"], right["jacobian"], rtol=FAR, atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def test_operations_are_counted(family: Family) -> None:
 
 
 @EACH
-def test_copies_and_pickles_are_models_of_their_own(family: Family) -> None:
+def test_copies_and_pickles_are_independent_models(family: Family) -> None:
     model, call = family.swapped(), family.call(TOKENS, "none")
     right = results(model, call)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -114,9 +114,9 @@ def test_modes_may_alternate(family: Family) -> None:
 
 
 def _for_several_gradients(model: Any, call: Call) -> dict[str, Tensor]:
-    """Results for eight upstream gradients, side by side: the gradient of a single element may be near 0 for one."""
-    found = [results(model, call, upstream_seed=seed) for seed in range(8)]
-    return {name: torch.stack([each[name] for each in found]) for name in found[0]}
+    """Stacked results for eight upstream gradients, because a single gradient may be near 0."""
+    each_seed = [results(model, call, upstream_seed=seed) for seed in range(8)]
+    return {name: torch.stack([each[name] for each in each_seed]) for name in each_seed[0]}
 
 
 @EACH
@@ -128,7 +128,7 @@ def test_autocast(family: Family) -> None:
         with hooked(plain):
             theirs = _for_several_gradients(plain, call)
         ours = _for_several_gradients(family.swapped(), call)
-    # A ReLU's gradient jumps at 0, where roundings decide.
+    # A ReLU's gradient jumps at 0, where rounding decides.
     assert distance(ours, exact) < max(0.3, 2.0 * distance(theirs, exact))
     ours, theirs, exact = ({"output": each["output"]} for each in (ours, theirs, exact))
     assert distance(ours, exact) < max(0.01, 2.0 * distance(theirs, exact))

@@ -1,4 +1,4 @@
-"""Calls of one module several times, blocks that end in any order, other threads, and numbers of any kind."""
+"""A module called several times, blocks that end in any order, other threads, and numbers of other libraries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def traced_shared(keep: str, runs: int = 1) -> Trace:
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_rollout_goes_through_every_call_of_the_last_pass(runs: int) -> None:
+def test_rollout_uses_every_call_of_the_last_pass(runs: int) -> None:
     traced = traced_shared("all", runs)
     expected = torch.eye(5)
     for points in traced.calls(0)[-3:]:
@@ -53,7 +53,7 @@ def test_rollout_goes_through_every_call_of_the_last_pass(runs: int) -> None:
     torch.testing.assert_close(rollout(traced, range(5))[0], expected)
 
 
-def test_rollout_refuses_calls_that_were_not_kept() -> None:
+def test_rollout_raises_if_calls_were_not_recorded() -> None:
     with pytest.raises(ClearheadError, match=r"got attention \(last of 3 calls\)\. Trace with keep='all'"):
         rollout(traced_shared("last"))
 
@@ -64,9 +64,9 @@ def test_pages_and_summaries_name_the_calls() -> None:
     last = ch.view(traced_shared("last")).data["layers"]
     assert [layer["name"] for layer in last] == ["attention (last of 3 calls)"]
     model, summary = Shared().eval(), Summary(1)
-    with torch.no_grad(), ch.observe(model, summary.want(5), keep="all") as seen:
+    with torch.no_grad(), ch.observe(model, summary.want(5), keep="all") as records:
         model(X)
-    summary.add(seen, 0)
+    summary.add(records, 0)
     assert [head.layer for head in summary.heads()] == [name for name in names for _ in range(2)]
 
 
@@ -94,9 +94,9 @@ MODULE = MultiHeadAttention(8, 2)
 
 
 def observed(**options: Any) -> Any:
-    with torch.no_grad(), ch.observe(MODULE, ch.Want(entropy=True), **options) as seen:
+    with torch.no_grad(), ch.observe(MODULE, ch.Want(entropy=True), **options) as records:
         MODULE(X)
-    return seen[0].entropy
+    return records[0].entropy
 
 
 def points() -> Any:
@@ -113,7 +113,7 @@ def switched_off(heads: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("one", [np.int64(1), torch.tensor(1), np.array(1)], ids=repr)
-def test_whole_numbers_of_other_libraries_are_whole_numbers(one: Any) -> None:
+def test_integers_of_other_libraries_are_accepted(one: Any) -> None:
     assert observed(heads=one).shape == (1, 1, 5)
     assert observed(queries=one).shape == (1, 2, 1)
     assert observed(layers=one - 1).shape == (1, 2, 5)
@@ -134,6 +134,6 @@ WRONG: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("said", WRONG)
-def test_other_numbers_are_refused_in_one_sentence(said: str) -> None:
+def test_non_integers_raise_one_sentence(said: str) -> None:
     with pytest.raises(ClearheadError, match=said):
         WRONG[said]()

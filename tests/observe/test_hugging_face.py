@@ -32,37 +32,37 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_statistics_are_those_of_eager_weights_and_the_output_stays(ids: torch.Tensor, gradients: bool) -> None:
+def test_statistics_match_eager_weights_and_output_is_unmodified(ids: torch.Tensor, gradients: bool) -> None:
     model, eager = llama()
     assert list(attention_layers(model)) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     with torch.set_grad_enabled(gradients):
         plain = model(ids).logits
-        with ch.observe(model, ch.Want(entropy=True, received=True, rows=[6], distance=True)) as seen:
+        with ch.observe(model, ch.Want(entropy=True, received=True, rows=[6], distance=True)) as records:
             watched = model(ids).logits
     assert torch.equal(plain, watched)
     with torch.no_grad():
         squares = eager(ids, output_attentions=True).attentions
     for place, weights in enumerate(squares):
-        found = seen[place]
-        assert found.rows is not None
-        assert found.received is not None
-        assert found.entropy is not None
-        assert found.distance is not None
-        torch.testing.assert_close(found.rows[:, :, 0], weights[:, :, 6], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found.received, weights.sum(-2), rtol=1e-4, atol=1e-5)
+        record = records[place]
+        assert record.rows is not None
+        assert record.received is not None
+        assert record.entropy is not None
+        assert record.distance is not None
+        torch.testing.assert_close(record.rows[:, :, 0], weights[:, :, 6], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(record.received, weights.sum(-2), rtol=1e-4, atol=1e-5)
         entropy = -torch.special.xlogy(weights, weights).sum(-1)
-        torch.testing.assert_close(found.entropy, entropy, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(record.entropy, entropy, rtol=1e-3, atol=1e-5)
         away = (torch.arange(7)[:, None] - torch.arange(7)).abs()
-        torch.testing.assert_close(found.distance, (weights * away).sum(-1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(record.distance, (weights * away).sum(-1), rtol=1e-4, atol=1e-5)
 
 
-def test_generate_shows_the_prompt_and_each_token_at_its_place(ids: torch.Tensor) -> None:
+def test_generate_records_the_prompt_and_each_token_by_position(ids: torch.Tensor) -> None:
     model, eager = llama()
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    with ch.observe(model, ch.Want(distance=True, rows=[8]), keep="all") as seen:
+    with ch.observe(model, ch.Want(distance=True, rows=[8]), keep="all") as records:
         longer = model.generate(ids, **options)
     assert torch.equal(longer, eager.generate(ids, **options))
-    calls = seen.calls(1)
+    calls = records.calls(1)
     assert [call.queries for call in calls] == [tuple(range(7)), (7,), (8,)]
     with torch.no_grad():
         weights = eager(longer[:, :-1], output_attentions=True).attentions[1]
@@ -73,7 +73,7 @@ def test_generate_shows_the_prompt_and_each_token_at_its_place(ids: torch.Tensor
     torch.testing.assert_close(calls[2].distance[..., 0], (weights[:, :, 8] * away).sum(-1), rtol=1e-4, atol=1e-5)
 
 
-def test_heads_are_switched_off_and_the_rest_follows(ids: torch.Tensor) -> None:
+def test_switched_off_head_equals_zeroed_projection_columns(ids: torch.Tensor) -> None:
     model, eager = llama()
     effects = head_effects(model, ids)
     assert [list(effect.shape) for effect in effects.values()] == [[4], [4]]
@@ -87,14 +87,14 @@ def test_heads_are_switched_off_and_the_rest_follows(ids: torch.Tensor) -> None:
     assert rollout(traced, 6).sum(-1).allclose(torch.ones(2, 1))
 
 
-def test_masks_stay_what_they_are_under_a_trace(ids: torch.Tensor) -> None:
+def test_masks_are_unmodified_under_a_trace(ids: torch.Tensor) -> None:
     model, _ = llama()
     with torch.no_grad(), ch.trace(model) as traced:
         model(ids)
     assert [repr(traced[layer].problem.mask) for layer in range(2)] == ["Causal()"] * 2
 
 
-def test_padding_on_the_left_is_no_token(ids: torch.Tensor) -> None:
+def test_left_padding_is_not_real(ids: torch.Tensor) -> None:
     model, _ = llama()
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

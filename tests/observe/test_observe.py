@@ -1,4 +1,4 @@
-"""observe: right statistics by module path, nothing changed in what the model computes, nothing left behind."""
+"""``observe``: correct statistics by module path, and no change to the model or its output."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def x() -> Tensor:
 
 
 def explicit(module: MultiHeadAttention, x: Tensor, mask: ch.Mask | None = None) -> ch.Observation:
-    """What the formula says of a self-attention on this input."""
+    """The statistics of a self-attention on this input, by the reference backend."""
     query, key, value = module.project(x)
     return ch.observe_attention(
         query, key, value, want=ALL, mask=mask, scores=module.scores.rules(), backend="reference"
     )
 
 
-def same(found: Observed, wanted: ch.Observation) -> None:
-    for name, value in found.statistics.items():
+def same(record: Observed, wanted: ch.Observation) -> None:
+    for name, value in record.statistics.items():
         expected = getattr(wanted, name)
         if name == "top_indices":
             assert torch.equal(value, expected)
@@ -49,45 +49,47 @@ def same(found: Observed, wanted: ch.Observation) -> None:
 
 
 def inputs_of(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
-    """What each attention module was called with."""
-    found: dict[str, Tensor] = {}
+    """The input of each attention module."""
+    given: dict[str, Tensor] = {}
     hooks = [
-        part.register_forward_pre_hook(lambda _, inputs, name=name: found.__setitem__(name, inputs[0].detach()))
+        part.register_forward_pre_hook(lambda _, inputs, name=name: given.__setitem__(name, inputs[0].detach()))
         for name, part in model.named_modules()
         if isinstance(part, MultiHeadAttention)
     ]
     run()
     for hook in hooks:
         hook.remove()
-    return found
+    return given
 
 
-def test_every_layer_by_its_path_with_the_numbers_of_the_formula(x: Tensor) -> None:
+def test_every_layer_has_the_statistics_of_the_formula(x: Tensor) -> None:
     model = encoder()
     with torch.no_grad():
         given = inputs_of(model, lambda: model(x))
-        with ch.observe(model, ALL) as seen:
+        with ch.observe(model, ALL) as records:
             model(x)
-        assert list(seen) == [f"blocks.{place}.attention" for place in range(3)]
-        for name in seen:
-            found = seen[name]
-            assert set(found.statistics) == {
+        assert list(records) == [f"blocks.{place}.attention" for place in range(3)]
+        for name in records:
+            record = records[name]
+            assert set(record.statistics) == {
                 "lse", "max_score", "entropy", "top_indices", "top_weights", "received", "heatmap_max", "heatmap_mean",
                 "sink", "distance", "rows",
             }  # fmt: skip
-            assert (found.layer, found.heads, found.queries, found.lengths) == (
+            assert (record.layer, record.heads, record.queries, record.lengths) == (
                 name,
                 (0, 1, 2, 3),
                 tuple(range(6)),
                 None,
             )
-            same(found, explicit(model.get_submodule(name), given[name]))  # type: ignore[arg-type]
-    assert seen[1] is seen["blocks.1.attention"]
+            same(record, explicit(model.get_submodule(name), given[name]))  # type: ignore[arg-type]
+    assert records[1] is records["blocks.1.attention"]
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("lengths", [None, [6, 4]])
-def test_what_the_model_computes_stays_as_it_is(x: Tensor, gradients: bool, lengths: list[int] | None) -> None:
+def test_output_gradients_and_random_state_are_unmodified(
+    x: Tensor, gradients: bool, lengths: list[int] | None
+) -> None:
     """Output, gradients and random numbers, bit for bit, while training with dropout too."""
     for training in (False, True):
         results = []
@@ -109,25 +111,25 @@ def test_what_the_model_computes_stays_as_it_is(x: Tensor, gradients: bool, leng
             assert torch.equal(plain, watched)
 
 
-def test_chosen_layers_alone_are_kept(x: Tensor) -> None:
+def test_only_chosen_layers_are_recorded(x: Tensor) -> None:
     model = encoder()
     for layers, wanted in ((1, [1]), ("*.2.*", [2]), ([2, "blocks.0.attention"], [0, 2])):
-        with ch.observe(model, ch.Want(lse=True), layers=layers) as seen:  # type: ignore[arg-type]
+        with ch.observe(model, ch.Want(lse=True), layers=layers) as records:  # type: ignore[arg-type]
             model(x)
-        assert list(seen) == [f"blocks.{place}.attention" for place in wanted]
-        assert seen[wanted[0]] is seen[f"blocks.{wanted[0]}.attention"]
+        assert list(records) == [f"blocks.{place}.attention" for place in wanted]
+        assert records[wanted[0]] is records[f"blocks.{wanted[0]}.attention"]
 
 
-def test_heads_and_queries_are_those_that_were_chosen(x: Tensor) -> None:
+def test_only_chosen_heads_and_queries_are_recorded(x: Tensor) -> None:
     model = encoder()
     with torch.no_grad():
         with ch.observe(model, ALL) as whole:
             model(x)
-        with ch.observe(model, ALL, heads=[3, 1], queries=[4, 0], layers=0) as seen:
+        with ch.observe(model, ALL, heads=[3, 1], queries=[4, 0], layers=0) as records:
             model(x)
-    found, wanted = seen[0], whole[0]
-    assert (found.heads, found.queries) == ((3, 1), (4, 0))
-    for name, value in found.statistics.items():
+    record, wanted = records[0], whole[0]
+    assert (record.heads, record.queries) == ((3, 1), (4, 0))
+    for name, value in record.statistics.items():
         expected = getattr(wanted, name)[:, [3, 1]]
         if name in ("received", "heatmap_max", "heatmap_mean", "rows"):
             assert torch.equal(value, expected), name
@@ -136,30 +138,30 @@ def test_heads_and_queries_are_those_that_were_chosen(x: Tensor) -> None:
         assert value.untyped_storage().nbytes() == value.nbytes, name
 
 
-def test_calls_are_kept_all_or_the_last(x: Tensor) -> None:
+def test_keep_records_all_calls_or_the_last(x: Tensor) -> None:
     model, other = encoder(), torch.randn(1, 3, 16)
     for keep, count in (("last", 1), ("all", 2)):
-        with torch.no_grad(), ch.observe(model, ch.Want(entropy=True), keep=keep) as seen:
+        with torch.no_grad(), ch.observe(model, ch.Want(entropy=True), keep=keep) as records:
             model(x)
             model(other)
-        calls = seen.calls(0)
+        calls = records.calls(0)
         assert len(calls) == count
-        assert calls[-1] is seen[0]
+        assert calls[-1] is records[0]
         assert calls[-1].entropy is not None
         assert calls[-1].entropy.shape == (1, 4, 3)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_generate_shows_the_prompt_and_each_token_at_its_place(positions: str) -> None:
+def test_generate_records_the_prompt_and_each_token_by_position(positions: str) -> None:
     torch.manual_seed(0)
     model = LanguageModel(20, 16, 4, 2, max_len=16, positions=positions).eval()
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     want = ch.Want(entropy=True, rows=[0, 6], distance=True)
     plain = model.generate(ids, 3, temperature=0.0)
-    with ch.observe(model, want, keep="all") as seen:
+    with ch.observe(model, want, keep="all") as records:
         longer = model.generate(ids, 3, temperature=0.0)
     assert torch.equal(plain, longer)
-    calls = seen.calls("decoder.blocks.1.attention")
+    calls = records.calls("decoder.blocks.1.attention")
     assert [call.queries for call in calls] == [(0, 1, 2, 3, 4), (5,), (6,)]
     with torch.no_grad(), ch.observe(model, want) as whole:
         model(longer[:, :-1])
@@ -177,48 +179,48 @@ def test_generate_shows_the_prompt_and_each_token_at_its_place(positions: str) -
 
 
 @pytest.mark.parametrize("mask", [None, ch.Causal() & ch.Window(2)])
-def test_a_packed_batch_is_told_apart(x: Tensor, mask: ch.Mask | None) -> None:
+def test_packed_batch_has_the_statistics_of_each_sequence(x: Tensor, mask: ch.Mask | None) -> None:
     """Each sequence has the statistics that it has alone."""
     model = encoder(scores=ch.Alibi(4))
     lengths = [4, 6]
     with torch.no_grad():
-        with ch.observe(model, ALL) as seen:
+        with ch.observe(model, ALL) as records:
             model(x, lengths=lengths, mask=mask)
-        found = seen[2]
-        assert found.lengths == (4, 6)
-        assert found.entropy is not None
-        assert found.entropy.shape == (2, 4, 6)
+        record = records[2]
+        assert record.lengths == (4, 6)
+        assert record.entropy is not None
+        assert record.entropy.shape == (2, 4, 6)
         for place, length in enumerate(lengths):
             with ch.observe(model, ALL) as alone:
                 model(x[place : place + 1, :length], mask=mask)
             for name, value in alone[2].statistics.items():
                 if name.startswith("heatmap"):
                     continue  # a shorter sequence's last tile is cut elsewhere
-                part = getattr(found, name)[place : place + 1]
+                part = getattr(record, name)[place : place + 1]
                 part = part[:, :, :length] if name not in ("rows", "received") else part[..., :length]
                 torch.testing.assert_close(part, value, rtol=1e-4, atol=1e-5, msg=name)
-        assert found.received is not None
-        assert found.received[0, :, 4:].abs().max() == 0.0
-        assert found.entropy[0, :, 4:].abs().max() == 0.0
+        assert record.received is not None
+        assert record.received[0, :, 4:].abs().max() == 0.0
+        assert record.entropy[0, :, 4:].abs().max() == 0.0
 
 
-def test_what_cannot_be_told_apart_stays_packed(x: Tensor) -> None:
+def test_mask_on_packed_positions_leaves_the_batch_packed(x: Tensor) -> None:
     """Under a mask that reads positions of the packed row, a sequence alone would mean another thing."""
     module = MultiHeadAttention(16, 4)
     documents = ch.Documents(lengths=[4, 2]) & ch.Global(1)
-    with torch.no_grad(), ch.observe(module, ch.Want(lse=True)) as seen:
+    with torch.no_grad(), ch.observe(module, ch.Want(lse=True)) as records:
         module(x[:1], mask=documents)
-    assert seen[0].lengths is None
-    assert seen[0].lse is not None
-    assert seen[0].lse.shape == (1, 4, 6)
+    assert records[0].lengths is None
+    assert records[0].lse is not None
+    assert records[0].lse.shape == (1, 4, 6)
 
 
 def test_cross_attention_and_unbatched_calls(x: Tensor) -> None:
     model = EncoderDecoder(20, 20, 16, 4, 1).eval()
     source, target = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[5, 6]])
-    with torch.no_grad(), ch.observe(model, ch.Want(received=True)) as seen:
+    with torch.no_grad(), ch.observe(model, ch.Want(received=True)) as records:
         model(source, target)
-    shapes = {name: tuple(found.received.shape) for name, found in seen.items() if found.received is not None}
+    shapes = {name: tuple(record.received.shape) for name, record in records.items() if record.received is not None}
     assert shapes == {
         "encoder.blocks.0.attention": (1, 4, 4),
         "decoder.blocks.0.attention": (1, 4, 2),
@@ -231,24 +233,24 @@ def test_cross_attention_and_unbatched_calls(x: Tensor) -> None:
     assert alone[""].entropy.shape == (1, 4, 6)
 
 
-@pytest.mark.parametrize("length", [6, 200], ids=["torch's own way", "ours"])
+@pytest.mark.parametrize("length", [6, 200], ids=["torch's path", "clearhead's path"])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_a_swapped_module_is_seen_whichever_way_it_takes(length: int, need_weights: bool) -> None:
+def test_swapped_module_is_observed_on_both_paths(length: int, need_weights: bool) -> None:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(64, 4, batch_first=True).eval()
     x = torch.randn(2, length, 64)
     ch.swap(module)
     with torch.no_grad():
         plain = module(x, x, x, need_weights=need_weights)[0]
-        with ch.observe(module, ch.Want(rows=[3], entropy=True)) as seen:
+        with ch.observe(module, ch.Want(rows=[3], entropy=True)) as records:
             watched = module(x, x, x, need_weights=need_weights)[0]
         weights = module(x, x, x, average_attn_weights=False)[1]
     assert torch.equal(plain, watched)
-    assert seen[0].rows is not None
-    torch.testing.assert_close(seen[0].rows[:, :, 0], weights[:, :, 3], rtol=1e-4, atol=1e-6)
+    assert records[0].rows is not None
+    torch.testing.assert_close(records[0].rows[:, :, 0], weights[:, :, 3], rtol=1e-4, atol=1e-6)
 
 
-def test_a_swapped_encoder_with_padding_is_told_apart() -> None:
+def test_swapped_encoder_with_padding_has_the_statistics_of_each_sequence() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
@@ -256,16 +258,16 @@ def test_a_swapped_encoder_with_padding_is_told_apart() -> None:
     x, padding = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with torch.no_grad():
         plain = model(x, src_key_padding_mask=padding)
-        with ch.observe(model, ch.Want(entropy=True)) as seen:
+        with ch.observe(model, ch.Want(entropy=True)) as records:
             watched = model(x, src_key_padding_mask=padding)
         with ch.observe(model, ch.Want(entropy=True)) as alone:
             model(x[1:, :3])
     assert torch.equal(plain, watched)
-    found = seen["layers.1.self_attn"]
-    assert found.lengths == (5, 3)
-    assert found.entropy is not None
+    record = records["layers.1.self_attn"]
+    assert record.lengths == (5, 3)
+    assert record.entropy is not None
     assert alone[1].entropy is not None
-    torch.testing.assert_close(found.entropy[1:, :, :3], alone[1].entropy, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(record.entropy[1:, :, :3], alone[1].entropy, rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_can_be_part_of_a_loss(x: Tensor) -> None:
@@ -274,9 +276,9 @@ def test_statistics_can_be_part_of_a_loss(x: Tensor) -> None:
     for way in ("observed", "explicit"):
         model.zero_grad()
         if way == "observed":
-            with ch.observe(model, ch.Want(entropy=True), layers=0, detach=False) as seen:
+            with ch.observe(model, ch.Want(entropy=True), layers=0, detach=False) as records:
                 output = model(x.double())
-            entropy = seen[0].entropy
+            entropy = records[0].entropy
         else:
             output = model(x.double())
             block: Any = model.blocks[0]
@@ -288,43 +290,43 @@ def test_statistics_can_be_part_of_a_loss(x: Tensor) -> None:
         torch.testing.assert_close(observed, expected)
 
 
-def test_detached_statistics_hold_no_graph(x: Tensor) -> None:
+def test_detached_statistics_have_no_graph(x: Tensor) -> None:
     model = encoder()
-    with ch.observe(model, ALL) as seen:
+    with ch.observe(model, ALL) as records:
         model(x).sum().backward()
-    assert not any(value.requires_grad for found in seen.values() for value in found.statistics.values())
+    assert not any(value.requires_grad for record in records.values() for value in record.statistics.values())
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_backward_within_the_block_is_not_another_call(x: Tensor, checkpoints: bool) -> None:
+def test_checkpoint_recomputation_is_not_recorded(x: Tensor, checkpoints: bool) -> None:
     model = encoder(checkpoint_activations=checkpoints).train()
-    with ch.observe(model, ch.Want(entropy=True), keep="all") as seen:
+    with ch.observe(model, ch.Want(entropy=True), keep="all") as records:
         model(x).sum().backward()
-    assert [len(seen.calls(name)) for name in seen] == [1, 1, 1]
+    assert [len(records.calls(name)) for name in records] == [1, 1, 1]
 
 
 def test_nothing_is_left_behind(x: Tensor) -> None:
     model = encoder()
     attributes = {name: set(vars(part)) for name, part in model.named_modules()}
-    with torch.no_grad(), ch.observe(model, ALL) as seen:
+    with torch.no_grad(), ch.observe(model, ALL) as records:
         model(x)
     for name, part in model.named_modules():
         assert set(vars(part)) == attributes[name]
         assert not part._forward_hooks
         assert not part._forward_pre_hooks
-    gone, held = weakref.ref(model), [weakref.ref(value) for value in seen[0].statistics.values()]
+    gone, references = weakref.ref(model), [weakref.ref(value) for value in records[0].statistics.values()]
     del model, part
     gc.collect()
     assert gone() is None
-    assert seen[0].entropy is not None
-    assert seen[0].entropy.shape == (2, 4, 6)
-    assert "blocks.2.attention     0  entropy       [2, 4, 6]" in str(seen)
-    del seen
+    assert records[0].entropy is not None
+    assert records[0].entropy.shape == (2, 4, 6)
+    assert "blocks.2.attention     0  entropy       [2, 4, 6]" in str(records)
+    del records
     gc.collect()
-    assert [each() for each in held] == [None] * len(held)
+    assert [each() for each in references] == [None] * len(references)
 
 
-def test_blocks_nest_each_with_its_own_wants(x: Tensor) -> None:
+def test_nested_blocks_have_their_own_statistics(x: Tensor) -> None:
     model = encoder()
     with torch.no_grad():
         plain = model(x)
@@ -341,17 +343,17 @@ def test_blocks_nest_each_with_its_own_wants(x: Tensor) -> None:
     assert outer[0].heatmap_max is not None
 
 
-def test_threads_see_only_their_own(x: Tensor) -> None:
+def test_each_thread_observes_its_own_calls(x: Tensor) -> None:
     model, barrier = encoder(), threading.Barrier(3)
-    found: dict[int, list[int]] = {}
+    lengths: dict[int, list[int]] = {}
 
     def watch(length: int) -> None:
-        with torch.no_grad(), ch.observe(model, ch.Want(entropy=True), keep="all") as seen:
+        with torch.no_grad(), ch.observe(model, ch.Want(entropy=True), keep="all") as records:
             barrier.wait()
             for _ in range(5):
                 model(x[:, :length])
             barrier.wait()
-        found[length] = [call.entropy.shape[2] for call in seen.calls(0) if call.entropy is not None]
+        lengths[length] = [call.entropy.shape[2] for call in records.calls(0) if call.entropy is not None]
 
     threads = [threading.Thread(target=watch, args=(length,)) for length in (2, 5)]
     for thread in threads:
@@ -362,22 +364,22 @@ def test_threads_see_only_their_own(x: Tensor) -> None:
     barrier.wait()
     for thread in threads:
         thread.join()
-    assert found == {2: [2] * 5, 5: [5] * 5}
+    assert lengths == {2: [2] * 5, 5: [5] * 5}
 
 
-def test_a_failure_inside_goes_through_and_ends_the_block(x: Tensor) -> None:
+def test_exception_propagates_and_ends_the_block(x: Tensor) -> None:
     model = encoder()
     with pytest.raises(RuntimeError, match="on purpose"), ch.observe(model, ch.Want(lse=True)):
         raise RuntimeError("on purpose")
-    with ch.observe(model, ch.Want(lse=True)) as seen:
+    with ch.observe(model, ch.Want(lse=True)) as records:
         model(x)
-    assert len(seen) == 3
+    assert len(records) == 3
 
 
-def test_a_compiled_model_says_that_it_went_by_unseen(x: Tensor) -> None:
+def test_compiled_model_raises_that_it_was_not_observed(x: Tensor) -> None:
     model = encoder()
     model.compile_blocks(backend="eager")
-    wanted = "got no call of blocks.0.attention, blocks.1.attention, blocks.2.attention. Graphs of torch.compile pass"
+    wanted = "got no call of blocks.0.attention, blocks.1.attention, blocks.2.attention. Graphs of torch.compile cannot"
     with torch.no_grad(), pytest.raises(ch.UnsupportedError, match=wanted), ch.observe(model, ch.Want(lse=True)):
         model(x)
 
@@ -395,14 +397,14 @@ def test_a_compiled_model_says_that_it_went_by_unseen(x: Tensor) -> None:
         ({"heads": 4}, "heads must lie from 0 to 3; got 4"),
         ({"heads": [0, -1]}, "got -1"),
         ({"queries": -1}, "queries must be positions"),
-        ({"queries": [0, 6]}, "queries must lie from 0 to 5, the positions that were seen; got [0, 6]"),
+        ({"queries": [0, 6]}, "queries must lie from 0 to 5, the observed positions; got [0, 6]"),
         ({"want": ch.Want(rows=[9])}, "want.rows must lie from 0 to 5"),
         ({"want": ch.Want(top_k=7)}, "want.top_k must be a whole number from 0 to k_len 6"),
         ({"want": ch.Want(lse=True), "keep": "first"}, "keep must be one of last, all; got 'first'"),
     ],
     ids=str,
 )
-def test_bad_input_is_one_line_that_lists_what_exists(x: Tensor, arguments: dict[str, Any], words: str) -> None:
+def test_bad_arguments_raise_one_line_that_lists_the_choices(x: Tensor, arguments: dict[str, Any], words: str) -> None:
     model = encoder()
     with pytest.raises(ch.ClearheadError) as caught, ch.observe(model, **{"want": ch.Want(lse=True), **arguments}):
         model(x)
@@ -415,49 +417,53 @@ def test_bad_input_is_one_line_that_lists_what_exists(x: Tensor, arguments: dict
     ("model", "want", "words"),
     [
         (nn.Linear(2, 2), ch.Want(lse=True), "must have attention that can be observed; got Linear."),
-        (nn.MultiheadAttention(4, 2), ch.Want(lse=True), "got MultiheadAttention with MultiheadAttention. Modules of"),
+        (
+            nn.MultiheadAttention(4, 2),
+            ch.Want(lse=True),
+            "got MultiheadAttention with MultiheadAttention. Use modules of",
+        ),
         ("model", ch.Want(lse=True), "model must be a torch.nn.Module; got str"),
-        (MultiHeadAttention(4, 2), ch.Want(), "want must be a ch.Want that asks for something"),
-        (MultiHeadAttention(4, 2), "entropy", "must be a ch.Want that asks for something; got str"),
+        (MultiHeadAttention(4, 2), ch.Want(), "want must be a ch.Want with a statistic"),
+        (MultiHeadAttention(4, 2), "entropy", "must be a ch.Want with a statistic; got str"),
         (MultiHeadAttention(4, 2), ch.Want(lse=True), "must be run within the block; got no call of MultiHeadAtt"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_observed_says_so(model: Any, want: Any, words: str) -> None:
+def test_unobservable_model_raises(model: Any, want: Any, words: str) -> None:
     with pytest.raises(ch.UnsupportedError) as caught, ch.observe(model, want):
         pass
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_record_is_an_error_that_lists_what_was_seen(x: Tensor) -> None:
+def test_unknown_layer_raises_and_lists_the_records(x: Tensor) -> None:
     model = encoder()
-    with ch.observe(model, ch.Want(lse=True), layers=[0, 1]) as seen:
+    with ch.observe(model, ch.Want(lse=True), layers=[0, 1]) as records:
         model(x)
-    for layer, words in ((2, "got 2, which was not watched"), ("nope", "got 'nope', which does not exist")):
+    for layer, words in ((2, "got 2, which was not observed"), ("nope", "got 'nope', which does not exist")):
         with pytest.raises(ch.ShapeError) as caught:
-            seen[layer]
+            records[layer]
         assert f"layer must be one of 0 (blocks.0.attention), 1 (blocks.1.attention); {words}" in str(caught.value)
-    assert "nope" not in seen
-    assert seen.get("nope") is None
+    assert "nope" not in records
+    assert records.get("nope") is None
 
 
-def test_a_decoder_that_observes_itself_with_a_cache(x: Tensor) -> None:
+def test_queries_are_positions_across_calls_with_a_cache(x: Tensor) -> None:
     decoder = Decoder(16, 4, 1).eval()
     cache = decoder.new_cache()
-    with torch.no_grad(), ch.observe(decoder, ch.Want(distance=True), keep="all", queries=[1, 4]) as seen:
+    with torch.no_grad(), ch.observe(decoder, ch.Want(distance=True), keep="all", queries=[1, 4]) as records:
         decoder(x[:, :3], cache=cache)
         decoder(x[:, 3:], cache=cache)
-    assert [call.queries for call in seen.calls(0)] == [(1,), (4,)]
+    assert [call.queries for call in records.calls(0)] == [(1,), (4,)]
 
 
-def test_a_classifier_seen_as_its_users_call_it() -> None:
+def test_received_sums_to_the_lengths_in_a_classifier() -> None:
     torch.manual_seed(0)
     model = SequenceClassifier(30, 16, 4, 2, 3).eval()
     ids = torch.randint(0, 30, (3, 7), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), ch.observe(model, ch.Want(received=True)) as seen:
+    with torch.no_grad(), ch.observe(model, ch.Want(received=True)) as records:
         model(ids, lengths=[7, 2, 5])
-    found = seen["encoder.blocks.1.attention"]
-    assert found.lengths == (7, 2, 5)
-    assert found.received is not None
-    torch.testing.assert_close(found.received.sum(-1), torch.tensor([7.0, 2.0, 5.0])[:, None].expand(3, 4))
+    record = records["encoder.blocks.1.attention"]
+    assert record.lengths == (7, 2, 5)
+    assert record.received is not None
+    torch.testing.assert_close(record.received.sum(-1), torch.tensor([7.0, 2.0, 5.0])[:, None].expand(3, 4))

@@ -1,4 +1,4 @@
-"""Which tokens count as real: keys that may be attended to, wherever the padding stands and whoever attends."""
+"""Which tokens count as real: keys that may be attended to, with padding on either side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def module() -> MultiHeadAttention:
 
 
 @pytest.mark.parametrize("k_len", [4, 6])
-def test_lengths_of_a_memory_say_nothing_of_the_queries(k_len: int) -> None:
+def test_padding_of_keys_does_not_mark_other_queries(k_len: int) -> None:
     attention = module()
     query, memory = torch.randn(2, 6, 16), torch.randn(2, k_len, 16)
     with torch.no_grad(), ch.trace(attention) as traced:
@@ -32,23 +32,23 @@ def test_lengths_of_a_memory_say_nothing_of_the_queries(k_len: int) -> None:
 @pytest.mark.parametrize(
     "padding", [~ch.Padding([3, 0]), ch.Dense(torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7]).bool()[:, None, None])]
 )
-def test_a_sequence_behind_padding_has_the_measures_that_it_has_alone(padding: ch.Mask) -> None:
+def test_left_padded_sequence_has_the_measures_of_the_sequence_alone(padding: ch.Mask) -> None:
     attention, x = module(), torch.randn(2, 7, 16)
     with torch.no_grad(), ch.trace(attention) as traced:
         attention(x, mask=ch.Causal() & padding)
     with torch.no_grad(), ch.trace(attention) as alone:
         attention(x[:1, 3:], mask=ch.Causal())
     assert traced[0].real.tolist() == [[False] * 3 + [True] * 4, [True] * 7]
-    found, wanted = head_scores(traced[0], period=2), head_scores(alone[0], period=2)
+    padded, expected = head_scores(traced[0], period=2), head_scores(alone[0], period=2)
     for name in ("previous", "following", "first", "same", "induction"):
-        torch.testing.assert_close(getattr(found, name)[:1], getattr(wanted, name), msg=name)
+        torch.testing.assert_close(getattr(padded, name)[:1], getattr(expected, name), msg=name)
     torch.testing.assert_close(rollout(traced)[:1, :, 3:], rollout(alone))
     found_keys, wanted_keys = (received_contributions(each[0], attention) for each in (traced, alone))
     torch.testing.assert_close(found_keys[:1, :, 3:], wanted_keys)
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_packed_stack_runs_under_a_trace_as_it_runs_alone(training: bool) -> None:
+def test_packed_stack_is_traced_packed_with_identical_output(training: bool) -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.2, batch_first=True)
     stack = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
@@ -65,7 +65,7 @@ def test_a_packed_stack_runs_under_a_trace_as_it_runs_alone(training: bool) -> N
     assert torch.equal(traced[1].real, ~forbidden)
 
 
-def test_a_hook_of_somebody_else_is_shown_the_padded_batch() -> None:
+def test_user_hook_receives_the_padded_batch() -> None:
     stack = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
     ch.swap(stack)
     x, forbidden, shapes = torch.randn(3, 9, 16), torch.arange(9) >= torch.tensor([[9], [2], [6]]), []

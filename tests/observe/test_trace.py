@@ -1,4 +1,4 @@
-"""trace: every inner point with the formula's numbers, edits that go through, and nothing of either left behind."""
+"""``trace``: every inner point equals the formula, edits take effect, and the model is left unmodified."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def textbook(attention: MultiHeadAttention, x: Tensor, mask: ch.Mask) -> dict[st
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "rotary": True}, {"bias": False}], ids=str)
-def test_every_point_has_the_numbers_of_the_formula(x: Tensor, options: dict[str, Any]) -> None:
+def test_every_point_equals_the_formula(x: Tensor, options: dict[str, Any]) -> None:
     attention, mask = module(**options), ch.Causal() & ch.Window(3)
     with torch.no_grad():
         plain = attention(x, mask=mask)
@@ -73,7 +73,7 @@ def test_every_point_has_the_numbers_of_the_formula(x: Tensor, options: dict[str
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_squares_wait_until_they_are_read(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squares_are_computed_when_read(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     steps = reference.steps
 
@@ -105,15 +105,15 @@ def test_the_table_names_layer_call_point_and_shape(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_replaced_point_goes_on_from_there(x: Tensor, point: str) -> None:
-    """Each point doubled, against the formula written out from there on."""
+def test_replaced_point_is_used_by_later_steps(x: Tensor, point: str) -> None:
+    """Each point doubled, against the formula computed from that point."""
     attention, mask = module(num_kv_heads=2), ch.Causal()
     with torch.no_grad():
         wanted = textbook(attention, x, mask)
         with ch.trace(attention) as traced:
             traced.replace(point, lambda tensor: 2.0 * tensor)
             output = attention(x, mask=mask)
-        again = attention(x, mask=mask)
+        restored = attention(x, mask=mask)
     parts = {name: 2.0 * wanted[name] if name == point else wanted[name] for name in ("query", "key", "value")}
     scores = parts["query"] @ parts["key"].repeat_interleave(2, 1).transpose(-2, -1)
     factor = 2.0 if point in ("scores", "scaled", "masked") else 1.0
@@ -129,10 +129,10 @@ def test_a_replaced_point_goes_on_from_there(x: Tensor, point: str) -> None:
     torch.testing.assert_close(points.head_outputs, heads, rtol=1e-4, atol=1e-5)
     assert points.output is not None
     torch.testing.assert_close(points.output, output)
-    torch.testing.assert_close(again, wanted["output"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(restored, wanted["output"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_tensor_takes_a_points_place_and_sinks_stay(x: Tensor) -> None:
+def test_replaced_masked_scores_keep_the_sink(x: Tensor) -> None:
     attention = module(scores=(ch.Alibi(4), ch.Sink(0.5)))
     masked = torch.randn(2, 4, 6, 6).masked_fill(~ch.Causal().dense(6, 6), -torch.inf)
     with torch.no_grad(), ch.trace(attention) as traced:
@@ -144,7 +144,7 @@ def test_a_tensor_takes_a_points_place_and_sinks_stay(x: Tensor) -> None:
     assert torch.equal(traced[0].masked, masked)
 
 
-def test_heads_are_switched_off_and_on_again(x: Tensor) -> None:
+def test_heads_are_switched_off_until_undo(x: Tensor) -> None:
     model = encoder()
     with torch.no_grad():
         plain = model(x)
@@ -193,7 +193,7 @@ def test_edits_are_differentiable(x: Tensor) -> None:
     assert torch.autograd.gradcheck(run, (scale,))
 
 
-def test_points_keep_their_graph_if_asked_to(x: Tensor) -> None:
+def test_detach_false_keeps_the_graph(x: Tensor) -> None:
     attention = module()
     with ch.trace(attention, detach=False) as traced:
         attention(x)
@@ -228,24 +228,24 @@ def test_statistics_describe_the_edited_call(x: Tensor) -> None:
         first, second = (ch.trace(attention), ch.observe(attention, want))
         with torch.no_grad():
             if blocks:
-                with first as traced, second as seen:
+                with first as traced, second as records:
                     traced.replace("masked", torch.zeros(1, 1, 6, 6).expand(2, 4, 6, 6))
                     attention(x)
             else:
-                with second as seen, first as traced:
+                with second as records, first as traced:
                     traced.replace("masked", lambda masked: torch.zeros_like(masked))
                     attention(x)
-        assert seen[0].rows is not None
-        torch.testing.assert_close(seen[0].rows, torch.full((2, 4, 1, 6), 1 / 6))
+        assert records[0].rows is not None
+        torch.testing.assert_close(records[0].rows, torch.full((2, 4, 1, 6), 1 / 6))
 
 
-def test_observed_weights_cannot_be_replaced_behind_the_softmax(x: Tensor) -> None:
+def test_replacing_weights_raises_under_observe(x: Tensor) -> None:
     attention = module()
     with ch.observe(attention, ch.Want(entropy=True)), ch.trace(attention) as traced:
         traced.replace("weights", lambda weights: weights)
         attention(x)
         traced.replace("weights", lambda weights: 0.0 * weights)
-        with torch.no_grad(), pytest.raises(ch.UnsupportedError, match="leave weights to the softmax"):
+        with torch.no_grad(), pytest.raises(ch.UnsupportedError, match="not replace weights while another"):
             attention(x)
 
 
@@ -280,7 +280,7 @@ def test_generate_runs_with_an_edit() -> None:
     assert [call.problem.q_len for call in calls] == [3, 1, 1]
     assert [call.problem.k_len for call in calls] == [3, 4, 5]
     assert all(call.head_outputs.abs().max() == 0.0 for call in calls)
-    # A copy: later steps have written to the cache that the first one's keys lie in.
+    # The points are copies, as later steps write to the cache with the first step's keys.
     torch.testing.assert_close(calls[0].key, calls[2].key[:, :, :3])
 
 
@@ -304,7 +304,7 @@ def test_nothing_is_left_behind(x: Tensor) -> None:
     assert traced[0].weights.shape == (2, 4, 6, 6)
 
 
-def test_without_a_record_only_edits_work(x: Tensor) -> None:
+def test_record_false_applies_edits_and_records_nothing(x: Tensor) -> None:
     model = encoder()
     with torch.no_grad(), ch.trace(model, record=False) as traced:
         traced.switch_off(1)
@@ -313,7 +313,7 @@ def test_without_a_record_only_edits_work(x: Tensor) -> None:
     assert not torch.allclose(edited, model(x))
 
 
-def test_a_compiled_model_says_that_no_edit_reached_it(x: Tensor) -> None:
+def test_edits_of_a_compiled_model_raise(x: Tensor) -> None:
     model = encoder()
     model.compile_blocks(backend="eager")
     block = ch.trace(model, record=False)
@@ -330,8 +330,11 @@ def test_a_compiled_model_says_that_no_edit_reached_it(x: Tensor) -> None:
     [
         (lambda traced: traced.replace("score", 0), "trace: point must be one of query, key, value, scores, scaled"),
         (lambda traced: traced.replace("scores", 0), "trace: by must be a tensor or a function of one; got int"),
-        (lambda traced: traced.replace("scores", torch.zeros(5)), "scores must stay a tensor of shape (2, 4, 6, 6)"),
-        (lambda traced: traced.replace("output", lambda _: None), "output must stay a tensor of shape"),
+        (
+            lambda traced: traced.replace("scores", torch.zeros(5)),
+            "scores must be replaced by a tensor of shape (2, 4, 6, 6)",
+        ),
+        (lambda traced: traced.replace("output", lambda _: None), "output must be replaced by a tensor of shape"),
         (lambda traced: traced.replace("output", torch.zeros(1), heads=0), "heads must be left out for output"),
         (lambda traced: traced.switch_off(4), "heads must lie from 0 to 3; got 4"),
         (lambda traced: traced.switch_off(0, layers=7), "layers must be one of 0 (blocks.0.attention), 2 (blocks.2."),
@@ -339,7 +342,7 @@ def test_a_compiled_model_says_that_no_edit_reached_it(x: Tensor) -> None:
         (lambda traced: traced.temperature(0.0), "temperature must be a number above 0; got 0.0"),
     ],
 )
-def test_bad_edits_are_one_line(x: Tensor, edit: Any, words: str) -> None:
+def test_bad_edits_raise_one_line(x: Tensor, edit: Any, words: str) -> None:
     model = encoder()
 
     def run() -> None:

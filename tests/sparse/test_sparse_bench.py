@@ -83,4 +83,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shapes_option_is_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "--sparse", "--shape", "1,1,8,8"])
     assert result.exit_code == 2
-    assert "--shape must not stand with --sparse" in result.stderr
+    assert "--shape must not be used with --sparse" in result.stderr

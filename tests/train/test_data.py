@@ -45,15 +45,15 @@ def test_labels_may_be_absent_where_they_are_not_required(tmp_path: Path) -> Non
 
 
 BAD = {
-    "empty.csv": ("", "must hold text; got an empty file"),
-    "blank.jsonl": ("\n  \n", "must hold text; got an empty file"),
-    "header.csv": ("label,text\n", "must hold at least one row"),
+    "empty.csv": ("", "must have text; got an empty file"),
+    "blank.jsonl": ("\n  \n", "must have text; got an empty file"),
+    "header.csv": ("label,text\n", "must have at least one row"),
     "column.csv": ("label,words\na,b\n", "must have the column 'text'; got the columns 'label', 'words'"),
     "short.csv": ("label,text\na,b\nc\n", "must have 2 cells in every row, as its header has; got 1 cells in line 3"),
     "long.csv": ("label,text\na,b,c\n", "got 3 cells in line 2"),
     "quote.csv": ('label,text\na,"b\n', "must be well-formed CSV"),
     "json.jsonl": ('{"label": "a", "text": "b"}\n{"label": \n', "must be JSON lines; got Expecting value in line 2"),
-    "list.jsonl": ("[1, 2]\n", "must hold one object a line; got list in line 1"),
+    "list.jsonl": ("[1, 2]\n", "must have one object per line; got list in line 1"),
     "type.jsonl": ('{"label": "a", "text": null}\n', "must have text in the column 'text'; got NoneType in line 1"),
     "latin.csv": (b"label,text\na,caf\xe9\n", "must be UTF-8; got byte 0xe9 in line 2"),
     "table.txt": ("label,text\n", "must end in .csv or .jsonl; got '.txt'"),
@@ -61,7 +61,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_one_line(tmp_path: Path, name: str) -> None:
+def test_bad_table_raises_one_line(tmp_path: Path, name: str) -> None:
     content, expected = BAD[name]
     with pytest.raises(DataError) as caught:
         read_table(_written(tmp_path, name, content))
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_absent_file_and_folder(tmp_path: Path) -> None:
+def test_absent_file_or_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must be a readable file; got No such file"):
         read_table(tmp_path / "none.csv")
     with pytest.raises(DataError, match=r"must be a readable file; got Is a directory"):
@@ -81,7 +81,7 @@ ODD = {
     "deep.jsonl": ("[" * 100_000 + "\n", "must be JSON lines; got .*recursion.* in line 1"),
     "half.jsonl": (
         '{"label":"a","text":"x \\ud800"}\n',
-        "have text in the column 'text'; got half of a surrogate pair",
+        "have text in the column 'text'; got a lone surrogate",
     ),
     "twice.csv": ("text,label,text\na,b,c\n", "have one column 'text'; got 2"),
     "nothing.csv": ("label,text\n,x\n", "have a label in every row; got none in line 2"),
@@ -89,19 +89,19 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_rows_are_named(tmp_path: Path, name: str) -> None:
+def test_odd_row_raises_with_its_line(tmp_path: Path, name: str) -> None:
     content, said = ODD[name]
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=said):
         read_table(tmp_path / name)
 
 
-def test_a_cell_may_be_as_long_as_the_file(tmp_path: Path) -> None:
+def test_cell_may_be_as_long_as_the_file(tmp_path: Path) -> None:
     (tmp_path / "long.csv").write_text("label,text\na," + "word " * 40_000 + "\n")
     assert len(read_table(tmp_path / "long.csv").texts[0]) == 200_000
 
 
-def test_the_fingerprint_is_that_of_what_was_read(tmp_path: Path) -> None:
+def test_sha256_is_that_of_the_content_read(tmp_path: Path) -> None:
     content = b"label,text\na,b\n"
     os.mkfifo(tmp_path / "pipe.csv")
     writer = threading.Thread(target=lambda: (tmp_path / "pipe.csv").write_bytes(content))

@@ -41,22 +41,22 @@ def _train(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"checkpoint_activations": True}, {"average": 0.9}])
-def test_it_learns_under_every_option(changes: dict[str, Any]) -> None:
+def test_classifier_learns_under_every_option(changes: dict[str, Any]) -> None:
     assert _train(**changes).outcome.held_out["accuracy"] >= 0.95
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
-    first, again, other = (_train(epochs=1, token_dropout=0.1, seed=seed).model.state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+def test_seed_decides_the_weights() -> None:
+    first, repeated, other = (_train(epochs=1, token_dropout=0.1, seed=seed).model.state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_recomputing_activations_changes_nothing() -> None:
+def test_checkpointed_activations_give_the_same_weights() -> None:
     plain, saved = (_train(epochs=1, checkpoint_activations=flag).model.state_dict() for flag in (False, True))
     assert all(torch.allclose(plain[name], saved[name], atol=1e-5) for name in plain)
 
 
-def test_torchs_own_random_numbers_are_left_alone() -> None:
+def test_random_state_of_torch_is_unmodified() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -64,7 +64,7 @@ def test_torchs_own_random_numbers_are_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_padding_and_the_other_rows_of_a_batch_change_no_score() -> None:
+def test_scores_are_independent_of_padding_and_batch() -> None:
     model = _train(epochs=1).model
     examples = _examples(40, 2)
     together = class_scores(model, examples, torch.device("cpu"))
@@ -95,8 +95,8 @@ class _Slope:
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         weight = next(model.parameters()).item()
-        taken = round(-weight / 0.5)
-        return {"score": self.scores[taken - 1], "weight": weight}
+        steps = round(-weight / 0.5)
+        return {"score": self.scores[steps - 1], "weight": weight}
 
 
 def _slope(task: _Slope, **changes: Any) -> tuple[Any, InMemory]:
@@ -107,49 +107,49 @@ def _slope(task: _Slope, **changes: Any) -> tuple[Any, InMemory]:
     return Engine(model, task, options, keeper=keeper).fit(), keeper
 
 
-def test_the_best_weights_are_kept_and_the_stop_is_early() -> None:
+def test_best_weights_are_restored_after_early_stopping() -> None:
     outcome, keeper = _slope(_Slope([0.1, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5, 0.95]), patience=3)
     assert (outcome.best_step, outcome.steps) == (2, 5)
     assert outcome.held_out["weight"] == pytest.approx(-1.0, abs=1e-4)
     assert [record["score"] for record in keeper.records if record["kind"] == "held_out"] == [0.1, 0.9, 0.5, 0.5, 0.5]
 
 
-def test_of_evaluations_that_cannot_be_told_apart_the_later_is_kept() -> None:
+def test_later_of_equal_evaluations_is_best() -> None:
     # 0.85 is within 0.06 of the best, 0.9; 0.8 is not, although it is within 0.06 of 0.85: it may not creep down.
     outcome, _ = _slope(_Slope([0.5, 0.9, 0.85, 0.8, 0.8], slack=0.06), patience=5)
     assert (outcome.best_step, outcome.steps) == (3, 5)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_broken_loss_stops_with_one_line(loss: float) -> None:
+def test_non_finite_loss_raises_one_line(loss: float) -> None:
     engine = Engine(nn.Linear(1, 1, bias=False), _Slope([0.5], loss=loss), TrainingOptions())
-    with pytest.raises(DataError, match=r"^train: loss must stay finite; got (nan|inf|-inf) at step 0\. Lower --lr"):
+    with pytest.raises(DataError, match=r"^train: loss must be finite; got (nan|inf|-inf) at step 0\. Lower --lr"):
         engine.fit()
 
 
-def test_a_watcher_sees_speed_and_time_left_and_is_closed_once() -> None:
-    seen: list[Any] = []
+def test_reporter_receives_speed_and_remaining_time_and_closes_once() -> None:
+    events: list[Any] = []
 
     class Watch:
         def stepped(self, shown: Shown) -> None:
-            seen.append(shown)
+            events.append(shown)
 
         def said(self, line: str) -> None:
-            seen.append(line)
+            events.append(line)
 
         def closed(self) -> None:
-            seen.append("closed")
+            events.append("closed")
 
     options = ClassifierOptions(**(SMALL | {"epochs": 1}))
     train_classifier(_examples(64, 0), _examples(64, 1), vocab_size=9, num_classes=2, options=options, watcher=Watch())
-    shown = [item for item in seen if isinstance(item, Shown)]
+    shown = [item for item in events if isinstance(item, Shown)]
     assert [item.step for item in shown] == [1, 2, 3, 4]
     assert shown[-1].seconds_left == 0
     assert all(item.tokens_per_second > 0 for item in shown)
-    assert seen.count("closed") == 1
+    assert events.count("closed") == 1
 
 
-def test_seeded_depends_on_every_part_of_the_place() -> None:
+def test_seeded_depends_on_every_part_of_its_key() -> None:
     drawn = []
     for place in ((0,), (0, 0), (0, 1), (1, 0)):
         with seeded(*place):
@@ -158,7 +158,7 @@ def test_seeded_depends_on_every_part_of_the_place() -> None:
 
 
 @pytest.mark.parametrize(("rows", "epochs"), [(100, 1500 // 7), (16 * 1500, 1), (16 * 5000, 1)])
-def test_without_a_number_of_epochs_there_are_about_fifteen_hundred_steps(rows: int, epochs: int) -> None:
+def test_epochs_0_gives_about_1500_steps(rows: int, epochs: int) -> None:
     examples = Sequences([[1]] * rows, [0] * rows)
     task = ClassifierTask(examples, examples, ClassifierOptions(**SMALL), None)
     per_epoch = -(-rows // 16)

@@ -12,7 +12,7 @@ from clearhead.errors import DataError
 from clearhead.train.files import check_writable, write_bytes
 
 
-def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+def test_symbolic_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     write_bytes(tmp_path / "link", b"new")
@@ -21,7 +21,7 @@ def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
-def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+def test_pipe_is_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
@@ -33,7 +33,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_a_new_file_has_the_mode_that_new_files_have(tmp_path: Path, mask: int, mode: int) -> None:
+def test_new_file_has_the_mode_of_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
     before = os.umask(mask)
     try:
         write_bytes(tmp_path / "file", b"")
@@ -42,7 +42,7 @@ def test_a_new_file_has_the_mode_that_new_files_have(tmp_path: Path, mask: int, 
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
-def test_whether_a_place_can_be_written_to_leaves_nothing_there(tmp_path: Path) -> None:
+def test_check_writable_leaves_no_files(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b", function="train", argument="--out", folder=True)
     check_writable(tmp_path / "a" / "b.csv", function="predict", argument="--out")
     assert list(tmp_path.iterdir()) == []

@@ -23,7 +23,7 @@ def test_learning_rate_rises_linearly_and_falls_by_half_a_cosine() -> None:
     assert all(first >= second for first, second in pairwise(rates[100:]))
 
 
-def test_without_warmup_the_first_step_is_at_the_top() -> None:
+def test_warmup_0_starts_at_the_highest_rate() -> None:
     assert learning_rate(0, 10, TrainingOptions(lr=1.0, warmup=0.0)) == 1.0
 
 
@@ -31,11 +31,11 @@ def test_decay_acts_on_matrices_only() -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3))
     optimizer = adamw(model, TrainingOptions(weight_decay=0.3))
     decay = {id(item): group["weight_decay"] for group in optimizer.param_groups for item in group["params"]}
-    found = {name: decay[id(item)] for name, item in model.named_parameters()}
-    assert found == {"0.weight": 0.0, "1.weight": 0.3, "1.bias": 0.0, "2.weight": 0.0, "2.bias": 0.0}
+    by_name = {name: decay[id(item)] for name, item in model.named_parameters()}
+    assert by_name == {"0.weight": 0.0, "1.weight": 0.3, "1.bias": 0.0, "2.weight": 0.0, "2.bias": 0.0}
 
 
-def test_average_is_the_recursion_and_is_only_lent() -> None:
+def test_average_follows_its_recursion_and_is_lent() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     average = Average(model, 0.5)
@@ -51,10 +51,10 @@ def test_average_is_the_recursion_and_is_only_lent() -> None:
     assert model.weight.item() == 19
 
 
-def test_no_average_lends_the_models_own_weights() -> None:
+def test_average_0_lends_the_weights_of_the_model() -> None:
     model = nn.Linear(1, 1)
-    own = model.weight.item()
+    original = model.weight.item()
     average = Average(model, 0.0)
     average.update(0)
     with average.lent():
-        assert model.weight.item() == own
+        assert model.weight.item() == original

@@ -25,7 +25,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "expected"), BAD)
-def test_out_of_limits_is_one_line(change: dict[str, Any], expected: str) -> None:
+def test_option_out_of_limits_raises_one_line(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(ClearheadError) as caught:
         ClassifierOptions(**change).checked("train classify")
     assert str(caught.value).startswith(f"train classify: {expected}")
@@ -37,18 +37,18 @@ def test_defaults_are_within_limits_and_every_field_has_a_help_text(kind: type[C
     assert all(item.metadata["help"].endswith(".") for item in dataclasses.fields(kind))
 
 
-def test_options_read_back_the_same() -> None:
+def test_options_survive_as_dict() -> None:
     options = ClassifierOptions(embed_dim=64, lr=0.5)
     assert ClassifierOptions.from_dict(options.as_dict(), function="x") == options
 
 
 @pytest.mark.parametrize("change", [{"embed_dim": "wide"}, {"embed_dim": None}, {"no_such": 1}, {"compile": 1}])
-def test_damaged_options_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"^load: config.json must hold known options of the right type; got "):
+def test_damaged_options_raise(change: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"^load: config.json must have known options of the right type; got "):
         ClassifierOptions.from_dict(ClassifierOptions().as_dict() | change, function="load")
 
 
-def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ClearheadError, match=r"--device must be usable here; got cuda without a GPU"):
         ClassifierOptions(device="cuda").chosen_device("train classify")

@@ -17,11 +17,11 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_a_moment_in_words() -> None:
+def test_progress_is_one_line() -> None:
     assert MOMENT.words() == "step 3/9  loss 0.500  accuracy 0.750  12,346 tokens/s  1:05 left"
 
 
-def test_lines_are_few_where_there_is_no_terminal() -> None:
+def test_progress_is_plain_lines_without_a_terminal() -> None:
     stream = io.StringIO()
     watcher = watcher_for(stream)
     assert isinstance(watcher, Lines)
@@ -35,7 +35,7 @@ def test_lines_are_few_where_there_is_no_terminal() -> None:
     assert MOMENT.words() in stream.getvalue()
 
 
-def test_a_terminal_gets_a_bar_that_goes_away() -> None:
+def test_terminal_shows_a_bar_that_is_removed() -> None:
     stream = _Terminal()
     watcher = watcher_for(stream)
     assert isinstance(watcher, Bar)
@@ -45,20 +45,20 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     assert "measured [bold]" in stream.getvalue()
 
 
-def test_a_log_is_cut_to_what_the_checkpoint_knows(tmp_path: Path) -> None:
+def test_log_is_truncated_to_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = LineLog(path, keep_bytes=0)
     log.write({"step": 1})
-    known = log.size()
+    size = log.size()
     log.write({"step": 2})
     log.close()
-    log = LineLog(path, keep_bytes=known)
+    log = LineLog(path, keep_bytes=size)
     log.write({"step": 3})
     log.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
 
 
-def test_a_bar_that_never_began_leaves_the_terminal_alone() -> None:
+def test_bar_without_steps_writes_no_control_codes() -> None:
     stream = _Terminal()
     watcher = watcher_for(stream)
     watcher.said(":cat: measured")

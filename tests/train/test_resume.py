@@ -49,11 +49,11 @@ def _finish(command: list[str], data: Path, out: Path) -> None:
 
 def _kill_after_checkpoints(process: ForkServerProcess, checkpoint: Path, count: int) -> None:
     """Kill the process once it has written ``count`` checkpoints, wherever that finds it."""
-    seen: set[int] = set()
+    times: set[int] = set()
     deadline = time.monotonic() + 240
-    while len(seen) < count and process.is_alive() and time.monotonic() < deadline:
+    while len(times) < count and process.is_alive() and time.monotonic() < deadline:
         if checkpoint.exists():
-            seen.add(checkpoint.stat().st_mtime_ns)
+            times.add(checkpoint.stat().st_mtime_ns)
         time.sleep(0.0005)
     process.kill()
     process.join()
@@ -67,7 +67,7 @@ def _numbers(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", COMMANDS)
-def test_a_killed_run_resumes_to_the_same_bits(task: str, table: Path, play: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_bitwise(task: str, table: Path, play: Path, tmp_path: Path) -> None:
     data, command = {"classify": table, "lm": play}[task], COMMANDS[task]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     _finish(command, data, whole)
@@ -78,15 +78,15 @@ def test_a_killed_run_resumes_to_the_same_bits(task: str, table: Path, play: Pat
     _finish([*command, "--resume"], data, killed)
 
     for name in ("model.safetensors", "checkpoint/last.safetensors"):
-        expected, found = load_file(whole / name), load_file(killed / name)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[key], found[key]) for key in expected), name
+        expected, resumed = load_file(whole / name), load_file(killed / name)
+        assert expected.keys() == resumed.keys()
+        assert all(torch.equal(expected[key], resumed[key]) for key in expected), name
     assert _numbers(killed / "log.jsonl") == _numbers(whole / "log.jsonl")
     metrics = [json.loads((run / "metrics.json").read_text()) for run in (whole, killed)]
     assert metrics[0] | {"seconds": 0} == metrics[1] | {"seconds": 0}
 
 
-def test_leftovers_of_a_kill_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     for name in (".half-written-x", "checkpoint/.half-written-y", ".keep", "config.json"):
         (tmp_path / name).touch()
@@ -99,7 +99,7 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
-def test_a_kill_between_any_two_writes_resumes_to_the_same_bits(
+def test_kill_between_any_two_writes_resumes_bitwise(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     """Every file is written by one function; dying just before its n-th call covers every order of files."""
@@ -125,7 +125,7 @@ def test_a_kill_between_any_two_writes_resumes_to_the_same_bits(
     assert _numbers(killed / "log.jsonl") == _numbers(whole / "log.jsonl")
 
 
-def test_a_finished_run_is_left_as_it_is(table: Path, tmp_path: Path) -> None:
+def test_finished_run_is_unmodified(table: Path, tmp_path: Path) -> None:
     options = ClassifierOptions(**TINY, epochs=1)
     metrics = train_text_classifier(table, out=tmp_path / "run", options=options)
     before = (tmp_path / "run" / "checkpoint" / "last.safetensors").stat().st_mtime_ns
@@ -133,7 +133,7 @@ def test_a_finished_run_is_left_as_it_is(table: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoint" / "last.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_run_is_not_resumed_with_other_options_or_data(table: Path, tmp_path: Path) -> None:
+def test_resuming_with_other_options_or_data_raises(table: Path, tmp_path: Path) -> None:
     options = ClassifierOptions(**TINY, epochs=1)
     train_text_classifier(table, out=tmp_path / "run", options=options)
     other = ClassifierOptions(**TINY, epochs=1, lr=0.5)
@@ -141,11 +141,11 @@ def test_a_run_is_not_resumed_with_other_options_or_data(table: Path, tmp_path: 
         train_text_classifier(table, out=tmp_path / "run", options=other, resume=True)
     changed = tmp_path / "films.csv"
     changed.write_text(table.read_text() + "good,one more\n")
-    with pytest.raises(DataError, match=r"must be resumed with what it was begun with; got data "):
+    with pytest.raises(DataError, match=r"must be resumed with the same task, data and options; got data "):
         train_text_classifier(changed, out=tmp_path / "run", options=options, resume=True)
 
 
-def test_other_threads_are_said(table: Path, tmp_path: Path) -> None:
+def test_other_number_of_threads_is_reported(table: Path, tmp_path: Path) -> None:
     options = ClassifierOptions(**TINY, epochs=1)
     run = tmp_path / "run"
     train_text_classifier(table, out=run, options=options)
@@ -154,10 +154,10 @@ def test_other_threads_are_said(table: Path, tmp_path: Path) -> None:
     (run / "config.json").write_text(json.dumps(config | {"threads": 99}))
     stream = io.StringIO()
     train_text_classifier(table, out=run, options=options, resume=True, watcher=Lines(stream))
-    assert "threads differ from the run's beginning: its last digits may too" in stream.getvalue()
+    assert "threads differ from those at the start of the run, so rounding may differ" in stream.getvalue()
 
 
-def test_other_products_than_at_the_beginning_are_said(table: Path, tmp_path: Path) -> None:
+def test_other_gemm_implementations_are_reported(table: Path, tmp_path: Path) -> None:
     """The run goes on by the table of this processor."""
     options = ClassifierOptions(**TINY, epochs=1)
     run = tmp_path / "run"
@@ -172,18 +172,18 @@ def test_other_products_than_at_the_beginning_are_said(table: Path, tmp_path: Pa
         assert ("products differ" in stream.getvalue()) == said
 
 
-def test_a_damaged_checkpoint_is_one_line(table: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_raises_one_line(table: Path, tmp_path: Path) -> None:
     options = ClassifierOptions(**TINY, epochs=1)
     run = tmp_path / "run"
     train_text_classifier(table, out=run, options=options)
     (run / "metrics.json").unlink()
     checkpoint = run / "checkpoint" / "last.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
-    with pytest.raises(DataError, match=r"last.safetensors must be a whole safetensors file"):
+    with pytest.raises(DataError, match=r"last.safetensors must be a complete safetensors file"):
         train_text_classifier(table, out=run, options=options, resume=True)
 
 
-def test_batches_of_a_step_do_not_depend_on_the_way_there(table: Path) -> None:
+def test_batch_depends_on_its_step_alone(table: Path) -> None:
     import numpy as np
 
     from clearhead.train.batches import Sequences

@@ -25,7 +25,7 @@ from clearhead.train.sampling import stream
 from .conftest import TINY
 
 
-def test_a_run_holds_what_the_readme_says(classifier_run: Path) -> None:
+def test_run_folder_has_the_documented_files(classifier_run: Path) -> None:
     names = {item.name for item in classifier_run.iterdir()}
     assert names == {
         "config.json",
@@ -44,28 +44,28 @@ def test_a_run_holds_what_the_readme_says(classifier_run: Path) -> None:
     assert {record["kind"] for record in records} == {"train", "held_out"}
 
 
-def test_tensorboard_holds_the_numbers_of_the_log(classifier_run: Path) -> None:
+def test_tensorboard_has_the_metrics_of_the_log(classifier_run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(classifier_run / "tensorboard"))
     events.Reload()
     logged = [json.loads(line) for line in (classifier_run / "log.jsonl").read_text().splitlines()]
     expected = [(record["step"], record["accuracy"]) for record in logged if record["kind"] == "held_out"]
-    found = [(event.step, event.value) for event in events.Scalars("held_out/accuracy")]
-    assert found == [(step, pytest.approx(value)) for step, value in expected]
+    scalars = [(event.step, event.value) for event in events.Scalars("held_out/accuracy")]
+    assert scalars == [(step, pytest.approx(value)) for step, value in expected]
 
 
 def test_predictions_are_right_and_probabilities_sum_to_one(classifier_run: Path) -> None:
     run = load_run(classifier_run)
-    found = run.predict(["a warm and clever story", "a cold and dull story", "fine"])
-    assert [label for label, _ in found] == ["good", "poor", "good"]
-    for label, chances in found:
+    predictions = run.predict(["a warm and clever story", "a cold and dull story", "fine"])
+    assert [label for label, _ in predictions] == ["good", "poor", "good"]
+    for label, chances in predictions:
         assert sum(chances) == pytest.approx(1.0)
         assert run.labels[chances.index(max(chances))] == label
     assert run.predict([]) == []
 
 
-def test_predictions_do_not_depend_on_their_company(classifier_run: Path) -> None:
+def test_predictions_are_independent_of_the_batch(classifier_run: Path) -> None:
     run = load_run(classifier_run)
     texts = ["good", "a cold and dull story , silly and bad", "warm film"]
     together = run.predict(texts)
@@ -75,14 +75,14 @@ def test_predictions_do_not_depend_on_their_company(classifier_run: Path) -> Non
         assert alone == pytest.approx(chances, abs=1e-5)
 
 
-def test_a_text_longer_than_the_model_is_cut(classifier_run: Path) -> None:
+def test_long_text_is_truncated(classifier_run: Path) -> None:
     run = load_run(classifier_run)
     assert run.encode("good " * 100) == run.encode("good " * 16)
     assert len(run.predict(["good " * 100])) == 1
 
 
 @pytest.mark.parametrize("text", ["", "  ", "\n"])
-def test_a_text_without_tokens_is_refused(classifier_run: Path, text: str) -> None:
+def test_text_without_tokens_raises(classifier_run: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"^encode: text must have at least one token"):
         load_run(classifier_run).predict([text])
 
@@ -106,33 +106,33 @@ def _edit_config(**changes: Any) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut weights": (_truncate, "model.safetensors must be a whole safetensors file"),
-    "empty weights": (lambda run: (run / "model.safetensors").write_bytes(b""), "must be a whole safetensors file"),
-    "no weights": (lambda run: (run / "model.safetensors").unlink(), "must hold trained weights; got none yet"),
+    "cut weights": (_truncate, "model.safetensors must be a complete safetensors file"),
+    "empty weights": (lambda run: (run / "model.safetensors").write_bytes(b""), "must be a complete safetensors file"),
+    "no weights": (lambda run: (run / "model.safetensors").unlink(), "must have trained weights; got none yet"),
     "no config": (lambda run: (run / "config.json").unlink(), "must be a readable JSON file; got no such file"),
     "broken config": (lambda run: (run / "config.json").write_text("{"), "must be a readable JSON file; got Expecting"),
     "list config": (lambda run: (run / "config.json").write_text("[]"), "config.json must describe a run"),
     "other task": (_edit_config(task="dance"), "must be of the task classify or lm; got 'dance'"),
-    "no labels": (_edit_config(labels=[]), "config.json must hold 'labels'"),
-    "other width": (_edit_config(options={"embed_dim": 32}), "must hold the weights that config.json describes"),
-    "more layers": (_edit_config(options={"num_layers": 2}), "must hold the weights that config.json describes"),
+    "no labels": (_edit_config(labels=[]), "config.json must have 'labels'"),
+    "other width": (_edit_config(options={"embed_dim": 32}), "must have the weights that config.json describes"),
+    "more layers": (_edit_config(options={"num_layers": 2}), "must have the weights that config.json describes"),
     "bad width": (_edit_config(options={"embed_dim": -1}), "--embed-dim must be at least 1"),
-    "word width": (_edit_config(options={"embed_dim": "x"}), "must hold known options of the right type"),
-    "other vocabulary": (_edit_config(vocab_size=5), "must know 5 tokens"),
-    "no tokenizer": (lambda run: (run / "tokenizer.json").unlink(), "must be a whole tokenizer file"),
+    "word width": (_edit_config(options={"embed_dim": "x"}), "must have known options of the right type"),
+    "other vocabulary": (_edit_config(vocab_size=5), "must have 5 tokens"),
+    "no tokenizer": (lambda run: (run / "tokenizer.json").unlink(), "must be a complete tokenizer file"),
     "foreign weights": (
         lambda run: write_tensors(run / "model.safetensors", {"x": torch.zeros(2)}),
-        "must hold the weights that config.json describes; got missing",
+        "must have the weights that config.json describes; got missing",
     ),
     "a pickle": (
         lambda run: torch.save({"x": torch.zeros(2)}, run / "model.safetensors"),
-        "must be a whole safetensors file",
+        "must be a complete safetensors file",
     ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_run_says_so_in_one_line(classifier_run: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_run_raises_one_line(classifier_run: Path, tmp_path: Path, name: str) -> None:
     damage, expected = DAMAGE[name]
     run = tmp_path / "run"
     shutil.copytree(classifier_run, run)
@@ -144,19 +144,19 @@ def test_a_damaged_run_says_so_in_one_line(classifier_run: Path, tmp_path: Path,
     assert "\n" not in str(caught.value)
 
 
-def test_no_such_folder(tmp_path: Path) -> None:
+def test_absent_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must be a run folder; got no such folder"):
         load_run(tmp_path / "none")
 
 
-def test_a_run_of_the_other_task_is_refused(classifier_run: Path, language_run: Path) -> None:
+def test_run_of_the_other_task_raises(classifier_run: Path, language_run: Path) -> None:
     with pytest.raises(DataError, match=r"^predict: .* must be a run of train classify; got a run of train lm"):
         load_run(language_run).predict(["x"])
     with pytest.raises(DataError, match=r"^generate: .* must be a run of train lm; got a run of train classify"):
         stream(load_run(classifier_run), "x")
 
 
-def test_bad_data_leaves_nothing_behind(tmp_path: Path, table: Path) -> None:
+def test_bad_data_leaves_no_folder(tmp_path: Path, table: Path) -> None:
     options = ClassifierOptions(**TINY)
     one_class = tmp_path / "one.csv"
     one_class.write_text("label,text\na,b c\na,d e\n")
@@ -167,7 +167,7 @@ def test_bad_data_leaves_nothing_behind(tmp_path: Path, table: Path) -> None:
     cases: list[tuple[Path, Path | None, str]] = [
         (one_class, None, "must have two classes or more; got one, 'a'"),
         (blank, None, "must have a token in every text; got none in line 4"),
-        (table, odd, "must have only labels seen in training; got 'new' in line 2"),
+        (table, odd, "must have only labels of the training data; got 'new' in line 2"),
     ]
     for data, test, expected in cases:
         with pytest.raises(DataError, match=r"^train classify: ") as caught:
@@ -176,9 +176,9 @@ def test_bad_data_leaves_nothing_behind(tmp_path: Path, table: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_holds_something_is_not_written_to(tmp_path: Path, table: Path, classifier_run: Path) -> None:
+def test_folder_with_files_is_not_written_to(tmp_path: Path, table: Path, classifier_run: Path) -> None:
     before = {item: item.stat().st_mtime_ns for item in classifier_run.rglob("*")}
-    with pytest.raises(DataError, match=r"must be a new or empty folder; got a folder that holds a run"):
+    with pytest.raises(DataError, match=r"must be a new or empty folder; got a folder with a run"):
         train_text_classifier(table, out=classifier_run, options=ClassifierOptions(**TINY))
     assert {item: item.stat().st_mtime_ns for item in classifier_run.rglob("*")} == before
     (tmp_path / "thesis.txt").write_text("precious")
@@ -188,15 +188,15 @@ def test_a_folder_that_holds_something_is_not_written_to(tmp_path: Path, table: 
         train_text_classifier(table, out=tmp_path / "thesis.txt", options=ClassifierOptions(**TINY))
 
 
-def test_a_broken_loss_keeps_the_checkpoint(tmp_path: Path, table: Path) -> None:
+def test_non_finite_loss_leaves_the_checkpoint(tmp_path: Path, table: Path) -> None:
     options = ClassifierOptions(**TINY, epochs=3, lr=1e30, checkpoint_every=1)
-    with pytest.raises(DataError, match=r"^train classify: loss must stay finite; got nan at step \d+"):
+    with pytest.raises(DataError, match=r"^train classify: loss must be finite; got nan at step \d+"):
         train_text_classifier(table, out=tmp_path / "out", options=options)
     assert (tmp_path / "out" / "checkpoint" / "last.safetensors").exists()
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 
-def test_a_short_text_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_short_text_raises_before_anything_is_written(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("abc" * 50)
     with pytest.raises(DataError, match=r"must have more than --context 64 tokens in its held-out part; got 15"):
@@ -204,7 +204,7 @@ def test_a_short_text_is_refused_before_anything_is_written(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_a_stream_is_what_generate_gives(language_run: Path) -> None:
+def test_stream_equals_generate(language_run: Path) -> None:
     run = load_run(language_run)
     numbers = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 5, "seed": 3}
     ids = torch.tensor([run.encode("First")])
@@ -212,7 +212,7 @@ def test_a_stream_is_what_generate_gives(language_run: Path) -> None:
     assert "First" + "".join(stream(run, "First", **numbers)) == expected  # type: ignore[arg-type]
 
 
-def test_a_prompt_that_cannot_be_read_is_refused(language_run: Path) -> None:
+def test_prompt_outside_the_vocabulary_raises(language_run: Path) -> None:
     run = load_run(language_run)
     with pytest.raises(DataError, match=r"must have only characters of the training text; got '7', 'é'"):
         stream(run, "é7 First")

@@ -20,46 +20,46 @@ def test_words_below_the_count_are_unknown() -> None:
 
 
 @pytest.mark.parametrize("lowercase", [False, True])
-def test_lower_case_is_an_option(lowercase: bool) -> None:
+def test_lowercase_option_folds_case(lowercase: bool) -> None:
     tokenizer = train_words(["What", "what"], min_count=1, lowercase=lowercase)
     assert (tokenizer.encode("What") == tokenizer.encode("what")) is lowercase
 
 
-def test_vocabulary_size_is_kept() -> None:
+def test_vocabulary_size_is_respected() -> None:
     texts = [f"word{number} common" for number in range(100)]
     assert len(train_words(texts, vocab_size=10, min_count=1)) == 10
     assert len(train_bpe(texts, vocab_size=30)) == 30
 
 
 @pytest.mark.parametrize("train", [train_characters, lambda text: train_bytes(text, vocab_size=300)])
-def test_a_text_comes_back_as_it_was(train: object) -> None:
+def test_decode_restores_the_text(train: object) -> None:
     tokenizer = train(PLAY)  # type: ignore[operator]
     for text in (PLAY, "tous: Égal", " \n\n à"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.decode(tokenizer.encode_long(text)) == text
 
 
-def test_a_long_text_is_encoded_like_a_short_one() -> None:
+def test_encode_long_equals_encode() -> None:
     tokenizer = train_characters(PLAY)
     assert tokenizer.encode_long(PLAY * 5) == tokenizer.encode(PLAY * 5)
     assert len(tokenizer) == len(set(PLAY))
 
 
-def test_what_cannot_be_written_is_said() -> None:
+def test_cannot_write_lists_unknown_characters() -> None:
     assert train_characters("abc").cannot_write("abzxz") == ["x", "z"]
     assert train_bytes(PLAY, vocab_size=300).cannot_write("漢") == []
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}', "[]"])
-def test_a_damaged_file_is_one_line(tmp_path: Path, content: str) -> None:
+def test_damaged_tokenizer_raises_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(DataError, match=r"^load: .*tokenizer.json must be a whole tokenizer file; got "):
+    with pytest.raises(DataError, match=r"^load: .*tokenizer.json must be a complete tokenizer file; got "):
         TextTokenizer.load(path, function="load")
 
 
-def test_a_saved_tokenizer_reads_back_the_same(tmp_path: Path) -> None:
+def test_saved_tokenizer_encodes_the_same(tmp_path: Path) -> None:
     tokenizer = train_words(["a good film", "a bad film"], min_count=1)
     tokenizer.save(tmp_path / "tokenizer.json")
-    again = TextTokenizer.load(tmp_path / "tokenizer.json", function="load")
-    assert again.encode("a good bad thing") == tokenizer.encode("a good bad thing")
+    loaded = TextTokenizer.load(tmp_path / "tokenizer.json", function="load")
+    assert loaded.encode("a good bad thing") == tokenizer.encode("a good bad thing")

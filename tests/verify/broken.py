@@ -1,7 +1,7 @@
-"""Attention functions that are wrong, each in one way that somebody has shipped or could, and the law each breaks.
+"""Attention functions with one plausible fault each, and the law that each breaks.
 
-Most replace a step of the right one in ``steps``. Those that are wrong only in backward, in what they return, or under
-another convention of calling are written out.
+Most replace a step of the correct function in ``steps``. Faults in backward, in returned statistics, or under another
+calling convention are written out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import clearhead as ch
+from tests.verify.broken_cached import BROKEN_CACHED
 from tests.verify.broken_calls import BROKEN_CALLS
-from tests.verify.broken_edges import BROKEN_EDGES
-from tests.verify.broken_kept import BROKEN_KEPT
+from tests.verify.broken_limits import BROKEN_LIMITS
 from tests.verify.broken_sizes import BROKEN_SIZES
 from tests.verify.steps import (
     RIGHT,
@@ -44,7 +44,7 @@ def _unsafe(scores: Tensor) -> Tensor:
 
 
 def _zeroed_afterwards(scores: Tensor) -> Tensor:
-    """Right forward; the gradient of an empty row is NaN."""
+    """Correct forward; the gradient of an empty row is NaN."""
     return torch.softmax(scores, dim=-1).nan_to_num(0.0) if scores.requires_grad else take_softmax(scores)
 
 
@@ -64,14 +64,14 @@ def _last_tile_left_out(scores: Tensor) -> Tensor:
 
 
 def _tiles_not_rescaled(scores: Tensor) -> Tensor:
-    """Each tile of 64 keys has a maximum of its own, and they are summed as if it were one."""
+    """Each tile of 64 keys has its own maximum, and the tiles are summed without rescaling."""
     tiles = [torch.exp(tile - tile.amax(dim=-1, keepdim=True)) for tile in scores.split(64, dim=-1)]
     terms = torch.cat([tile.nan_to_num() for tile in tiles], dim=-1)
     return terms / terms.sum(dim=-1, keepdim=True).clamp_min(1e-30)
 
 
 def _leaks_at_borders(q_len: int, k_len: int) -> Tensor:
-    """The tile on the diagonal is one key too wide, which shows only where another tile follows."""
+    """The diagonal tile is one key too wide, which is visible only if another tile follows."""
     allowed = take_causal(q_len, k_len)
     for border in range(64, min(q_len + 1, k_len), 64):
         allowed[border - 1, border] = True
@@ -96,8 +96,8 @@ def _scaled_after_masking(
     enable_gqa: bool = False,
 ) -> Tensor:
     """-inf times a scale that is not positive is inf, or NaN."""
-    own = query.shape[-1] ** -0.5 if scale is None else scale
-    late = replace(RIGHT, softmax=lambda scores: take_softmax(scores * own))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    late = replace(RIGHT, softmax=lambda scores: take_softmax(scores * factor))
     return late(query, key, value, attn_mask, is_causal=is_causal, scale=1.0, enable_gqa=enable_gqa)
 
 
@@ -114,7 +114,7 @@ def _half_precision(query: Tensor, key: Tensor, value: Tensor, scale: float | No
 
 
 def _packed_memory(tensor: Tensor) -> Tensor:
-    """Reads on from the first number, whatever the strides say."""
+    """Read contiguously from the first element, ignoring strides."""
     if tensor.requires_grad or tensor.is_contiguous() or 0 in tensor.stride():
         return tensor.contiguous()
     strides = torch.empty(tensor.shape, device="meta").stride()
@@ -132,8 +132,8 @@ def _ignores_strides(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
 def _renormalised(weights: Tensor, p: float) -> Tensor:
     if not p:
         return weights
-    kept = weights * (torch.rand_like(weights) >= p)
-    return kept / kept.sum(dim=-1, keepdim=True).clamp_min(1e-9)
+    surviving = weights * (torch.rand_like(weights) >= p)
+    return surviving / surviving.sum(dim=-1, keepdim=True).clamp_min(1e-9)
 
 
 class _ForgetfulDropout(torch.autograd.Function):
@@ -157,7 +157,7 @@ def _dropped_outputs(query: Tensor, key: Tensor, value: Tensor, dropout_p: float
 
 
 class _BadSoftmax(torch.autograd.Function):
-    """Right forward; backward leaves out that the weights of a row sum to 1."""
+    """Correct forward; backward ignores that the weights of a row sum to 1."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _forward_of_one_backward_of_other(
         bent = wrong(query, key, value, **options)
         return bent + (output - bent).detach() if bent.requires_grad else output
 
-    # The parameters of torch's function, so that everything is handed over.
+    # The parameters of torch's function, so that every argument is passed.
     attention.__signature__ = inspect.signature(RIGHT)  # type: ignore[attr-defined]
     return attention
 
@@ -189,7 +189,7 @@ def _sees_next(q_len: int, k_len: int) -> Tensor:
 
 
 class _FirstOfGroup(torch.autograd.Function):
-    """Repeats heads; backward hands on the first of each group instead of the sum."""
+    """Repeats heads; backward returns the gradient of the first of each group instead of the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, heads: int) -> Tensor:
@@ -201,22 +201,22 @@ class _FirstOfGroup(torch.autograd.Function):
         return grad[:, :: ctx.group], None
 
 
-# What is kept between calls, written to, or returned ----------------------------------------------------------------
+# Caches, writes to inputs, returned statistics ----------------------------------------------------------------------
 
 
 class _StaleCache:
-    """Keeps the keys it has seen in a buffer and copies in the new ones, but for the newest."""
+    """Caches keys in a buffer and copies the new ones except the newest."""
 
     def __init__(self) -> None:
-        self.place, self.held = 0, torch.empty(0)
+        self.place, self.cached = 0, torch.empty(0)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if query.shape[2] == 1 and key.shape[2] > 1 and key.data_ptr() == self.place:
-            known = self.held.shape[2]
-            key = torch.cat([self.held, key[:, :, known:-1], self.held[:, :, -1:]], dim=2)[:, :, : key.shape[2]]
+            length = self.cached.shape[2]
+            key = torch.cat([self.cached, key[:, :, length:-1], self.cached[:, :, -1:]], dim=2)[:, :, : key.shape[2]]
         else:
             self.place = key.data_ptr()
-        self.held = key.detach().clone()
+        self.cached = key.detach().clone()
         return RIGHT(query, key, value, **options)
 
 
@@ -242,7 +242,7 @@ _ENDLESS = torch.Generator().manual_seed(0)
 
 
 def _with_lse(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Right output; the log-sum-exp changed, given itself and the scores."""
+    """Correct output; ``change`` computes the log-sum-exp from the correct one and the scores."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = take_scores(query, key, value, None)
@@ -261,20 +261,20 @@ def _with_weights(change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Ten
     return attention
 
 
-# As clearhead.attention is called -----------------------------------------------------------------------------------
+# The convention of clearhead.attention ------------------------------------------------------------------------------
 
 
 def _observed(change: Callable[[ch.Observation], dict[str, Tensor]]) -> Callable[..., ch.Observation]:
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> ch.Observation:
         want = ch.Want(entropy=True, received=True)
-        seen = ch.observe_attention(query, key, value, want=want, backend="reference", **options)
-        return replace(seen, **change(seen))
+        observation = ch.observe_attention(query, key, value, want=want, backend="reference", **options)
+        return replace(observation, **change(observation))
 
     return attention
 
 
 def _other_mask(change: Callable[[ch.Mask], ch.Mask]) -> Callable[..., Tensor]:
-    """The right attention under a mask that was read wrongly; parts of combinations are changed alike."""
+    """The correct attention under a changed mask; parts of combined masks are changed too."""
 
     def walked(mask: ch.Mask) -> ch.Mask:
         copy = change(mask)
@@ -285,8 +285,8 @@ def _other_mask(change: Callable[[ch.Mask], ch.Mask]) -> Callable[..., Tensor]:
         return copy
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: ch.Mask | None = None, **options: Any) -> Tensor:
-        own = None if mask is None else walked(mask.mapped(lambda tensor: tensor))
-        return ch.attention(query, key, value, mask=own, backend="reference", **options)
+        changed = None if mask is None else walked(mask.mapped(lambda tensor: tensor))
+        return ch.attention(query, key, value, mask=changed, backend="reference", **options)
 
     return attention
 
@@ -315,7 +315,7 @@ def _at_the_front(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
     return ch.attention(query, key, value, backend="reference", **options)
 
 
-# As torch.nn.MultiheadAttention is made -----------------------------------------------------------------------------
+# The convention of torch.nn.MultiheadAttention ----------------------------------------------------------------------
 
 
 class _DropsAlways(torch.nn.MultiheadAttention):
@@ -432,9 +432,13 @@ BROKEN: dict[str, Broken] = {
     "weights before normalisation": Broken(_with_weights(lambda w: w / w.amax(dim=-1, keepdim=True)), "weights"),
     "weights averaged over heads": Broken(_with_weights(lambda w: w.mean(dim=1, keepdim=True)), "weights"),
     "weights by key": Broken(_with_weights(lambda w: w.flip(-1)), "weights"),
-    "entropy in bits": Broken(_observed(lambda seen: {"entropy": seen.entropy / _LN_2}), "entropy", "clearhead"),
+    "entropy in bits": Broken(
+        _observed(lambda observation: {"entropy": observation.entropy / _LN_2}), "entropy", "clearhead"
+    ),
     "received as a mean": Broken(
-        _observed(lambda seen: {"received": seen.received / seen.output.shape[2]}), "received", "clearhead"
+        _observed(lambda observation: {"received": observation.received / observation.output.shape[2]}),
+        "received",
+        "clearhead",
     ),
     "window off by one": Broken(_other_mask(_wider), "masks", "clearhead"),
     "padding attended": Broken(_other_mask(_longer), "masks", "clearhead"),
@@ -444,8 +448,8 @@ BROKEN: dict[str, Broken] = {
     "a module that takes keys for values": Broken(_KeyIsValue, "output", "mha"),
     "a module that attends to padding": Broken(_PaddingKept, "masks", "mha"),
     **BROKEN_CALLS,
-    **BROKEN_EDGES,
-    **BROKEN_KEPT,
+    **BROKEN_LIMITS,
+    **BROKEN_CACHED,
     **BROKEN_SIZES,
 }
-"""Every broken function by what is wrong with it."""
+"""Every broken function by its fault."""

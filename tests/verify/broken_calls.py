@@ -1,5 +1,4 @@
-"""More attention functions that are wrong: only under one kind of call, only in one of the gradients, or because of an
-earlier call. ``broken`` takes them in."""
+"""Attention functions with faults in one kind of call, in one gradient, or caused by an earlier call."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ Attention = Callable[..., Tensor]
 
 
 def as_torch_s(fn: Attention) -> Attention:
-    """With the parameters of torch's function, so that everything is handed over."""
+    """``fn`` with the parameters of torch's function, so that every argument is passed."""
     fn.__signature__ = inspect.signature(RIGHT)  # type: ignore[attr-defined]
     return fn
 
 
 def only_where(condition: Callable[..., bool], wrong: Attention) -> Attention:
-    """The wrong attention where a condition on query, key, value and options holds, the right one elsewhere."""
+    """The wrong attention if a condition on query, key, value and options holds, else the correct one."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return (wrong if condition(query, key, value, options) else RIGHT)(query, key, value, **options)
@@ -67,24 +66,24 @@ def _cut_keys(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tens
 
 
 def _cut_width(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    own = query.shape[-1] ** -0.5 if scale is None else scale
-    return take_scores(query[..., :64], key[..., :64], value, own)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return take_scores(query[..., :64], key[..., :64], value, factor)
 
 
 def _one_group_in_decode(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """With one query, the groups of the first of the batch serve all: a stride of the batch is left out."""
+    """With one query, all sequences use the keys of the first, as if the batch stride were ignored."""
     if query.shape[2] == 1 and key.shape[1] != query.shape[1]:
         key, value = key[:1].expand_as(key), value[:1].expand_as(value)
     return RIGHT(query, key, value, **options)
 
 
-# Score rules, as clearhead.attention is called --------------------------------------------------------------------
+# Score rules, by the convention of clearhead.attention ------------------------------------------------------------
 
 
 def _without_rule(kind: type[ch.ScoreRule]) -> Callable[..., Tensor]:
     def attention(query: Tensor, key: Tensor, value: Tensor, scores: Any = (), **options: Any) -> Tensor:
-        kept = tuple(rule for rule in scores if not isinstance(rule, kind))
-        return ch.attention(query, key, value, scores=kept, backend="reference", **options)
+        remaining = tuple(rule for rule in scores if not isinstance(rule, kind))
+        return ch.attention(query, key, value, scores=remaining, backend="reference", **options)
 
     return attention
 
@@ -96,15 +95,15 @@ def _rules_at_the_front(query: Tensor, key: Tensor, value: Tensor, scores: Any =
 
 
 def _rules_detached(query: Tensor, key: Tensor, value: Tensor, scores: Any = (), **options: Any) -> Tensor:
-    kept = tuple(rule.mapped(torch.Tensor.detach) for rule in scores)
-    return ch.attention(query, key, value, scores=kept, backend="reference", **options)
+    detached = tuple(rule.mapped(torch.Tensor.detach) for rule in scores)
+    return ch.attention(query, key, value, scores=detached, backend="reference", **options)
 
 
 # Backward ---------------------------------------------------------------------------------------------------------
 
 
 class _Handed(torch.autograd.Function):
-    """Hands the output on; backward changes the gradient that it is given."""
+    """Identity; backward changes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -121,20 +120,20 @@ def _bent(change: Callable[[Tensor], Tensor]) -> Attention:
 
 
 def _dense_grad(grad: Tensor) -> Tensor:
-    """Reads on from the first number, whatever the strides say; begins again where memory ends."""
-    held = grad.untyped_storage().nbytes() // grad.element_size()
-    flat = torch.as_strided(grad, (held,), (1,), 0)
-    return flat[torch.arange(grad.numel()) % held].view(grad.shape)
+    """Read contiguously from the first element, ignoring strides, and wrap at the end of the storage."""
+    elements = grad.untyped_storage().nbytes() // grad.element_size()
+    flat = torch.as_strided(grad, (elements,), (1,), 0)
+    return flat[torch.arange(grad.numel()) % elements].view(grad.shape)
 
 
 def _writing_grad(grad: Tensor) -> Tensor:
-    found = grad.clone()
+    copy = grad.clone()
     grad.mul_(0.5)
-    return found
+    return copy
 
 
 def _zero_alone(place: int) -> Attention:
-    """The gradient of one input is lost where no other wants one."""
+    """The gradient of one input is 0 if no other input requires one."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = RIGHT(query, key, value, **options)
@@ -145,7 +144,7 @@ def _zero_alone(place: int) -> Attention:
 
 
 def _lost_without(place: int) -> Attention:
-    """All is computed on a copy without gradients where one input, and only that, wants one."""
+    """The output has no graph if one input alone requires a gradient."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         wants = [tensor.requires_grad for tensor in (query, key, value)]
@@ -157,7 +156,7 @@ def _lost_without(place: int) -> Attention:
 
 
 class _Spent(torch.autograd.Function):
-    """Backward writes to what it has saved."""
+    """Backward writes to a saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -166,9 +165,9 @@ class _Spent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        found = grad * ctx.factor
+        result = grad * ctx.factor
         ctx.factor.mul_(0.5)
-        return found
+        return result
 
 
 def _once_right(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -179,14 +178,14 @@ def _once_right(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Te
 
 
 def _handing_out_one_buffer() -> Attention:
-    """The output lies in memory that the next call of its shape writes to."""
-    kept: dict[tuple[int, ...], Tensor] = {}
+    """The output is a buffer that the next call of the same shape overwrites."""
+    buffers: dict[tuple[int, ...], Tensor] = {}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = RIGHT(query, key, value, **options)
         if output.requires_grad:
             return output
-        place = kept.setdefault(tuple(output.shape), torch.empty_like(output))
+        place = buffers.setdefault(tuple(output.shape), torch.empty_like(output))
         return place.copy_(output)
 
     return as_torch_s(attention)
@@ -216,7 +215,7 @@ def _same_dropout_within_seed(weights: Tensor, p: float) -> Tensor:
 
 
 def _rounding_unrecorded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """What is taken for inference runs in bfloat16."""
+    """Runs in bfloat16 if gradients are disabled."""
     if torch.is_grad_enabled():
         return RIGHT(query, key, value, **options)
     return RIGHT(query.bfloat16(), key.bfloat16(), value.bfloat16(), **options).to(query.dtype)
@@ -238,7 +237,7 @@ def _hides_nan(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Ten
 
 
 def _adds_to_nan(scores: Tensor, mask: Tensor) -> Tensor:
-    """-inf is added, which leaves NaN what it is."""
+    """Adds -inf, and NaN plus -inf is NaN."""
     return (
         scores + torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -torch.inf)
         if (mask.dtype == torch.bool)
@@ -247,13 +246,13 @@ def _adds_to_nan(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _spreads_over_batch(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Scores are shifted by the largest of the whole batch."""
+    """Scores are shifted by the maximum of the whole batch."""
     output = RIGHT(query, key, value, **options)
     return output + 0.0 * key.detach().amax()
 
 
 class _MixedPlainlyBackward(Mix):
-    """0 times a NaN that arrives is NaN."""
+    """In backward, 0 times NaN is NaN."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,7 +261,7 @@ class _MixedPlainlyBackward(Mix):
 
 
 def _clips_gradients_together(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """What arrives is divided by its norm over the batch where that is large."""
+    """The gradient is divided by its norm over the batch if that is large."""
     output = RIGHT(query, key, value, **options)
     if output.requires_grad:
         output.register_hook(lambda grad: grad / (grad.norm() / 1e6).clamp_min(1.0))
@@ -270,7 +269,7 @@ def _clips_gradients_together(query: Tensor, key: Tensor, value: Tensor, **optio
 
 
 def _symmetric_when_shared(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Takes the gradient of one factor for that of both where query and key are one tensor."""
+    """If query and key are one tensor, its gradient is that of the query alone."""
     return RIGHT(query, key.detach() if key is query else key, value, **options)
 
 
@@ -295,16 +294,16 @@ def _narrow_values(query: Tensor, key: Tensor, value: Tensor, **options: Any) ->
 
 
 def _packed_if(place: int) -> Attention:
-    """The strides of one of query, key and value are not read; the layout of the query decides for all."""
+    """The strides of one of query, key and value are ignored."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         tensors = [query, key, value]
         odd = [not tensor.is_contiguous() for tensor in tensors]
         if odd[place] and sum(odd) == 1 and not query.requires_grad:
-            own = tensors[place]
-            held = own.untyped_storage().nbytes() // own.element_size() - own.storage_offset()
-            flat = torch.as_strided(own, (held,), (1,), own.storage_offset())
-            tensors[place] = flat[torch.arange(own.numel()) % held].view(own.shape)
+            strided = tensors[place]
+            elements = strided.untyped_storage().nbytes() // strided.element_size() - strided.storage_offset()
+            flat = torch.as_strided(strided, (elements,), (1,), strided.storage_offset())
+            tensors[place] = flat[torch.arange(strided.numel()) % elements].view(strided.shape)
         return RIGHT(tensors[0], tensors[1], tensors[2], **options)
 
     return as_torch_s(attention)
@@ -347,7 +346,7 @@ BROKEN_CALLS: dict[str, Broken] = {
     "NaN of a later value reaches earlier rows": Broken(but(mix=torch.matmul), "NaN is not spread"),
     "NaN of a later key reaches earlier rows": Broken(but(forbid=_adds_to_nan), "NaN is not spread"),
     "NaN over the batch": Broken(_spreads_over_batch, "NaN is not spread"),
-    "NaN that arrives reaches later values": Broken(
+    "NaN in a gradient reaches later values": Broken(
         but(mix=_MixedPlainlyBackward.apply), "NaN is not spread in gradients"
     ),
     "NaN that arrives reaches the batch": Broken(_clips_gradients_together, "NaN is not spread in gradients"),

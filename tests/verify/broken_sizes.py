@@ -1,5 +1,4 @@
-"""Attention functions that are wrong from some number on, of heads, sequences or threads, or that take what they should
-leave alone: random numbers, memory. ``broken`` takes them in."""
+"""Attention functions with faults above some number of heads, sequences or threads, or in random state and memory."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ __all__ = ["BROKEN_SIZES"]
 # Heads and sequences ----------------------------------------------------------------------------------------------
 
 
-def _again(tensor: Tensor, axis: int, room: int) -> Tensor:
-    """From ``room`` members on, the first ones again."""
-    return tensor.index_select(axis, torch.arange(tensor.shape[axis]) % room)
+def _wrapped(tensor: Tensor, axis: int, size: int) -> Tensor:
+    """Indices along ``axis`` are taken modulo ``size``."""
+    return tensor.index_select(axis, torch.arange(tensor.shape[axis]) % size)
 
 
-def _keys_again(axis: int, room: int) -> Attention:
-    return but(scores=lambda query, key, value, scale: take_scores(query, _again(key, axis, room), value, scale))
+def _keys_wrapped(axis: int, size: int) -> Attention:
+    return but(scores=lambda query, key, value, scale: take_scores(query, _wrapped(key, axis, size), value, scale))
 
 
-def _masks_again(axis: int, room: int) -> Attention:
-    return but(forbid=lambda scores, mask: take_forbid(scores, _again(mask, axis, room) if mask.ndim == 4 else mask))
+def _masks_wrapped(axis: int, size: int) -> Attention:
+    return but(forbid=lambda scores, mask: take_forbid(scores, _wrapped(mask, axis, size) if mask.ndim == 4 else mask))
 
 
 def _late_heads_unlearned(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -37,14 +36,14 @@ def _late_heads_unlearned(query: Tensor, key: Tensor, value: Tensor, scale: floa
 
 
 def _late_groups_by_turns(tensor: Tensor, heads: int) -> Tensor:
-    """The first 16 key heads are repeated each for its group, the others one after the other."""
+    """The first 16 key heads are repeated in the correct order, the others in the wrong one."""
     group = heads // tensor.shape[1]
     early, late = tensor[:, :16], tensor[:, 16:]
     return torch.cat([take_groups(early, early.shape[1] * group), late.repeat(1, group, 1, 1)], dim=1)
 
 
 def _one_mask_a_group(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """What the first head of a group may attend to, all of the group may."""
+    """All heads of a group use the mask of its first head."""
     mask, group = options.get("attn_mask"), query.shape[1] // key.shape[1]
     if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
         options["attn_mask"] = mask[:, ::group].repeat_interleave(group, dim=1)
@@ -55,20 +54,20 @@ def _one_mask_a_group(query: Tensor, key: Tensor, value: Tensor, **options: Any)
 
 
 def _rows_left_out(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Each thread takes as many rows as the others; nobody takes what is left."""
+    """Rows that do not divide evenly among threads are left out."""
     output, threads = RIGHT(query, key, value, **options), torch.get_num_threads()
-    taken = torch.arange(query.shape[2]) < query.shape[2] // threads * threads
-    return output.masked_fill(~taken[:, None], 0.0)
+    computed = torch.arange(query.shape[2]) < query.shape[2] // threads * threads
+    return output.masked_fill(~computed[:, None], 0.0)
 
 
 def _nobody_helps(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The first thread hands out work to the others, which at one thread are none."""
+    """With one thread nothing is computed."""
     output = RIGHT(query, key, value, **options)
     return output if torch.get_num_threads() > 1 else output * 0.0
 
 
 def _shares_not_added(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """The key's gradient is that of the first thread's rows."""
+    """The key's gradient contains only the first thread's rows."""
     rows = -(-query.shape[2] // torch.get_num_threads())
     parts = (
         take_scores(query[:, :, :rows], key, value, scale),
@@ -81,13 +80,13 @@ def _shares_not_added(query: Tensor, key: Tensor, value: Tensor, scale: float | 
 
 
 def _seeds_anyway(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """A seed for dropout is drawn where there is none."""
+    """A seed for dropout is drawn without dropout."""
     torch.randint(2**62, ())
     return RIGHT(query, key, value, **options)
 
 
 class _Drawing(torch.autograd.Function):
-    """Draws in backward."""
+    """Draws a random number in backward."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ class _SeedsAtEval(torch.nn.MultiheadAttention):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Linear forward; backward makes the whole table of scores."""
+    """Linear memory in forward; backward allocates the whole score matrix."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -123,10 +122,10 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        own = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            output = RIGHT(*own)
-        return torch.autograd.grad(output, own, grad)
+            output = RIGHT(*leaves)
+        return torch.autograd.grad(output, leaves, grad)
 
 
 def _whole_in_backward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -141,16 +140,16 @@ _HEADS, _SEQUENCES = 1, 0
 _MANY = "many heads and sequences"
 
 BROKEN_SIZES: dict[str, Broken] = {
-    **{f"keys of head h % {room}": Broken(_keys_again(_HEADS, room), _MANY) for room in (8, 16, 32)},
-    **{f"keys of sequence b % {room}": Broken(_keys_again(_SEQUENCES, room), _MANY) for room in (4, 8, 16)},
-    "mask of head h % 32": Broken(_masks_again(_HEADS, 32), _MANY),
-    "mask of sequence b % 8": Broken(_masks_again(_SEQUENCES, 8), _MANY),
-    "keys of head h % 32 in decode": Broken(only_where(_decodes, _keys_again(_HEADS, 32)), _MANY),
+    **{f"keys of head h % {size}": Broken(_keys_wrapped(_HEADS, size), _MANY) for size in (8, 16, 32)},
+    **{f"keys of sequence b % {size}": Broken(_keys_wrapped(_SEQUENCES, size), _MANY) for size in (4, 8, 16)},
+    "mask of head h % 32": Broken(_masks_wrapped(_HEADS, 32), _MANY),
+    "mask of sequence b % 8": Broken(_masks_wrapped(_SEQUENCES, 8), _MANY),
+    "keys of head h % 32 in decode": Broken(only_where(_decodes, _keys_wrapped(_HEADS, 32)), _MANY),
     "no gradient for keys beyond head 32": Broken(but(scores=_late_heads_unlearned), _MANY),
     "groups beyond key head 16 in the wrong order": Broken(but(groups=_late_groups_by_turns), "grouped heads"),
     "mask of the first head of a group for the group": Broken(as_torch_s(_one_mask_a_group), "grouped heads"),
     "rows that do not divide among the threads left out": Broken(as_torch_s(_rows_left_out), "threads"),
-    "nothing done where one thread is all": Broken(as_torch_s(_nobody_helps), "threads"),
+    "nothing computed with one thread": Broken(as_torch_s(_nobody_helps), "threads"),
     "one thread's share of the key's gradient": Broken(but(scores=_shares_not_added), "threads"),
     "a random number without dropout": Broken(as_torch_s(_seeds_anyway), "process state"),
     "a random number in backward": Broken(as_torch_s(_seeds_in_backward), "process state"),
@@ -158,4 +157,4 @@ BROKEN_SIZES: dict[str, Broken] = {
     "whole scores": Broken(RIGHT, "memory", linear_memory=True),
     "whole scores in backward": Broken(_whole_in_backward, "memory", linear_memory=True),
 }
-"""Every one of these by what is wrong with it."""
+"""These functions by their fault."""

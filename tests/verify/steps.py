@@ -1,4 +1,4 @@
-"""One right attention made of steps, each of which can be replaced by a wrong one."""
+"""A correct attention made of steps, each of which can be replaced by a wrong one."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def take_drop(weights: Tensor, p: float) -> Tensor:
 
 
 def take_clean(query: Tensor, tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens that nobody may attend to hold nothing."""
+    """Set tokens to 0 that no query may attend to."""
     if mask is None or mask.dtype != torch.bool:
         return tensor
     shape = (tensor.shape[0], query.shape[1], query.shape[2], tensor.shape[2])
-    seen = mask.expand(shape).any(dim=2).unflatten(1, (tensor.shape[1], -1)).any(dim=2)
-    return torch.where(seen[..., None], tensor, 0.0)
+    attended = mask.expand(shape).any(dim=2).unflatten(1, (tensor.shape[1], -1)).any(dim=2)
+    return torch.where(attended[..., None], tensor, 0.0)
 
 
 def take_mix(weights: Tensor, value: Tensor) -> Tensor:
-    """Not finite where a value is that has a weight, and backward where a gradient is; 0 times NaN is 0."""
+    """``weights @ value`` in which 0 times NaN is 0, in forward and backward."""
     mixed: Tensor = Mix.apply(weights, value)  # type: ignore[no-untyped-call]
     return mixed
 
 
 class Mix(torch.autograd.Function):
-    """``weights @ value``, contained both ways."""
+    """``weights @ value``, with containment in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, value: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _contained(weights: Tensor, value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """Attention in steps, called as torch's function is."""
+    """Attention in steps, with the signature of torch's function."""
 
     groups: Callable[[Tensor, int], Tensor] = take_groups
     scores: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] = take_scores
@@ -128,8 +128,7 @@ def but(**steps: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Broken:
-    """A wrong function, the law it breaks, how it is called, whether it claims memory linear in the length, and the
-    numbers on which it is wrong."""
+    """A wrong function: the law it breaks, its signature, whether it claims linear memory, and the dtype to test."""
 
     fn: Callable[..., Any]
     law: str

@@ -1,4 +1,4 @@
-"""The suite can fail: every broken attention is caught by the law it breaks, and the right one by none."""
+"""The suite can fail: every broken attention is caught by the law that it breaks, and the correct one by none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.verify.steps import RIGHT
 
 WITHOUT_MEMORY = [name for name in law_names() if name != "memory"]
 
-#: Wrong in the smallest way; the rest of the attention is right, so these break what is named and nothing else.
+#: Faults in one respect, which break these laws and no others.
 ALONE = {
     "bottom-right for top-left": {"causal flag"},
     "grouped heads repeated in the wrong order": {"grouped heads"},
@@ -25,7 +25,7 @@ ALONE = {
         "NaN is not spread",
         "NaN is not spread in gradients",
     },
-    "NaN that arrives reaches later values": {"NaN is not spread in gradients"},
+    "NaN in a gradient reaches later values": {"NaN is not spread in gradients"},
     "dropout alike in every head": {"dropout"},
     "another dropout in backward": {"dropout in backward", "dropout under a mask"},
     "dropout alike at every call": {"dropout draws"},
@@ -42,17 +42,17 @@ ALONE = {
     "a random number in backward": {"process state"},
     "default dtype changed": {"process state"},
     "strides of the mask ignored": {"mask layouts"},
-    "causal mask kept by its number of places": {
+    "causal mask cached by its number of elements": {
         "calls in turn",
         "NaN is not spread",
         "NaN is not spread in gradients",
     },
-    "weights for backward in one place": {"backward later", "gradients of gradients"},
+    "weights for backward in one buffer": {"backward later", "gradients of gradients"},
     "constant weights in the second derivative": {"gradients of gradients"},
-    "value handed on": {"output written to"},
+    "value returned as output": {"output written to"},
     "scale ignored in grouped heads": {"scale"},
     "no dropout in grouped heads": {"dropout under a mask"},
-    "widths that four does not divide": {"widths"},
+    "widths not divisible by four": {"widths"},
     "gradients clipped": {"gradient layouts"},
     "autocast left on": {"process state"},
     "lse larger by ln 2": {"log-sum-exp"},
@@ -62,18 +62,18 @@ ALONE = {
 }
 
 
-def test_there_are_many() -> None:
+def test_broken_functions_cover_the_laws() -> None:
     assert len(BROKEN) >= 175
     assert len({broken.law for broken in BROKEN.values()}) >= 54
 
 
-def test_the_right_one_breaks_no_law() -> None:
+def test_correct_attention_breaks_no_law() -> None:
     report = ch.verify(RIGHT, laws=WITHOUT_MEMORY, examples=5)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-def test_it_is_caught_by_the_law_it_breaks(broken: Broken) -> None:
+def test_broken_function_fails_its_law(broken: Broken) -> None:
     report = ch.verify(
         broken.fn,
         signature=broken.signature,
@@ -91,19 +91,19 @@ def test_it_is_caught_by_the_law_it_breaks(broken: Broken) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_what_is_wrong_in_one_way_breaks_that_law_alone(name: str) -> None:
+def test_fault_in_one_respect_breaks_its_laws_alone(name: str) -> None:
     broken = BROKEN[name]
     report = ch.verify(broken.fn, signature=broken.signature, laws=WITHOUT_MEMORY, examples=0)
     assert set(report.broken) == ALONE[name], report
 
 
 @pytest.mark.slow
-def test_memory_that_grows_with_the_square_is_said_with_its_sizes() -> None:
+def test_quadratic_memory_is_reported_with_its_sizes() -> None:
     claimed = ch.verify(RIGHT, laws=["memory"], linear_memory=True, examples=0)
     assert claimed["memory"].detail.startswith("memory grows as length **")
 
 
-def test_memory_is_only_measured_where_nothing_is_claimed() -> None:
+def test_memory_is_only_measured_without_a_claim() -> None:
     measured = ch.verify(RIGHT, laws=["memory"], examples=0)["memory"]
     assert measured.status == "does not apply"
     assert measured.detail.startswith("measured: ")

@@ -1,4 +1,4 @@
-"""The table: an error is told once, under the smallest call that meets it."""
+"""The table of a report: an error is shown once, with the smallest call that raises it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 import clearhead as ch
 
 
-def test_an_error_at_every_call_is_told_once_with_its_smallest_call() -> None:
+def test_error_under_every_law_is_shown_once() -> None:
     def broken_down(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         raise IndexError(f"nothing here for {tuple(query.shape)}")
 
@@ -23,11 +23,11 @@ def test_an_error_at_every_call_is_told_once_with_its_smallest_call() -> None:
     assert "raises IndexError: nothing here for (1, 1, 1, 1)" in text
     assert "with batch=1 heads=1 q_len=1 k_len=1 head_dim=1" in text
     assert report.verdict == f"it raises under all {len(report.broken)} laws that apply."
-    # Nothing is left out of what a program reads.
+    # The dictionary has every finding.
     assert len(report.to_dict()["findings"]) == len(report.findings)
 
 
-def test_an_error_under_some_laws_is_told_under_the_first() -> None:
+def test_error_under_some_laws_is_shown_under_the_first() -> None:
     def without_masks(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         if attn_mask is not None:
             raise TypeError("no masks here")
@@ -41,7 +41,7 @@ def test_an_error_under_some_laws_is_told_under_the_first() -> None:
     assert report["masks"].detail == "raises TypeError: no masks here"
 
 
-def test_what_a_call_with_nothing_in_it_raises_does_not_count() -> None:
+def test_error_in_an_empty_call_is_not_a_failure() -> None:
     def never_empty(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if 0 in key.shape or 0 in query.shape:
             raise ValueError("nothing to attend to")
@@ -52,7 +52,7 @@ def test_what_a_call_with_nothing_in_it_raises_does_not_count() -> None:
     assert finding.detail.startswith("without a key it raises ValueError: nothing to attend to")
 
 
-def test_a_mask_of_three_axes_may_be_refused_but_not_misread() -> None:
+def test_mask_of_three_axes_may_be_refused_but_not_misread() -> None:
     def two_or_four(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         if attn_mask is not None and attn_mask.ndim == 3:
             raise ValueError("masks have two axes or four")
@@ -65,11 +65,11 @@ def test_a_mask_of_three_axes_may_be_refused_but_not_misread() -> None:
 
     law = "masks of three axes"
     assert ch.verify(two_or_four, laws=[law], examples=0)[law].status == "does not apply"
-    found = ch.verify(sequences_first, laws=[law], examples=0)[law]
-    assert found.detail == "the first of a mask's three axes is read as the sequences', not the heads'"
+    finding = ch.verify(sequences_first, laws=[law], examples=0)[law]
+    assert finding.detail == "the first of a mask's three axes is read as sequences, not as heads"
 
 
-def test_a_function_without_a_hash_is_read_at_each_call() -> None:
+def test_unhashable_function_is_inspected_at_each_call() -> None:
     class Unhashable:
         def __eq__(self, other: object) -> bool:
             return False
@@ -84,7 +84,7 @@ def test_a_function_without_a_hash_is_read_at_each_call() -> None:
     assert report["masks"].status == "does not apply"
 
 
-def test_numbers_are_drawn_anew_where_a_function_writes_to_its_inputs() -> None:
+def test_inputs_are_drawn_anew_if_a_function_writes_to_them() -> None:
     def spoiling(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = F.scaled_dot_product_attention(query, key, value)
         for tensor in (query, key, value):

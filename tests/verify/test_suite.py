@@ -1,4 +1,4 @@
-"""verify as a call: what passes, what is told, what is refused."""
+"""``verify``: what passes, what is reported, what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATISTICS = {"native": True, "tiled": True, "reference": True, "sdpa": False, "
 
 
 def through(backend: str) -> Callable[..., ch.Observation | Tensor]:
-    """Our call on one backend, with every statistic that the suite can check."""
+    """``ch.attention`` on one backend, with every statistic that the suite can check."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> ch.Observation | Tensor:
         if not STATISTICS[backend]:
@@ -45,7 +45,7 @@ def through(backend: str) -> Callable[..., ch.Observation | Tensor]:
         for name in STATISTICS
     ],
 )
-def test_our_backends_break_no_law(backend: str) -> None:
+def test_backends_break_no_law(backend: str) -> None:
     if backend == "native" and native_library.reason() is not None:
         pytest.skip(str(native_library.reason()))
     report = ch.verify(through(backend), signature="clearhead", examples=2)
@@ -62,7 +62,7 @@ def test_our_backends_break_no_law(backend: str) -> None:
     ],
     ids=str,
 )
-def test_our_attention_in_other_precisions(dtype: torch.dtype) -> None:
+def test_attention_breaks_no_law_in_other_dtypes(dtype: torch.dtype) -> None:
     report = ch.verify(ch.attention, signature="clearhead", dtype=dtype, examples=0)
     assert report.ok, report
 
@@ -77,15 +77,15 @@ def test_linear_memory_holds_for_the_kernels_and_the_tiles(backend: str) -> None
 
 
 @pytest.mark.slow
-def test_torch_s_own_function_has_known_faults_and_no_other() -> None:
-    """It lets NaN through a mask, takes a NaN query over few keys for an empty row, and scales after it has masked."""
+def test_torch_function_breaks_only_known_laws() -> None:
+    """NaN passes its mask, a NaN query over few keys becomes an empty row, and it scales after masking."""
     report = ch.verify(F.scaled_dot_product_attention, examples=0)
-    known = {"containment", "containment in gradients", "NaN is not spread", "NaN is not spread in gradients"}
-    known |= {"scale under a mask", "NaN is shown"}
-    assert set(report.broken) <= known, report
+    faults = {"containment", "containment in gradients", "NaN is not spread", "NaN is not spread in gradients"}
+    faults |= {"scale under a mask", "NaN is shown"}
+    assert set(report.broken) <= faults, report
 
 
-def test_torch_s_module_by_its_own_convention() -> None:
+def test_torch_module_breaks_no_law_under_mha() -> None:
     laws = ["output", "gradients", "mask polarity", "masks", "dropout", "dropout off", "dropout in backward"]
     laws += ["many heads and sequences", "process state", "threads"]
     report = ch.verify(torch.nn.MultiheadAttention, signature="mha", laws=laws, examples=0)
@@ -100,7 +100,7 @@ def test_half_precision_is_caught_where_float64_is_claimed() -> None:
     assert not ch.verify(hidden, laws=["output"], dtype=torch.float64, examples=0).ok
 
 
-def test_what_a_function_cannot_be_told_does_not_apply() -> None:
+def test_law_does_not_apply_without_its_argument() -> None:
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return RIGHT(query, key, value)
 
@@ -111,7 +111,7 @@ def test_what_a_function_cannot_be_told_does_not_apply() -> None:
         assert report[law].detail
 
 
-def test_a_refusal_does_not_count_against_a_function_and_an_error_does() -> None:
+def test_refusal_is_no_failure_and_an_error_is() -> None:
     def forward_only(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.requires_grad:
             raise NotImplementedError("no backward here")
@@ -130,7 +130,7 @@ def test_a_refusal_does_not_count_against_a_function_and_an_error_does() -> None
     assert failed["gradients"].detail == "raises IndexError: no backward here"
 
 
-def test_a_function_that_refuses_everything_is_not_ok() -> None:
+def test_function_that_refuses_everything_is_not_ok() -> None:
     def nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError("not yet")
 
@@ -139,7 +139,7 @@ def test_a_function_that_refuses_everything_is_not_ok() -> None:
     assert report.verdict == "no law could be tried."
 
 
-def test_a_function_that_fails_now_and_then_is_reported() -> None:
+def test_intermittent_failure_is_reported() -> None:
     calls = [0]
 
     def moody(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_a_function_that_fails_now_and_then_is_reported() -> None:
     assert report["output"].detail
 
 
-def test_a_flag_alone_is_enough_to_look_for_leaks() -> None:
+def test_causal_flag_alone_is_tested_for_leaks() -> None:
     def peeking(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
         return RIGHT(query, key, value, allowed if is_causal else None)
@@ -162,7 +162,7 @@ def test_a_flag_alone_is_enough_to_look_for_leaks() -> None:
     assert report["masks"].status == "does not apply"
 
 
-def test_a_module_is_told_what_its_forward_takes() -> None:
+def test_module_receives_the_arguments_of_its_forward() -> None:
     class Module(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
             return RIGHT(query, key, value, is_causal=is_causal)
@@ -172,7 +172,7 @@ def test_a_module_is_told_what_its_forward_takes() -> None:
     assert {finding.law for finding in report.findings if finding.status == "holds"} == {"output", "causal flag"}
 
 
-def test_what_can_be_given_by_position_only_is_not_told_by_name() -> None:
+def test_positional_only_argument_is_not_passed_by_name() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, /) -> Tensor:
         return RIGHT(query, key, value, attn_mask)
 
@@ -181,7 +181,7 @@ def test_what_can_be_given_by_position_only_is_not_told_by_name() -> None:
     assert report["masks"].status == "does not apply"
 
 
-def test_an_argument_without_a_default_is_told_torch_s() -> None:
+def test_required_argument_receives_the_default_of_torch() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         return RIGHT(query, key, value, attn_mask, is_causal=is_causal)
 
@@ -190,27 +190,27 @@ def test_an_argument_without_a_default_is_told_torch_s() -> None:
     assert {finding.status for finding in report.findings} == {"holds"}
 
 
-def test_what_sounds_like_an_argument_of_the_convention_is_noted() -> None:
+def test_argument_under_another_name_is_noted() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, block: int = 64) -> Tensor:
         return RIGHT(query, key, value, mask)
 
     report = ch.verify(attention, laws=["output"], examples=0)
     assert report.unheard == ("mask",)
-    assert "Never given, and so not tried: mask. The convention sdpa gives attn_mask," in " ".join(report.lines())
+    assert "Never passed, so not tested: mask. The convention sdpa passes attn_mask," in " ".join(report.lines())
     assert report.to_dict()["notes"] == list(report.notes)
     assert ch.verify(RIGHT, laws=["output"], examples=0).unheard == ()
 
 
-def test_a_mask_is_told_without_a_position_where_none_is_taken() -> None:
+def test_mask_is_passed_without_query_offset_if_unsupported() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: ch.Mask | None = None) -> Tensor:
         return ch.attention(query, key, value, mask=mask, backend="reference")
 
     report = ch.verify(attention, signature="clearhead", laws=["masks", "causal alignment"], examples=0)
     assert report["masks"].status == "holds", report
-    assert report["causal alignment"].detail == "refused: it cannot be told where the first query stands"
+    assert report["causal alignment"].detail == "refused: it has no query_offset"
 
 
-def test_a_module_is_told_what_it_takes() -> None:
+def test_mha_module_receives_only_supported_arguments() -> None:
     class Attention(torch.nn.MultiheadAttention):
         def __init__(self, embed_dim: int, num_heads: int) -> None:
             super().__init__(embed_dim, num_heads, batch_first=True)
@@ -225,27 +225,27 @@ def test_a_module_is_told_what_it_takes() -> None:
     assert applies == {"output", "mask polarity", "mask layouts", "packed equals padded"}
 
 
-def test_heads_behind_the_lengths_are_named() -> None:
+def test_heads_after_lengths_are_diagnosed() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return RIGHT(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
 
     said = ch.verify(attention, laws=["output"], examples=0)["output"].detail
-    assert said == "it takes [batch, len, heads, head_dim]; here tensors are [batch, heads, len, head_dim]"
+    assert said == "it expects [batch, len, heads, head_dim]; here tensors are [batch, heads, len, head_dim]"
 
 
-def test_a_refused_second_derivative_is_no_failure() -> None:
+def test_refused_second_derivative_is_no_failure() -> None:
     finding = ch.verify(F.scaled_dot_product_attention, laws=["gradients of gradients"], examples=0).findings[0]
     assert finding.status == "does not apply"
-    assert finding.detail.startswith("it says that its gradients have none: ")
+    assert finding.detail.startswith("second derivatives are refused: ")
 
 
 def test_progress_names_each_law_before_it_is_tried() -> None:
-    told: list[str] = []
-    ch.verify(RIGHT, laws=["gradients", "output"], examples=0, progress=told.append)
-    assert told == ["output", "gradients"]
+    names: list[str] = []
+    ch.verify(RIGHT, laws=["gradients", "output"], examples=0, progress=names.append)
+    assert names == ["output", "gradients"]
 
 
-def test_a_function_that_ends_the_process_fails() -> None:
+def test_function_that_exits_fails() -> None:
     def leaving(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         raise SystemExit(0)
 
@@ -255,7 +255,7 @@ def test_a_function_that_ends_the_process_fails() -> None:
 
 
 @pytest.mark.parametrize("extra", [(0, 1), (1, 0)], ids=["lse first", "lse last"])
-def test_the_log_sum_exp_is_told_from_averaged_weights_by_its_shape(extra: tuple[int, int]) -> None:
+def test_log_sum_exp_is_distinguished_from_averaged_weights_by_shape(extra: tuple[int, int]) -> None:
     def averaged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         done = attend(query, key, value)
         return done.output, done.weights.mean(dim=1)
@@ -273,7 +273,7 @@ def test_the_log_sum_exp_is_told_from_averaged_weights_by_its_shape(extra: tuple
     assert report["log-sum-exp"].status == "holds"
 
 
-def test_of_two_that_look_alike_the_first_is_the_log_sum_exp() -> None:
+def test_first_of_two_equal_shapes_is_the_log_sum_exp() -> None:
     def with_maximum(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         done = attend(query, key, value)
         return done.output, done.lse, done.lse * 0.0
@@ -281,7 +281,7 @@ def test_of_two_that_look_alike_the_first_is_the_log_sum_exp() -> None:
     assert ch.verify(with_maximum, laws=["log-sum-exp"], examples=0)["log-sum-exp"].status == "holds"
 
 
-def test_what_a_function_does_to_the_process_stays_with_it() -> None:
+def test_global_state_is_restored_after_the_function() -> None:
     def meddling(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = RIGHT(query, key, value)
         torch.set_grad_enabled(False)
@@ -296,7 +296,7 @@ def test_what_a_function_does_to_the_process_stays_with_it() -> None:
     assert said.startswith("a call changes whether gradients are recorded from True to False, the default dtype from")
 
 
-def test_threads_are_put_back_where_the_law_of_threads_breaks() -> None:
+def test_number_of_threads_is_restored_if_its_law_fails() -> None:
     def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return RIGHT(query, key, value) * (torch.get_num_threads() > 1)
 
@@ -307,8 +307,8 @@ def test_threads_are_put_back_where_the_law_of_threads_breaks() -> None:
     assert report["threads"].detail.startswith("at 1 thread, output is 0")
 
 
-def test_random_numbers_go_on_where_they_were() -> None:
-    """Whatever dropout, its backward and a function that draws for nothing have drawn."""
+def test_random_state_is_restored() -> None:
+    """Also if dropout, its backward, or a function without dropout draws random numbers."""
     drawing = BROKEN["a random number in backward"].fn, BROKEN["another dropout in backward"].fn
     for attention in (RIGHT, *drawing):
         before = torch.get_rng_state()
@@ -316,20 +316,20 @@ def test_random_numbers_go_on_where_they_were() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_random_number_is_named() -> None:
+def test_changed_random_state_is_reported() -> None:
     report = ch.verify(BROKEN["a random number without dropout"].fn, laws=["process state"], examples=0)
     assert report["process state"].detail == "a call changes which random numbers come next"
 
 
-def test_the_dense_mask_tells_heads_and_sequences_apart() -> None:
+def test_dense_mask_differs_between_heads_and_sequences() -> None:
     mask = spoken(Case(batch=17, kv_heads=33, q_len=7, k_len=7, mask="dense"))
     assert mask is not None
-    for axis, rooms in ((0, (2, 4, 8, 16)), (1, (2, 4, 8, 16, 32))):
-        for room in rooms:
-            assert not torch.equal(mask.allowed.select(axis, 0), mask.allowed.select(axis, room)), (axis, room)
+    for axis, sizes in ((0, (2, 4, 8, 16)), (1, (2, 4, 8, 16, 32))):
+        for size in sizes:
+            assert not torch.equal(mask.allowed.select(axis, 0), mask.allowed.select(axis, size)), (axis, size)
 
 
-def test_gradients_are_tried_where_the_caller_records_none() -> None:
+def test_gradients_are_tested_under_no_grad() -> None:
     with torch.no_grad():
         report = ch.verify(RIGHT, laws=["gradients"], examples=0)
         assert not torch.is_grad_enabled()
@@ -354,7 +354,7 @@ def test_without_hypothesis_the_fixed_cases_run_and_the_report_says_so(monkeypat
     report = ch.verify(RIGHT, laws=["output", "lengths"])
     assert report.ok
     assert not report.searched
-    assert "failing examples are not made smaller" in str(report)
+    assert "failing examples were not shrunk" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -371,14 +371,14 @@ def test_without_hypothesis_the_fixed_cases_run_and_the_report_says_so(monkeypat
         ({"fn": lambda query: query, "signature": "mha"}, "verify: fn must be callable as fn(embed_dim, num_heads);"),
     ],
 )
-def test_a_wrong_call_is_one_line(arguments: dict[str, Any], said: str) -> None:
+def test_wrong_call_raises_one_line(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         ch.verify(**{"fn": RIGHT} | arguments)
     assert str(raised.value).startswith(said)
     assert "\n" not in str(raised.value)
 
 
-def test_the_oracle_is_the_formula_in_loops() -> None:
+def test_oracle_equals_the_formula_in_loops() -> None:
     case = Case(batch=2, kv_heads=2, group=2, q_len=5, k_len=7, mask="dense", value_dim=3)
     query, key, value = case.draw(torch.float64, torch.device("cpu"))
     mask = spoken(case)
@@ -388,13 +388,13 @@ def test_the_oracle_is_the_formula_in_loops() -> None:
     exact = oracle.attend(
         *(tensor.numpy() for tensor in (query, key, value)), allowed=lambda b, h, i, j: bool(allowed[b, h, i, j])
     )
-    for found, wanted in zip((done.output, done.weights, done.lse), exact, strict=True):
-        torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-12, atol=1e-12)
+    for actual, expected in zip((done.output, done.weights, done.lse), exact, strict=True):
+        torch.testing.assert_close(actual, torch.from_numpy(expected), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("q_len", "k_len", "end"), [(9, 9, False), (5, 9, True)])
-def test_each_mask_and_its_plain_meaning_agree(kind: str, q_len: int, k_len: int, end: bool) -> None:
+def test_each_mask_equals_its_predicate(kind: str, q_len: int, k_len: int, end: bool) -> None:
     if KINDS[kind].square and q_len != k_len:
         pytest.skip("documents have as many queries as keys")
     case = Case(batch=3, kv_heads=2, q_len=q_len, k_len=k_len, mask=kind, end=end)
@@ -405,7 +405,7 @@ def test_each_mask_and_its_plain_meaning_agree(kind: str, q_len: int, k_len: int
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_changes_strides_and_no_number(layout: str) -> None:
+def test_layout_changes_strides_and_no_value(layout: str) -> None:
     tensor = torch.randn(3, 2, 5, 4)
     laid = laid_out(tensor, layout)
     repeated = {"expanded": tensor[:1], "one head": tensor[:, :1]}

@@ -1,4 +1,4 @@
-"""Everything that was measured into a folder as one Markdown block, and the block in its place in a file."""
+"""One Markdown block of all results in a folder, and its insertion into a Markdown file."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ __all__ = ["block", "measured", "write_block"]
 _BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 
-def _lines(found: Mapping[str, Any]) -> list[Line]:
-    return [Line.from_dict(row) for row in found["rows"]]
+def _lines(journal: Mapping[str, Any]) -> list[Line]:
+    return [Line.from_dict(row) for row in journal["rows"]]
 
 
-def _is_small(found: Mapping[str, Any]) -> bool:
-    return bool(found["head"].get("small"))
+def _is_small(journal: Mapping[str, Any]) -> bool:
+    return bool(journal["head"].get("small"))
 
 
-def _suite(name: str, found: Mapping[str, Any]) -> Sheet:
-    return suite_sheet(name, _lines(found), judged=not _is_small(found))
+def _suite(name: str, journal: Mapping[str, Any]) -> Sheet:
+    return suite_sheet(name, _lines(journal), judged=not _is_small(journal))
 
 
-def _grid(name: str, found: Mapping[str, Any]) -> Sheet:
-    return grid_sheet([Point.from_dict(row) for row in found["rows"]])
+def _grid(name: str, journal: Mapping[str, Any]) -> Sheet:
+    return grid_sheet([Point.from_dict(row) for row in journal["rows"]])
 
 
-def _sparse(name: str, found: Mapping[str, Any]) -> Sheet:
-    return sparse_sheet([SparsePoint.from_dict(row) for row in found["rows"]])
+def _sparse(name: str, journal: Mapping[str, Any]) -> Sheet:
+    return sparse_sheet([SparsePoint.from_dict(row) for row in journal["rows"]])
 
 
-#: What each measured file is shown as, in the order of the block.
+#: The function that builds the sheet of each result file, in the order of the block.
 _SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Sheet]]] = {
     **dict.fromkeys(SUITES, _suite),
     SPARSE: _sparse,
@@ -47,21 +47,21 @@ _SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Sheet]]] = {
 
 
 def measured(folder: Path) -> dict[str, Path]:
-    """The files of suites, patterns and the grid in ``folder``, in the order of the block."""
+    """The result files in ``folder`` (suites, sparse patterns, grid), in the order of the block."""
     return {name: path for name in _SHEETS if (path := folder / f"{name}.json").exists()}
 
 
 def block(folder: Path) -> str:
-    """Everything measured in ``folder`` as one Markdown block between its markers: floors first, then each suite."""
+    """All results in ``folder`` as one Markdown block between its markers: the floors first, then each suite."""
     journals = {name: Journal.read(path) for name, path in measured(folder).items()}
     floors = floors_sheet(
-        {name: _lines(found) for name, found in journals.items() if name in SUITES and not _is_small(found)}
+        {name: _lines(journal) for name, journal in journals.items() if name in SUITES and not _is_small(journal)}
     )
     sections = ["## Speed", "", _HOW, ""]
     if floors.rows:
         sections += [floors.markdown()]
-    for name, found in journals.items():
-        sections += [_SHEETS[name](name, found).markdown(), f"{_source(found['head'])}", ""]
+    for name, journal in journals.items():
+        sections += [_SHEETS[name](name, journal).markdown(), f"{_source(journal['head'])}", ""]
     return "\n".join([_BEGIN, *sections, _END])
 
 
@@ -73,7 +73,7 @@ _HOW = (
 
 def _source(head: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if name != "clearhead")
-    # What was measured before the set was written down does not say it.
+    # Older result files do not record the instruction set of the kernels.
     machine, kernels = head["machine"], f"kernels {head['kernels']}{_limits(head)}, " if head.get("kernels") else ""
     return (
         f"`{head['command']}`, {head['taken']}: {head['threads']['intra_op']} threads, {machine['cores']} cores "
@@ -88,10 +88,10 @@ def _limits(head: Mapping[str, Any]) -> str:
 
 
 def write_block(path: Path, text: str) -> None:
-    """Put a block into a Markdown file, in place of the one that is there or at its end."""
+    """Write a block into a Markdown file: it replaces the old block, or is appended where there is none."""
     from clearhead.train.files import write_bytes
 
     old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
-    before, found, rest = old.partition(_BEGIN)
-    after = rest.partition(_END)[2] if found else "\n"
-    write_bytes(path, f"{before.rstrip()}\n\n{text}{after}".encode())
+    before, marker, rest = old.partition(_BEGIN)
+    tail = rest.partition(_END)[2] if marker else "\n"
+    write_bytes(path, f"{before.rstrip()}\n\n{text}{tail}".encode())

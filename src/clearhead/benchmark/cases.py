@@ -1,4 +1,4 @@
-"""One comparison: contenders that must give the same numbers before a clock is started."""
+"""One comparison: contenders must compute the same numbers before they are timed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from clearhead.errors import UnsupportedError
 from clearhead.functional import explain_dispatch
 from clearhead.masks import Causal
 
-__all__ = ["OURS", "Case", "Setting", "case_of", "chosen_backend", "errors_against", "grid", "noise_of"]
+__all__ = ["OURS", "Comparison", "Setting", "chosen_backend", "comparison_of", "errors_against", "grid", "noise_of"]
 
 LEVELS = ("attention", "module")
 MODES = ("forward", "training")
 
-#: Contenders that hold every score at once are left out beyond this many bytes of them.
+#: Contenders that store all scores are left out where the scores take more than this many bytes.
 _MOST_SCORE_BYTES = 2**31
 _HOLD_ALL_SCORES = (TEXTBOOK, f"{MODULE}, weights")
-#: How many times the textbook's own rounding error a contender may be off and still count as the same work.
+#: Tolerance of a contender's error, as a multiple of the textbook formula's rounding error.
 _ALLOWANCE = 8.0
-#: How far apart the noise that two contenders' dropout makes may be, relatively; 0.15 in place of 0.1 makes 26 % more.
+#: Largest relative difference between the dropout noise of two contenders; dropout 0.15 makes 26 % more than 0.1.
 _NOISE_ALLOWANCE = 0.15
-#: The noise is estimated from at least so many numbers of each group, or so many draws.
+#: The noise is estimated from at least this many numbers of each group, or from at most this many draws.
 _NOISE_NUMBERS, _MOST_DRAWS = 2**17, 64
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a case is about. ``shape`` is ``(batch, heads, length, head_dim)``."""
+    """The setting of a comparison. ``shape`` is ``(batch, heads, length, head_dim)``."""
 
     level: str
     mode: str
@@ -47,10 +47,10 @@ class Setting:
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of the case, a masked score counted as none.
+        """Multiplications and additions; a masked score counts as zero.
 
-        Two products forward and five backward (Dao 2023, FlashAttention-2, section 4.1); a module's projections
-        are four products more, three times that in training.
+        Two matrix products forward and five backward (Dao 2023, FlashAttention-2, section 4.1); a module's projections
+        add four products forward, and three times as many in training.
         """
         batch, heads, length, head_dim = self.shape
         scores = length * (length + 1) / 2 if self.causal else length * length
@@ -61,7 +61,7 @@ class Setting:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """The setting as plain values."""
+        """The setting as JSON values."""
         return {
             "level": self.level,
             "mode": self.mode,
@@ -73,22 +73,22 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Comparison:
     """Contenders for one piece of work.
 
     Args:
-        title: what the work is, in one line.
-        calls: the contenders; each call returns groups of tensors that mean the same for all.
-        exact: the same groups in float64.
-        plain: the same groups by the textbook formula in the contenders' dtype; its error sets the allowance.
-        left_out: contenders that do not take part, and why.
-        checked: the calls whose numbers are compared, by default ``calls``: with dropout the same contenders without
-            it; and without those that are timed though they do other work, as a yardstick does.
-        noisy: names of the ``calls`` that drop at random, and must do so equally.
+        title: description of the work, one line.
+        calls: the contenders; each call returns groups of tensors, with the same meaning for all contenders.
+        exact: computes the same groups in float64.
+        plain: computes the same groups by the textbook formula in the contenders' dtype; its error sets the tolerance.
+        left_out: the reason for each contender that is left out.
+        checked: the calls whose numbers are compared, by default ``calls``. With dropout, pass the same contenders
+            without it; leave out contenders that do different work.
+        noisy: names of the ``calls`` with dropout; their noise must be equal.
         pick: the part of each group that is compared, by default all.
-        yardsticks: further calls that are timed with the others and do other work.
-        apart: names of calls that bring threads of their own, which must have gone to sleep before another runs.
-        backend: tells the backend that clearhead runs this on.
+        yardsticks: further calls that do different work and are timed in the same rounds.
+        isolated: names of calls that start their own threads; the timing pauses before and after them.
+        backend: returns the name of the backend that clearhead selects.
     """
 
     title: str
@@ -100,52 +100,52 @@ class Case:
     noisy: Sequence[str] = ()
     pick: Callable[[Groups], Groups] = lambda groups: groups
     yardsticks: Mapping[str, Callable[[], object]] = field(default_factory=dict)
-    apart: Sequence[str] = ()
+    isolated: Sequence[str] = ()
     backend: Callable[[], str] = lambda: "none"
 
     @property
     def timed(self) -> dict[str, Callable[[], object]]:
-        """All that is timed together."""
+        """All calls that are timed in the same rounds."""
         return {**self.calls, **self.yardsticks}
 
     def check(self) -> dict[str, float]:
-        """Run every contender once and compare with float64; those that drop at random, by their noise too.
+        """Run every contender once and compare it with float64; contenders with dropout also by their noise.
 
         Returns:
             Each contender's largest error, relative to the largest number of its group.
 
         Raises:
-            UnsupportedError: one of them computes other numbers; other work is not timed.
+            UnsupportedError: a contender computes different numbers.
         """
         exact = self.pick(self.exact())
         allowed = errors_against(exact, self.pick(self.plain()))
         worst = {}
         for name, call in (self.calls if self.checked is None else self.checked).items():
             groups = self.pick(call())
-            found = errors_against(exact, groups)
+            errors = errors_against(exact, groups)
             floor = torch.finfo(groups[0][0].dtype).eps
-            if len(found) != len(allowed) or any(
-                not error <= _ALLOWANCE * (own + floor) for error, own in zip(found, allowed, strict=True)
+            if len(errors) != len(allowed) or any(
+                not error <= _ALLOWANCE * (allowance + floor) for error, allowance in zip(errors, allowed, strict=True)
             ):
                 raise _other_work(
                     name,
                     f"compute the same as the others in '{self.title}'",
-                    f"relative errors {_shown(found)} where the textbook formula has {_shown(allowed)}",
+                    f"relative errors {_shown(errors)} where the textbook formula has {_shown(allowed)}",
                 )
-            worst[name] = max(found)
+            worst[name] = max(errors)
         self._check_noise(exact)
         return worst
 
     def _check_noise(self, exact: Groups) -> None:
-        """Everyone's dropout must move every group equally far from the numbers without it."""
-        found = {name: noise_of(lambda name=name: self.pick(self.calls[name]()), exact) for name in self.noisy}  # type: ignore[misc]
-        for name, noise in found.items():
+        """Check that the dropout noise of all contenders is equal in every group."""
+        noises = {name: noise_of(lambda name=name: self.pick(self.calls[name]()), exact) for name in self.noisy}  # type: ignore[misc]
+        for name, noise in noises.items():
             if any(
                 not (min(one, other) > 0.0 and abs(one / other - 1.0) <= _NOISE_ALLOWANCE)
-                for against in found.values()
+                for against in noises.values()
                 for one, other in zip(noise, against, strict=True)
             ):
-                others = "; ".join(f"{other} {_shown(far)}" for other, far in found.items() if other != name)
+                others = "; ".join(f"{other} {_shown(far)}" for other, far in noises.items() if other != name)
                 raise _other_work(
                     name,
                     f"drop as much as the others in '{self.title}'",
@@ -160,7 +160,7 @@ def _other_work(name: str, must: str, got: str) -> UnsupportedError:
 
 
 def noise_of(call: Call, exact: Groups) -> list[float]:
-    """For each group how far random draws lie from the exact numbers, root of mean squares, relative to theirs."""
+    """Noise of each group: root mean square difference from the exact numbers, relative to their root mean square."""
     wanted = [_flat(group) for group in exact]
     draws = max(1, min(_MOST_DRAWS, _NOISE_NUMBERS // min(one.numel() for one in wanted)))
     squares = [0.0] * len(wanted)
@@ -172,7 +172,7 @@ def noise_of(call: Call, exact: Groups) -> list[float]:
 
 
 def errors_against(exact: Groups, groups: Groups) -> list[float]:
-    """For each group the largest error, relative to the group's largest exact number; infinite where shapes differ."""
+    """Largest error of each group, relative to the group's largest exact number; infinite where shapes differ."""
     errors = []
     for wanted, got in zip(exact, groups, strict=False):
         one, other = _flat(wanted), _flat(got)
@@ -199,7 +199,7 @@ def grid(
     modes: Sequence[str] = MODES,
     causal: Sequence[bool] = (False, True),
 ) -> list[Setting]:
-    """Every combination, shape by shape."""
+    """Settings of every combination, ordered by shape."""
     return [
         Setting(level, mode, shape, dtype, is_causal)
         for shape in shapes
@@ -210,14 +210,14 @@ def grid(
     ]
 
 
-def case_of(setting: Setting) -> Case:
-    """The contenders for a setting, their tensors drawn from a fixed seed."""
+def comparison_of(setting: Setting) -> Comparison:
+    """The comparison for a setting, with tensors of a fixed seed."""
     training = setting.mode == "training"
     batch, heads, length, _ = setting.shape
     size = torch.empty((), dtype=setting.dtype).element_size()
-    # Scores and weights at least, in training the gradients of both besides.
-    held = (4 if training else 2) * batch * heads * length**2 * size
-    too_large = held > _MOST_SCORE_BYTES
+    # At least the scores and the weights; in training also their gradients.
+    score_bytes = (4 if training else 2) * batch * heads * length**2 * size
+    too_large = score_bytes > _MOST_SCORE_BYTES
     if setting.level == "attention":
         tensors = TensorWork(setting.shape, setting.dtype, causal=setting.causal, training=training)
         calls, exact = tensors.calls(), lambda: tensors.by_rows(torch.float64)
@@ -228,12 +228,12 @@ def case_of(setting: Setting) -> Case:
         plain = calls[MODULE if too_large else TEXTBOOK]
     left_out = {}
     if too_large:
-        reason = f"would hold about {held / 2**30:.1f} GiB of scores"
+        reason = f"would hold about {score_bytes / 2**30:.1f} GiB of scores"
         left_out = {name: reason for name in calls if name in _HOLD_ALL_SCORES}
-    kept = {name: call for name, call in calls.items() if name not in left_out}
-    return Case(
+    remaining = {name: call for name, call in calls.items() if name not in left_out}
+    return Comparison(
         title=setting.title,
-        calls=kept,
+        calls=remaining,
         exact=exact,
         plain=plain,
         left_out=left_out,
@@ -242,7 +242,7 @@ def case_of(setting: Setting) -> Case:
 
 
 def chosen_backend(setting: Setting) -> str:
-    """The backend that clearhead runs a setting on."""
+    """Name of the backend that clearhead selects for a setting."""
     one = torch.zeros(setting.shape, dtype=setting.dtype, requires_grad=setting.mode == "training")
     choice = explain_dispatch(one, one, one, mask=Causal() if setting.causal else None).choice
     return choice or "none"

@@ -1,4 +1,4 @@
-"""Decoding with a cache: a stack of layers that takes tokens one by one, as a text is written."""
+"""Decoding with a cache: a stack of layers generates tokens one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.nn import Decoder, DecoderBlock
 from clearhead.projection import choice
@@ -20,7 +20,7 @@ from clearhead.projection import choice
 __all__ = ["PLAIN_LAYERS", "DecodingRow", "decoding_rows"]
 
 PLAIN_LAYERS: Final = "nn.Linear, SDPA and a cache"
-#: Batch, tokens held, width and heads.
+#: Batch, cached tokens, width and heads.
 _SIZES: Final = (
     (1, 32, 64, 4),
     (1, 64, 128, 4),
@@ -30,24 +30,24 @@ _SIZES: Final = (
     (8, 256, 384, 6),
     (16, 512, 512, 8),
 )
-#: Those with rotary positions besides.
-_TURNED: Final = ((1, 64, 128, 4), (1, 512, 768, 12), (8, 256, 384, 6))
+#: Sizes that are also measured with rotary positions.
+_ROTARY_SIZES: Final = ((1, 64, 128, 4), (1, 512, 768, 12), (8, 256, 384, 6))
 _LAYERS: Final = 4
 #: How many tokens are decoded one after the other.
 _TOKENS: Final = 16
-#: For which angles are there beforehand.
+#: Positions in the table of angles.
 _MOST_POSITIONS: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingRow:
-    """Sixteen tokens, one after the other, through four layers whose caches hold some already.
+    """Sixteen decoding steps through four layers with a filled cache.
 
     Args:
-        size: batch, tokens that are held, width and heads; the feedforward is four times as wide, with GELU.
+        size: batch, cached tokens, width and heads; the feedforward is four times as wide, with GELU.
         dtype: of weights and inputs.
-        layers: how many there are.
-        rotary: whether queries and keys are turned by their positions.
+        layers: number of layers.
+        rotary: whether the layers use rotary positions.
     """
 
     size: tuple[int, int, int, int]
@@ -58,10 +58,10 @@ class DecodingRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
-        batch, held, width, heads = self.size
+        """Description of the work."""
+        batch, prompt_len, width, heads = self.size
         kind = " with rotary positions" if self.rotary else ""
-        return f"decoding {batch}x{held}x{width}x{heads}, {self.layers} layers{kind} {self.group}"
+        return f"decoding {batch}x{prompt_len}x{width}x{heads}, {self.layers} layers{kind} {self.group}"
 
     @property
     def group(self) -> str:
@@ -70,30 +70,30 @@ class DecodingRow:
 
     @property
     def operations(self) -> float:
-        """Of the products by width, and of each token with those before it."""
-        batch, held, width, _ = self.size
-        return self.layers * _TOKENS * batch * (24.0 * width**2 + 4.0 * width * (held + (_TOKENS + 1) / 2))
+        """Operations of the linear layers, and of each token's attention to the cached tokens."""
+        batch, prompt_len, width, _ = self.size
+        return self.layers * _TOKENS * batch * (24.0 * width**2 + 4.0 * width * (prompt_len + (_TOKENS + 1) / 2))
 
     @property
     def memory_read(self) -> float:
-        """Weights once for each token, and what the caches hold."""
-        batch, held, width, _ = self.size
-        numbers = 12.0 * width**2 + 2.0 * batch * width * (held + (_TOKENS + 1) / 2)
+        """Bytes read: the weights once for each token, and the caches."""
+        batch, prompt_len, width, _ = self.size
+        numbers = 12.0 * width**2 + 2.0 * batch * width * (prompt_len + (_TOKENS + 1) / 2)
         return self.layers * _TOKENS * numbers * self.dtype.itemsize
 
-    def case(self) -> Case:
-        """The contenders; torch's own layers set how far off the others may be."""
-        batch, held, width, heads = self.size
+    def comparison(self) -> Comparison:
+        """The contenders; the error of torch's own layers sets the tolerance of the others."""
+        batch, prompt_len, width, heads = self.size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             ours = Decoder(width, heads, self.layers, rotary=self.rotary).to(self.dtype).eval()
-            x = torch.randn(batch, held + _TOKENS, width).to(self.dtype)
+            x = torch.randn(batch, prompt_len + _TOKENS, width).to(self.dtype)
         theirs = _PlainLayers(ours)
         builders: dict[str, Callable[[], Call]] = {
             OURS: lambda: _our_call(ours, x),
             PLAIN_LAYERS: lambda: _their_call(theirs, x),
         }
-        return Case(
+        return Comparison(
             title=self.title,
             calls={name: build() for name, build in builders.items()},
             exact=_their_call(deepcopy(theirs).double(), x.double()),
@@ -103,41 +103,41 @@ class DecodingRow:
 
     def small(self) -> Self:
         """Two layers of 32 channels on few tokens."""
-        batch, held, _, _ = self.size
-        return replace(self, size=(min(batch, 2), min(held, 20), 32, 4), layers=2)
+        batch, prompt_len, _, _ = self.size
+        return replace(self, size=(min(batch, 2), min(prompt_len, 20), 32, 4), layers=2)
 
 
 def _our_call(decoder: Decoder, x: Tensor) -> Call:
-    cache, held = decoder.new_cache(), x.shape[1] - _TOKENS
+    cache, prompt_len = decoder.new_cache(), x.shape[1] - _TOKENS
     with torch.no_grad():
-        decoder(x[:, :held], cache=cache)
+        decoder(x[:, :prompt_len], cache=cache)
 
     @torch.no_grad()
     def call() -> Groups:
-        tokens = [decoder(x[:, place : place + 1], cache=cache) for place in range(held, x.shape[1])]
-        cache.truncate(held)
+        tokens = [decoder(x[:, place : place + 1], cache=cache) for place in range(prompt_len, x.shape[1])]
+        cache.truncate(prompt_len)
         return ((torch.cat(tokens, 1),),)
 
     return call
 
 
 def _their_call(layers: _PlainLayers, x: Tensor) -> Call:
-    held = x.shape[1] - _TOKENS
+    prompt_len = x.shape[1] - _TOKENS
     caches = layers.new_caches(x)
     with torch.no_grad():
-        layers(x[:, :held], caches, 0)
+        layers(x[:, :prompt_len], caches, 0)
 
     @torch.no_grad()
     def call() -> Groups:
-        tokens = [layers(x[:, place : place + 1], caches, place) for place in range(held, x.shape[1])]
+        tokens = [layers(x[:, place : place + 1], caches, place) for place in range(prompt_len, x.shape[1])]
         return ((torch.cat(tokens, 1),),)
 
     return call
 
 
 class _PlainLayers(nn.Module):
-    """What one writes with torch alone: packed projections, rotary positions from a table, SDPA, and keys and values
-    written into memory that is there beforehand."""
+    """The same layers with torch alone: packed projections, rotary positions from a table, SDPA, and preallocated
+    caches of keys and values."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -148,12 +148,12 @@ class _PlainLayers(nn.Module):
         self.angles = [part.to(weight.dtype) for part in self.exact_angles]
 
     def double(self) -> Self:
-        """In float64, with angles that nothing has rounded."""
+        """The layers in float64, with the angles in float64."""
         self.angles = [*self.exact_angles]
         return super().double()
 
     def new_caches(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Room for the keys and values of as many tokens."""
+        """Empty caches for the keys and values of the tokens of ``x``."""
         heads = [layer.heads for layer in self.layers if isinstance(layer, _PlainLayer)]
         shapes = [(len(x), count, x.shape[1], x.shape[2] // count) for count in heads]
         return [(x.new_empty(shape), x.new_empty(shape)) for shape in shapes]
@@ -167,12 +167,12 @@ class _PlainLayers(nn.Module):
 
 
 class _PlainLayer(nn.Module):
-    """One of them, norms first."""
+    """One pre-norm layer."""
 
     def __init__(self, block: DecoderBlock) -> None:
         super().__init__()
         attention, fed, self.heads = block.attention, block.feedforward, block.attention.num_heads
-        self.turned = attention.rotary is not None
+        self.rotary = attention.rotary is not None
         parts = (attention.query_projection, attention.key_projection, attention.value_projection)
         self.packed = nn.Linear(attention.embed_dim, 3 * attention.embed_dim)
         with torch.no_grad():
@@ -187,11 +187,11 @@ class _PlainLayer(nn.Module):
         batch, new, width = x.shape
         packed = self.packed(self.attention_norm(x)).view(batch, new, 3, self.heads, width // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        if self.turned:
-            query, key = _turned(query, *angles), _turned(key, *angles)
+        if self.rotary:
+            query, key = _rotate(query, *angles), _rotate(key, *angles)
         last = first + new
         keys[:, :, first:last], values[:, :, first:last] = key, value
-        # One token sees all that is there; a prompt has nothing before it.
+        # One token attends to the whole cache; a prompt starts with an empty cache.
         heads = F.scaled_dot_product_attention(query, keys[:, :, :last], values[:, :, :last], is_causal=new > 1)
         x = x + self.mixed(heads.transpose(1, 2).reshape(batch, new, width))
         output: Tensor = x + self.contract(F.gelu(self.expand(self.feedforward_norm(x))))
@@ -208,22 +208,22 @@ def _angles(decoder: Decoder) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Heads at their positions."""
+def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Heads rotated by the angles of their positions."""
     x, y = heads.chunk(2, -1)
     return heads * cosine + torch.cat([-y, x], -1) * sine
 
 
 def _plain(layer: nn.Module) -> nn.Linear:
-    """torch's own layer with the weights of one."""
+    """A plain ``nn.Linear`` with the weights of ``layer``."""
     assert isinstance(layer, nn.Linear)
-    own = nn.Linear(layer.in_features, layer.out_features)
-    own.weight, own.bias = deepcopy(layer.weight), deepcopy(layer.bias)
-    return own
+    copy = nn.Linear(layer.in_features, layer.out_features)
+    copy.weight, copy.bias = deepcopy(layer.weight), deepcopy(layer.bias)
+    return copy
 
 
 def decoding_rows() -> Sequence[DecodingRow]:
     """Every size in both dtypes, and some with rotary positions."""
-    kinds = [(size, False) for size in _SIZES] + [(size, True) for size in _TURNED]
+    kinds = [(size, False) for size in _SIZES] + [(size, True) for size in _ROTARY_SIZES]
     dtypes = (torch.float32, torch.bfloat16)
-    return [DecodingRow(size=size, dtype=dtype, rotary=turned) for dtype, (size, turned) in product(dtypes, kinds)]
+    return [DecodingRow(size=size, dtype=dtype, rotary=rotary) for dtype, (size, rotary) in product(dtypes, kinds)]

@@ -23,12 +23,12 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 STACK = "nn.TransformerEncoder"
 SWAPPED = f"{OURS}, swapped into torch's"
-#: How many standard deviations of a unit, for tokens that are normed, its bias keeps it from 0.
-_KINK_APART = 5.0
+#: Distance of a unit's bias from 0, in standard deviations of its input for normalised tokens.
+_KINK_DISTANCE = 5.0
 
 
 def ragged(batch: int, longest: int) -> list[int]:
-    """Lengths of a batch that fill half of it: one is the longest, the others lie evenly around a mean.
+    """Lengths of a half-filled batch: one sequence has the longest length, the others are spread evenly around a mean.
 
     >>> ragged(4, 16), sum(ragged(16, 256)) / (16 * 256)
     ([16, 1, 5, 10], 0.5)
@@ -37,23 +37,23 @@ def ragged(batch: int, longest: int) -> list[int]:
     low = max(1.0, 2 * mean - longest + 1)
     step = 2 * (mean - low) / max(1, batch - 2)
     edges = [round(place * low + step * place * (place - 1) / 2) for place in range(batch)]
-    return [longest, *(after - before for before, after in pairwise(edges))]
+    return [longest, *(end - start for start, end in pairwise(edges))]
 
 
 class EncoderWork:
     """A training step of torch's encoder, of ours with the same weights, and of torch's after ``swap``.
 
-    The loss looks at real tokens only, so what a contender writes at the padding counts for nothing.
+    The loss uses real tokens only, so a contender's output at the padding has no effect.
 
     Args:
         lengths: real tokens of each sequence.
         embed_dim: width of a token.
         num_heads: number of heads.
         num_layers: number of layers.
-        feedforward_dim: width within the feedforwards.
+        feedforward_dim: hidden width of the feedforward.
         dtype: of weights and inputs.
-        activation: within the feedforwards, ``"relu"`` or ``"gelu"``.
-        seed: what weights and inputs are drawn from.
+        activation: of the feedforward, ``"relu"`` or ``"gelu"``.
+        seed: the seed of the random weights and inputs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EncoderWork:
             )
             self.theirs = nn.TransformerEncoder(layer, num_layers).to(dtype).train()
             for parameter in self.theirs.parameters():
-                # The stack copies one layer; different layers can be told apart where one is left out.
+                # The stack copies one layer; with different weights, a skipped layer changes the output.
                 parameter.data += 0.02 * torch.randn(parameter.shape).to(dtype)
             for layer in _layers(self.theirs) if activation == "relu" else ():
                 _keep_off_the_kink(layer.linear1)
@@ -80,7 +80,7 @@ class EncoderWork:
 
     @property
     def contenders(self) -> dict[str, Callable[[float], Call]]:
-        """Who takes part; each gives its call for a probability of dropout."""
+        """The contenders; each builds its call for a dropout probability."""
         return {OURS: self.our_call, SWAPPED: self.swapped_call, STACK: self.their_call}
 
     @property
@@ -123,8 +123,8 @@ class EncoderWork:
 
         def training() -> Groups:
             output = run(x)
-            found = torch.autograd.grad(output, (x, *parameters), upstream)
-            return (output.detach()[real],), found[:1], found[1:]
+            gradients = torch.autograd.grad(output, (x, *parameters), upstream)
+            return (output.detach()[real],), gradients[:1], gradients[1:]
 
         return training
 
@@ -134,18 +134,18 @@ def _layers(stack: nn.TransformerEncoder) -> list[nn.TransformerEncoderLayer]:
 
 
 def _keep_off_the_kink(expand: nn.Linear) -> None:
-    """Let half of the units of a ReLU be on and half off, whatever the token.
+    """Set the biases so that half of the ReLU units are on and half are off for every token.
 
-    Of some millions of them a few are always as near to 0 as rounding reaches. Such a unit's gradient is there or not,
-    as each contender's own last digits have it, and every token of its sequence hears of that.
+    Among millions of units a few are always within rounding error of 0. Whether such a unit has a gradient depends on
+    the last digits of each contender, and the difference spreads to every token of the sequence.
     """
     signs = torch.ones(expand.out_features)
     signs[1::2] = -1.0
-    expand.bias.data += _KINK_APART * expand.weight.data.float().norm(dim=1).to(expand.bias.dtype) * signs
+    expand.bias.data += _KINK_DISTANCE * expand.weight.data.float().norm(dim=1).to(expand.bias.dtype) * signs
 
 
 def dropping(model: _Model, dropout: float) -> _Model:
-    """A copy that drops weights and channels with this probability."""
+    """A copy of the model with this dropout probability in all its layers."""
     copy = deepcopy(model)
     for module in copy.modules():
         if isinstance(module, nn.Dropout):
@@ -156,20 +156,20 @@ def dropping(model: _Model, dropout: float) -> _Model:
 
 
 def our_parameters(block: EncoderBlock | DecoderBlock) -> list[Tensor]:
-    """Those of a block, in the order and the form of ``their_parameters``."""
+    """The parameters of a block, in the order and form of ``their_parameters``."""
     cross, norm = getattr(block, "cross_attention", None), getattr(block, "cross_norm", None)
     attentions = [block.attention, *([] if cross is None else [cross])]
     norms = [block.attention_norm, *([] if norm is None else [norm]), block.feedforward_norm]
     rest = (block.feedforward.expand, block.feedforward.contract, *norms)
-    packed = [own for attention in attentions for own in parameters_as_torch_packs_them(attention)]
-    return packed + [own for layer in rest for own in (layer.weight, layer.bias)]
+    packed = [parameter for attention in attentions for parameter in parameters_as_torch_packs_them(attention)]
+    return packed + [parameter for layer in rest for parameter in (layer.weight, layer.bias)]
 
 
 def their_parameters(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> list[Tensor]:
-    """Those of torch's layer."""
+    """The parameters of torch's layer."""
     attentions, norms = [layer.self_attn], [layer.norm1, layer.norm2]
     if isinstance(layer, nn.TransformerDecoderLayer):
         attentions, norms = [*attentions, layer.multihead_attn], [*norms, layer.norm3]
-    packed = [own for attention in attentions for own in torch_parameters(attention)]
+    packed = [parameter for attention in attentions for parameter in torch_parameters(attention)]
     rest: tuple[nn.Module, ...] = (layer.linear1, layer.linear2, *norms)
     return packed + [part.get_parameter(name) for part in rest for name in ("weight", "bias")]

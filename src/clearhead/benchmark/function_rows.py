@@ -1,4 +1,4 @@
-"""What a user's own function costs: Alibi by hand through ``ScoreFunction``, beside torch's with the bias in full."""
+"""Cost of user-defined functions: ALiBi through ``ScoreFunction``, against torch with a dense bias."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, SDPA, Call, Groups
 from clearhead.functional import attention, explain_dispatch
 from clearhead.masks import MaskFunction
@@ -20,7 +20,7 @@ from clearhead.scores import Alibi, ScoreFunction
 __all__ = ["ALIBI", "CAUSAL", "DENSE", "LEARNED", "MADE", "FunctionRow", "function_rows"]
 
 DENSE: Final = f"{SDPA}, dense bias"
-#: What a tensor of all scores' biases costs is part of its use, but not where a model keeps it between calls.
+#: The dense bias is built in each call; a model that caches it between calls does not pay for that.
 MADE: Final = f"{SDPA}, dense bias made in the call"
 ALIBI: Final = "ScoreFunction, Alibi by hand"
 LEARNED: Final = "ScoreFunction, Alibi with learned slopes"
@@ -31,7 +31,7 @@ _Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionRow:
-    """Attention under a user's function, forward and backward.
+    """Attention with a user-defined function, forward and backward.
 
     Args:
         kind: ``ALIBI``, ``LEARNED`` or ``CAUSAL``.
@@ -42,17 +42,17 @@ class FunctionRow:
     kind: str
     shape: tuple[int, int, int, int]
     dtype: torch.dtype = torch.float32
-    #: Peak memory is part of the answer.
+    #: The peak memory is measured too.
     memory: bool = True
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         return f"{self.kind}, {'x'.join(map(str, self.shape))} forward+backward {str(self.dtype)[6:]}"
 
     @property
     def group(self) -> str:
-        """The function."""
+        """The kind of function."""
         return self.kind
 
     @property
@@ -64,13 +64,13 @@ class FunctionRow:
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
-    def case(self) -> Case:
+    def comparison(self) -> Comparison:
         """The contenders."""
         inputs, upstream = self._drawn()
         calls = {name: self._call(attend, inputs, upstream) for name, attend in self._contenders(inputs[3]).items()}
-        return Case(
+        return Comparison(
             title=self.title,
             calls=calls,
             exact=lambda: self._by_heads(inputs, upstream, torch.float64),
@@ -88,14 +88,14 @@ class FunctionRow:
 
     def _contenders(self, slopes: Tensor) -> dict[str, _Attend]:
         kind, length, options = self.kind, self.shape[2], _ours(self.kind, slopes)
-        found: dict[str, _Attend] = {OURS: lambda q, k, v, _: attention(q, k, v, **options)}
+        contenders: dict[str, _Attend] = {OURS: lambda q, k, v, _: attention(q, k, v, **options)}
         if kind != LEARNED:
-            held = _bias(kind, length, slopes)
-            found[DENSE] = lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, attn_mask=held)
-        found[MADE] = lambda q, k, v, slopes: F.scaled_dot_product_attention(
+            bias = _bias(kind, length, slopes)
+            contenders[DENSE] = lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        contenders[MADE] = lambda q, k, v, slopes: F.scaled_dot_product_attention(
             q, k, v, attn_mask=_bias(kind, length, slopes)
         )
-        return found
+        return contenders
 
     def _call(self, attend: _Attend, inputs: list[Tensor], upstream: Tensor) -> Call:
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -108,8 +108,8 @@ class FunctionRow:
         return call
 
     def _by_heads(self, inputs: list[Tensor], upstream: Tensor, dtype: torch.dtype) -> Groups:
-        """The textbook's numbers, a head at a time."""
-        found: list[list[Tensor]] = []
+        """Results of the textbook formula, computed one head at a time."""
+        by_head: list[list[Tensor]] = []
         for head in range(self.shape[1]):
             parts = [tensor.detach()[:, head : head + 1].to(dtype).requires_grad_() for tensor in inputs[:3]]
             slope = inputs[3].detach()[head : head + 1].to(dtype).requires_grad_(self.kind == LEARNED)
@@ -117,8 +117,8 @@ class FunctionRow:
             output = torch.softmax(scores + _bias(self.kind, self.shape[2], slope), dim=-1) @ parts[2]
             wanted = [*parts, slope] if slope.requires_grad else parts
             grads = torch.autograd.grad(output, wanted, upstream[:, head : head + 1].to(dtype))
-            found.append([output.detach(), *grads])
-        whole = [torch.cat(heads, dim=1 if heads[0].ndim == 4 else 0) for heads in zip(*found, strict=True)]
+            by_head.append([output.detach(), *grads])
+        whole = [torch.cat(heads, dim=1 if heads[0].ndim == 4 else 0) for heads in zip(*by_head, strict=True)]
         return (whole[0],), tuple(whole[1:4]), *((grad,) for grad in whole[4:])
 
     def small(self) -> Self:
@@ -128,7 +128,7 @@ class FunctionRow:
 
 
 def _ours(kind: str, slopes: Tensor) -> dict[str, Any]:
-    """The function as a user writes it."""
+    """Options of ``attention`` with the user-defined function."""
     if kind == CAUSAL:
         return {"mask": MaskFunction(lambda batch, head, q_pos, k_pos: k_pos <= q_pos)}
     return {
@@ -137,7 +137,7 @@ def _ours(kind: str, slopes: Tensor) -> dict[str, Any]:
 
 
 def _bias(kind: str, length: int, slopes: Tensor) -> Tensor:
-    """The same in full, ``[1, heads, length, length]``."""
+    """The same as a dense bias ``[1, heads, length, length]``."""
     place = torch.arange(length)
     if kind == CAUSAL:
         return torch.zeros(length, length, dtype=slopes.dtype).masked_fill_(place > place[:, None], -torch.inf)
@@ -145,5 +145,5 @@ def _bias(kind: str, length: int, slopes: Tensor) -> Tensor:
 
 
 def function_rows() -> list[FunctionRow]:
-    """Each function at the length that its floor speaks of."""
+    """Each function at the length of its floor."""
     return [FunctionRow(kind=kind, shape=(1, 12, 2048, 64)) for kind in (ALIBI, LEARNED, CAUSAL)]

@@ -1,6 +1,6 @@
-"""Models of transformers: handed over to clearhead by ``swap``, with torch's own attention, and in ONNX Runtime.
+"""Models of transformers: after ``swap``, with torch's own attention, and in ONNX Runtime.
 
-Weights are drawn, not downloaded: speed does not depend on them.
+The weights are random, not downloaded: speed does not depend on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
 
@@ -30,7 +30,7 @@ _ENCODERS: Final = {
     "MiniLM 6x384": {"hidden_size": 384, "num_attention_heads": 12, "num_hidden_layers": 6, "intermediate_size": 1536},
 }
 _CHECKED: Final = 2
-#: Up to so many tokens Python's share shows.
+#: Up to this many tokens, Python's overhead is a visible part of the time.
 _FEW: Final = 64
 _DECODED: Final = 8
 
@@ -54,9 +54,9 @@ class EncoderModelRow:
     Args:
         model: ``"BERT base"`` or ``"MiniLM 6x384"``.
         batch: number of sequences.
-        length: tokens of each; of the longest where they are ragged.
-        ragged: whether the sequences are of all lengths up to that, so that half of the batch is padding.
-        layers: layers, by default the model's own.
+        length: tokens of each sequence, or of the longest where they are ragged.
+        ragged: whether the lengths are spread from 1 to ``length``, so that half of the batch is padding.
+        layers: number of layers, by default the model's.
     """
 
     model: str
@@ -69,12 +69,12 @@ class EncoderModelRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         return f"{self.model} size, {self.batch}x{self.length} tokens{' half filled' * self.ragged}, forward"
 
     @property
     def group(self) -> str:
-        """Encoders, of ragged batches, or of few tokens."""
+        """``"encoder"``, ``"encoder, ragged"`` or ``"encoder, few tokens"``."""
         if self.ragged:
             return "encoder, ragged"
         return "encoder" if self.batch * self.length > _FEW else "encoder, few tokens"
@@ -88,7 +88,7 @@ class EncoderModelRow:
 
     @property
     def operations(self) -> float:
-        """Products of the linear layers and of attention."""
+        """Operations of the linear layers and of attention."""
         size = _ENCODERS[self.model]
         width, inner = size["hidden_size"], size["intermediate_size"]
         work: float = sum(
@@ -98,10 +98,10 @@ class EncoderModelRow:
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
-    def case(self) -> Case:
-        """The contenders; float64 and the textbook see the first sequences only."""
+    def comparison(self) -> Comparison:
+        """The contenders; only the last sequences are compared with float64."""
         from transformers import BertConfig, BertModel
 
         size = {**_ENCODERS[self.model], **({} if self.layers is None else {"num_hidden_layers": self.layers})}
@@ -114,7 +114,7 @@ class EncoderModelRow:
         foreign, left_out = _onnx_call(theirs, ids, real)
         # The last sequences are the longest.
         last, checked = slice(-_CHECKED, None), int(self.lengths[-_CHECKED:].sum())
-        return Case(
+        return Comparison(
             title=self.title,
             calls={
                 OURS: partial(_hidden, _ours(theirs), ids, real),
@@ -125,7 +125,7 @@ class EncoderModelRow:
             exact=lambda: _hidden(deepcopy(eager).double(), ids[last], real[last]),
             plain=lambda: _hidden(eager, ids[last], real[last]),
             pick=lambda groups: ((groups[0][0][-checked:],),),
-            apart=tuple(foreign),
+            isolated=tuple(foreign),
             backend=lambda: "model",
         )
 
@@ -135,7 +135,7 @@ class EncoderModelRow:
 
 
 def _hidden(model: nn.Module, ids: Tensor, real: Tensor | None = None) -> Groups:
-    """The states of real tokens; where all are, the model is not told of padding."""
+    """The states of the real tokens; the model gets no attention mask where all tokens are real."""
     padded = real is not None and not bool(real.all())
     with torch.no_grad():
         states = model(input_ids=ids, attention_mask=real.long() if padded and real is not None else None)
@@ -144,7 +144,7 @@ def _hidden(model: nn.Module, ids: Tensor, real: Tensor | None = None) -> Groups
 
 
 class _States(nn.Module):
-    """A model as the exporter wants it: of tokens, and of which are real where not all are."""
+    """Wrapper for the exporter: it calls a model with token ids and an optional attention mask."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _States(nn.Module):
 
 
 def _onnx_call(model: nn.Module, ids: Tensor, real: Tensor) -> tuple[dict[str, Call], dict[str, str]]:
-    """The model as torch's exporter writes it and ONNX Runtime optimises it, with as many threads as torch."""
+    """The model exported by torch and optimised by ONNX Runtime, with as many threads as torch."""
     try:
         import onnx  # noqa: F401
         import onnxruntime
@@ -172,7 +172,7 @@ def _onnx_call(model: nn.Module, ids: Tensor, real: Tensor) -> tuple[dict[str, C
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(content.getvalue(), options, providers=["CPUExecutionProvider"])
-    numbers = {own.name: tensor.numpy() for own, tensor in zip(session.get_inputs(), given, strict=True)}
+    numbers = {node.name: tensor.numpy() for node, tensor in zip(session.get_inputs(), given, strict=True)}
 
     def call() -> Groups:
         return ((torch.from_numpy(session.run(None, numbers)[0])[real],),)
@@ -181,14 +181,14 @@ def _onnx_call(model: nn.Module, ids: Tensor, real: Tensor) -> tuple[dict[str, C
 
 
 def _gpt2(layers: int, positions: int) -> Any:
-    """The smallest of Radford et al. 2019, of 12 layers."""
+    """GPT-2 small (Radford et al. 2019), which has 12 layers."""
     from transformers import GPT2Config, GPT2Model
 
     return GPT2Model(GPT2Config(n_layer=layers, n_positions=positions, attn_implementation="sdpa"))
 
 
 def _qwen2(layers: int, positions: int) -> Any:
-    """Of the sizes of Qwen2.5 0.5B (Qwen team 2024, table 1), which has 24 layers; of few words, as none is written."""
+    """Sizes of Qwen2.5 0.5B (Qwen team 2024, table 1), which has 24 layers; with a small vocabulary."""
     from transformers import Qwen2Config, Qwen2Model
 
     return Qwen2Model(Qwen2Config(**_qwen2_size(layers, positions)))
@@ -208,7 +208,7 @@ def _qwen2_size(layers: int, positions: int) -> dict[str, Any]:
 
 
 def _whisper(layers: int, positions: int) -> Any:
-    """The decoder of Whisper base (Radford et al. 2022, table 1), of 6 layers."""
+    """The decoder of Whisper base (Radford et al. 2022, table 1), which has 6 layers."""
     from transformers import AutoModel, WhisperConfig
 
     config = WhisperConfig(
@@ -224,7 +224,7 @@ def _whisper(layers: int, positions: int) -> Any:
 
 
 def _gemma3(layers: int, positions: int) -> Any:
-    """Of the sizes of Gemma 3 270M, which has 18 layers, all but each sixth with a window; of few words."""
+    """Sizes of Gemma 3 270M, which has 18 layers, all but every sixth with a window; with a small vocabulary."""
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
     config = Gemma3TextConfig(
@@ -243,7 +243,7 @@ def _gemma3(layers: int, positions: int) -> Any:
 
 
 def _granite(layers: int, positions: int) -> Any:
-    """As wide as Qwen2.5 0.5B, of layers that no table of ours knows: what a sublayer gives is multiplied."""
+    """Width of Qwen2.5 0.5B with layers that clearhead does not support: it scales the output of each sublayer."""
     from transformers import GraniteConfig, GraniteModel
 
     return GraniteModel(GraniteConfig(**_qwen2_size(layers, positions), residual_multiplier=0.22))
@@ -256,28 +256,29 @@ _CAUSAL: Final[dict[str, Callable[[int, int], Any]]] = {
     "Gemma 3 270M": _gemma3,
     "Granite": _granite,
 }
-#: What floors call models of a kind; of others it is Llama's.
+#: The suffix of a model's group in the floors; other models are "Llama's kind".
 _KINDS: Final = {
     "GPT-2": "",
     "Whisper base": ", with a memory",
     "Gemma 3 270M": ", windows",
     "Granite": ", layers of other kinds",
 }
-#: What a model writes about, where it does: half a minute of speech.
-_HEARD: Final = {"Whisper base": 1500}
+#: Length of the encoder's output, for models with cross-attention: 30 seconds of speech.
+_MEMORY_LEN: Final = {"Whisper base": 1500}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalRow:
-    """A long prompt through a model that writes, or tokens behind one.
+    """Prefill of a long prompt by a causal model, or decoding after one.
 
     Args:
-        decode: time the tokens that follow the prompt, one by one with a cache, in place of the prompt.
+        decode: whether to time decoding steps with a cache instead of the prefill.
         model: ``"GPT-2"``, ``"Qwen2.5 0.5B"``, ``"Gemma 3 270M"``, ``"Granite"``, or ``"Whisper base"``, of which this
             is the decoder.
         length: tokens of the prompt.
-        layers: layers.
-        batch: sequences; of several the prompts are of half the length to the whole of it, padded to the left.
+        layers: number of layers.
+        batch: number of sequences; with several, the prompts have from ``length / 2`` to ``length`` tokens, padded on
+            the left.
     """
 
     decode: bool
@@ -290,7 +291,7 @@ class CausalRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         what = f"{_DECODED} tokens decoded behind {self.length}" if self.decode else f"prefill of {self.length} tokens"
         what += f", {self.batch} padded sequences" * (self.batch > 1)
         size = f"{self.model} size" if self.model == "GPT-2" else f"{self.model} size, {self.layers} layers"
@@ -298,7 +299,7 @@ class CausalRow:
 
     @property
     def group(self) -> str:
-        """Prefill or decode, of which model, in which dtype where it is not float32."""
+        """Prefill or decode, the kind of model, and the dtype where it is not float32."""
         what = "decode" if self.decode else "prefill"
         named = what + _KINDS.get(self.model, ", Llama's kind")
         named += ", padded" * (self.batch > 1)
@@ -306,13 +307,13 @@ class CausalRow:
 
     @property
     def operations(self) -> None:
-        """Nobody asks."""
+        """None: the operations are not counted."""
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
-    def case(self) -> Case:
+    def comparison(self) -> Comparison:
         """The contenders."""
         positions = self.length + _DECODED
         theirs = _seeded(lambda: _CAUSAL[self.model](self.layers, positions)).to(self.dtype)
@@ -322,11 +323,13 @@ class CausalRow:
         real = torch.arange(positions) >= first[:, None]
         eager = deepcopy(theirs)
         eager.set_attn_implementation("eager")
-        build = partial(_decoding if self.decode else _prefill, ids=ids, real=real, heard=_HEARD.get(self.model))
-        return Case(
+        build = partial(
+            _decoding if self.decode else _prefill, ids=ids, real=real, memory_len=_MEMORY_LEN.get(self.model)
+        )
+        return Comparison(
             title=self.title,
             calls={OURS: build(_ours(theirs)), SDPA_MODEL: build(theirs)},
-            # Eager attention has its softmax in float32, where float64's lowest number is -inf: NaN at padding.
+            # Eager attention computes its softmax in float32, where float64's lowest number is -inf: NaN at padding.
             exact=lambda: build(deepcopy(theirs).double())(),
             plain=lambda: build(eager)(),
             backend=lambda: "model",
@@ -337,41 +340,41 @@ class CausalRow:
         return replace(self, length=12, layers=1)
 
 
-def _prefill(model: nn.Module, *, ids: Tensor, real: Tensor, heard: int | None) -> Call:
-    assert heard is None
+def _prefill(model: nn.Module, *, ids: Tensor, real: Tensor, memory_len: int | None) -> Call:
+    assert memory_len is None
     return lambda: _hidden(model, ids[:, :-_DECODED], real[:, :-_DECODED])
 
 
-def _decoding(model: Any, *, ids: Tensor, real: Tensor, heard: int | None) -> Call:
-    """Each call decodes the same tokens behind the same cache, which then holds what it held behind the prompt."""
+def _decoding(model: Any, *, ids: Tensor, real: Tensor, memory_len: int | None) -> Call:
+    """Each call decodes the same tokens after the same prompt, then restores the cache."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    own = DynamicCache(config=model.config) if hasattr(model.config, "layer_types") else DynamicCache()
-    cache: Any = own
+    self_cache = DynamicCache(config=model.config) if hasattr(model.config, "layer_types") else DynamicCache()
+    cache: Any = self_cache
     given: dict[str, Any] = {}
-    if heard is not None:
+    if memory_len is not None:
         cache = EncoderDecoderCache(cache, DynamicCache())
-        size, source = (len(ids), heard, model.config.d_model), torch.Generator().manual_seed(2)
+        size, source = (len(ids), memory_len, model.config.d_model), torch.Generator().manual_seed(2)
         given["encoder_hidden_states"] = torch.randn(size, generator=source).to(model.dtype)
     places = (real.long().cumsum(1) - 1).clamp(min=0)
 
     def states(begin: int, end: int) -> Tensor:
         if not bool(real.all()):
             given.update(attention_mask=real[:, :end].long(), position_ids=places[:, begin:end])
-        found: Tensor = model(input_ids=ids[:, begin:end], past_key_values=cache, **given).last_hidden_state
-        return found
+        output: Tensor = model(input_ids=ids[:, begin:end], past_key_values=cache, **given).last_hidden_state
+        return output
 
     prompt = ids.shape[1] - _DECODED
     with torch.no_grad():
         states(0, prompt)
-    # One that slides is not cut short.
-    before = [dict(vars(layer)) for layer in own.layers]
+    # A sliding-window cache cannot be truncated, so its state is saved and restored.
+    before = [dict(vars(layer)) for layer in self_cache.layers]
 
     def call() -> Groups:
         with torch.no_grad():
-            found = [states(place, place + 1) for place in range(prompt, ids.shape[1])]
-        for layer, state in zip(own.layers, before, strict=True):
+            outputs = [states(place, place + 1) for place in range(prompt, ids.shape[1])]
+        for layer, state in zip(self_cache.layers, before, strict=True):
             vars(layer).update(state)
-        return ((torch.cat(found, dim=1),),)
+        return ((torch.cat(outputs, dim=1),),)
 
     return call

@@ -1,4 +1,4 @@
-"""Results on disk while they are taken: after each row the file is whole, so a killed run loses one row."""
+"""A result file that is rewritten after each row, so an interrupted run loses at most one row."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from clearhead.train.files import read_json, write_json
 __all__ = ["Journal", "peer_versions"]
 
 _PEERS = ("onnxruntime", "onnx")
-#: Rows taken elsewhere, or with other software or threads, are not continued.
+#: Fields that must be equal for a resumed run.
 _SAME = ("machine", "versions", "torch", "kernels", "threads")
 
 
 def peer_versions() -> dict[str, str]:
-    """The versions of the peers that are packages of their own, of those installed."""
-    found = {}
+    """Versions of the installed peer packages."""
+    versions = {}
     for name in _PEERS:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 class Journal:
-    """A file of rows with what a figure needs beside it.
+    """A result file: rows, and a head with machine, versions and threads.
 
     Args:
-        path: the file; its folder is made when the first row is written.
-        command: what was called.
-        load_before: of the machine before the start.
-        resume: whether to keep the rows of the file that is there, if it was made on the same machine with the same
-            software and threads.
+        path: the file; its folder is created when the first row is written.
+        command: the command line.
+        load_before: the machine's load before the start.
+        resume: whether to keep the rows of an existing file, if machine, software and threads are the same.
     """
 
     def __init__(self, path: Path, *, command: str, load_before: float | None, resume: bool = False) -> None:
@@ -51,19 +50,19 @@ class Journal:
                 self.rows = {row["title"]: row for row in old["rows"]}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Hold a row, known by its title, and write all of them."""
+        """Add a row under its title and write the file."""
         self.rows[row["title"]] = dict(row)
         write_json(self.path, {"head": self.head, "rows": list(self.rows.values())})
 
     @staticmethod
     def read(path: Path) -> dict[str, Any]:
-        """What a journal wrote: ``head`` and ``rows``.
+        """Read a result file: ``head`` and ``rows``.
 
         Raises:
-            DataError: there is no such file, or it is something else.
+            DataError: the file is missing, or is not a result file.
         """
-        found = read_json(path, function="bench")
-        if not isinstance(found, dict) or not {"head", "rows"} <= set(found):
+        journal = read_json(path, function="bench")
+        if not isinstance(journal, dict) or not {"head", "rows"} <= set(journal):
             raise DataError.about(
                 "bench",
                 str(path),
@@ -71,4 +70,4 @@ class Journal:
                 got="another file",
                 then="Name another folder with --out.",
             )
-        return found
+        return journal

@@ -1,4 +1,4 @@
-"""A linear layer on few tokens, where reading its weight takes as long as multiplying by it: decoding, few requests."""
+"""A linear layer on few tokens, as in decoding, where memory bandwidth bounds the speed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final, Self
 import torch
 from torch.nn import functional
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.projection import choice, project
 
-__all__ = ["LINEAR", "LayerRow", "layer_rows"]
+__all__ = ["LINEAR", "LinearLayerRow", "layer_rows"]
 
 LINEAR: Final = "functional.linear"
 #: Widths in and out: a feedforward's halves, a large model's projection, GPT-2's vocabulary.
@@ -23,13 +23,13 @@ _TOKENS: Final = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerRow:
-    """``project`` against torch's own.
+class LinearLayerRow:
+    """``project`` against ``torch.nn.functional.linear``.
 
     Args:
         tokens: number of rows.
-        width: numbers of a row.
-        out: numbers of a row of the output.
+        width: input features.
+        out: output features.
         dtype: of weight and input.
     """
 
@@ -41,7 +41,7 @@ class LayerRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         return f"{self.tokens} tokens through {self.width}x{self.out} {str(self.dtype).removeprefix('torch.')}"
 
     @property
@@ -51,15 +51,15 @@ class LayerRow:
 
     @property
     def operations(self) -> float:
-        """Of the product."""
+        """Operations of the product."""
         return 2.0 * self.tokens * self.width * self.out
 
     @property
     def memory_read(self) -> float:
-        """The weight."""
+        """Bytes of the weight."""
         return float(self.width * self.out * self.dtype.itemsize)
 
-    def case(self) -> Case:
+    def comparison(self) -> Comparison:
         """The contenders."""
         generator = torch.Generator().manual_seed(0)
         sizes = ((self.tokens, self.width), (self.out, self.width), (self.out,))
@@ -75,7 +75,7 @@ class LayerRow:
             return ((functional.linear(x.double(), weight.double(), bias.double()),),)
 
         calls: dict[str, Call] = {OURS: torch.no_grad()(ours), LINEAR: torch.no_grad()(theirs)}
-        return Case(
+        return Comparison(
             title=self.title, calls=calls, exact=exact, plain=theirs, backend=lambda: choice("forward", self.dtype).path
         )
 
@@ -84,9 +84,9 @@ class LayerRow:
         return replace(self, tokens=min(self.tokens, 3), width=min(self.width, 48), out=min(self.out, 40))
 
 
-def layer_rows() -> Sequence[LayerRow]:
-    """Every width and number of tokens, in both dtypes."""
+def layer_rows() -> Sequence[LinearLayerRow]:
+    """Rows of every width and number of tokens, in both dtypes."""
     return [
-        LayerRow(tokens=tokens, width=width, out=out, dtype=dtype)
+        LinearLayerRow(tokens=tokens, width=width, out=out, dtype=dtype)
         for dtype, (width, out), tokens in product((torch.float32, torch.bfloat16), _WIDTHS, _TOKENS)
     ]

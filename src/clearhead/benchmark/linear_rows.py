@@ -1,4 +1,4 @@
-"""The linear family against full attention: from which length on a state of fixed size is the faster way."""
+"""Linear attention and its variants against full attention, over growing lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead import linear
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.benchmark.product import PRODUCT, yardsticks
 from clearhead.functional import attention
@@ -20,30 +20,30 @@ from clearhead.masks import Causal
 __all__ = ["FULL", "LENGTHS", "LinearRow", "linear_rows"]
 
 FULL: Final = "clearhead attention, causal"
-"""Name of full attention among the contenders: other numbers, timed for the same tokens."""
+"""Name of full attention among the contenders; it computes different numbers for the same tokens."""
 
 LENGTHS: Final = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-#: From here on the family has to be faster than full attention.
+#: Length from which the floors require linear attention to be faster.
 CROSSING: Final = 1024
 
-_VERBS: Final[Mapping[str, tuple[Callable[..., Any], Mapping[str, object]]]] = {
+_FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Any], Mapping[str, object]]]] = {
     "linear": (linear.linear_attention, {"causal": True}),
     "retention": (linear.retention, {}),
     "gated": (linear.gated_linear_attention, {}),
     "delta": (linear.delta_attention, {}),
 }
-#: Longest sequence whose exact numbers are taken from all pairs of tokens; longer ones from chunks in float64.
+#: Longest sequence whose exact numbers come from the parallel form; longer ones use chunks in float64.
 _ALL_PAIRS: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRow:
-    """A causal call of a member in its chunked form.
+    """A causal call of a linear attention function in its chunked form.
 
     Args:
         verb: ``"linear"`` (elu + 1, normalised), ``"retention"``, ``"gated"`` or ``"delta"``.
         shape: ``(batch, heads, length, head_dim)``.
-        training: whether backward is part of it.
+        training: whether the backward pass is included.
         dtype: of the tensors.
         memory: whether peak memory is measured too.
     """
@@ -56,22 +56,22 @@ class LinearRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         mode = "forward+backward" if self.training else "forward"
         return f"{self.verb} {'x'.join(map(str, self.shape))} {mode} {str(self.dtype)[6:]}"
 
     @property
     def group(self) -> str:
-        """The member, and on which side of the length from which it has to be faster."""
+        """The function, the mode, and whether the length is below ``CROSSING``."""
         mode = "training" if self.training else "forward"
         return f"{self.verb}, {mode}, {'from' if self.shape[2] >= CROSSING else 'below'} {CROSSING} tokens"
 
     @property
     def operations(self) -> float | None:
-        """Of ``linear``: the products of its chunks, each a whole square, and those with the states.
+        """Operations of ``linear``: products within the chunks (full squares) and products with the states.
 
-        Forward two of each kind; backward five within chunks, of which one is forward's again, and four with states.
-        None for the others, whose solves and decays are no products.
+        Forward: two of each kind. Backward: five within the chunks, one of them recomputed, and four with the states.
+        None for the other functions, whose solves and decays are not counted.
         """
         if self.verb != "linear":
             return None
@@ -82,15 +82,15 @@ class LinearRow:
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
-    def case(self) -> Case:
-        """The contenders; full attention is not compared, for its numbers are others."""
+    def comparison(self) -> Comparison:
+        """The contenders; full attention is timed but not compared, because it computes different numbers."""
         drawn, upstream = self._drawn()
 
         def by(dtype: torch.dtype, **options: object) -> Groups:
-            own = {name: part.detach().to(dtype).requires_grad_(self.training) for name, part in drawn.items()}
-            return self._call(own, upstream.to(dtype), lambda parts: self._ours(parts, **options))()
+            leaves = {name: part.detach().to(dtype).requires_grad_(self.training) for name, part in drawn.items()}
+            return self._call(leaves, upstream.to(dtype), lambda parts: self._ours(parts, **options))()
 
         form = "parallel" if self.shape[2] <= _ALL_PAIRS else "chunked"
         calls = {
@@ -100,7 +100,7 @@ class LinearRow:
             ),
         }
         measure, unmeasured = yardsticks(self.dtype)
-        return Case(
+        return Comparison(
             title=self.title,
             calls=calls,
             checked={OURS: calls[OURS]},
@@ -108,7 +108,7 @@ class LinearRow:
             exact=lambda: by(torch.float64, form=form, chunk_size=2 * linear.CHUNK),
             plain=lambda: by(self.dtype, form=form, chunk_size=2 * linear.CHUNK),
             yardsticks=measure,
-            apart=(PRODUCT,),
+            isolated=(PRODUCT,),
             backend=lambda: "chunked",
         )
 
@@ -127,7 +127,7 @@ class LinearRow:
         return {name: part.requires_grad_(self.training) for name, part in drawn.items()}, normal(*shape)
 
     def _ours(self, parts: Mapping[str, Tensor], **options: object) -> Tensor:
-        verb, fixed = _VERBS[self.verb]
+        verb, fixed = _FUNCTIONS[self.verb]
         output: Tensor = verb(**parts, **fixed, **options)[0]
         return output
 
@@ -152,7 +152,7 @@ class LinearRow:
 
 
 def linear_rows() -> list[LinearRow]:
-    """``linear`` at every length, in training and forward, and its siblings in training at some."""
+    """``linear`` at every length, training and forward; the other functions in training at three lengths."""
     longest = LENGTHS[-1]
     plain = [
         LinearRow(verb="linear", shape=(1, 12, length, 64), training=training, memory=training and length == longest)

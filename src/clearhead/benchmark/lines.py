@@ -1,4 +1,4 @@
-"""A suite's measured rows, and whether its floors were reached."""
+"""The measured rows of a suite, and the verdicts on its floors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clearhead.benchmark.memory import peak_extra_bytes
 from clearhead.benchmark.peers import OURS, short_name
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
 from clearhead.benchmark.results import Timed, timed
-from clearhead.benchmark.rows import Row
+from clearhead.benchmark.rows import SuiteRow
 from clearhead.benchmark.suites import Floor, Suite
 from clearhead.benchmark.timing import Timing, geometric_mean
 from clearhead.ops.throughput import product_rate
@@ -25,13 +25,13 @@ class Line(Timed):
     """One row of a suite, measured.
 
     Attributes:
-        title: what the work is.
-        group: the rows that floors speak of together.
+        title: description of the work.
+        group: name of the rows that a floor covers together.
         operations: multiplications and additions of the work.
-        memory_read: bytes of keys and values or of a weight, where reading them bounds the work.
-        memory: for each contender the bytes it needed above its inputs at its highest; empty where nobody asks.
-        limit: GFLOP/s of the kernels' product in the first caches, measured just before; None where the work is not
-            counted, where reading memory bounds it, and where there are no kernels.
+        memory_read: bytes of keys and values or of a weight, where memory traffic bounds the work.
+        memory: peak bytes of each contender beyond its inputs; empty where not measured.
+        limit: GFLOP/s of the kernels' product in the first-level caches, measured just before; None where the
+            operations are not counted, where memory traffic bounds the work, and where there are no kernels.
     """
 
     title: str
@@ -47,13 +47,13 @@ class Line(Timed):
         return None if operations is None else operations / self.timings[name].median / 1e9
 
     def share(self, name: str) -> float | None:
-        """The rate as a share of the machine's product rate; None where that was not timed beside it."""
+        """The rate as a share of the machine's product rate; None where the product was not timed."""
         rate = self.rate(name)
         machine = self.rate(PRODUCT) if PRODUCT in self.timings else None
         return None if rate is None or machine is None else rate / machine
 
     def share_of_limit(self, name: str) -> float | None:
-        """The rate as a share of the limit; None where there is none."""
+        """The rate as a share of the limit; None where no limit was measured."""
         rate = self.rate(name)
         return None if rate is None or self.limit is None else rate / self.limit
 
@@ -62,12 +62,12 @@ class Line(Timed):
         return None if self.memory_read is None else self.memory_read / self.timings[name].median / 1e9
 
     def fastest(self, names: Sequence[str]) -> str | None:
-        """The fastest of some contenders, of those that took part."""
+        """The fastest of ``names`` that was timed; None where none was."""
         present = [name for name in names if name in self.timings]
         return min(present, key=lambda name: self.timings[name].median, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The line as plain values."""
+        """The line as JSON values."""
         contenders = {
             name: {
                 "seconds": timing.to_dict(),
@@ -105,31 +105,31 @@ class Line(Timed):
         )
 
 
-def measure_row(row: Row, *, repeats: int, seconds: float | None) -> Line:
-    """Check that a row's contenders do the same work, then time them in turns.
+def measure_row(row: SuiteRow, *, repeats: int, seconds: float | None) -> Line:
+    """Check that a row's contenders do the same work, then time them in interleaved rounds.
 
     Args:
         row: what to measure.
         repeats: rounds of the interleaved timing.
-        seconds: time after which rounds stop; five are always made.
+        seconds: time after which the rounds stop, but not before the fifth.
 
     Raises:
         UnsupportedError: the contenders do not compute the same numbers.
     """
-    case = row.case()
+    comparison = row.comparison()
     counts = row.operations is not None and row.memory_read is None
     limit = product_rate(row.dtype) if counts else None
-    found = timed(case, repeats=repeats, seconds=seconds, fewest=_FEWEST_ROUNDS)
-    peaks = {name: peak_extra_bytes(call) for name, call in case.calls.items()} if row.memory else {}
+    result = timed(comparison, repeats=repeats, seconds=seconds, fewest=_FEWEST_ROUNDS)
+    peaks = {name: peak_extra_bytes(call) for name, call in comparison.calls.items()} if row.memory else {}
     return Line(
         title=row.title,
         group=row.group,
         operations=row.operations,
         memory_read=row.memory_read,
-        backend=found.backend,
-        timings=found.timings,
-        errors=found.errors,
-        left_out=found.left_out,
+        backend=result.backend,
+        timings=result.timings,
+        errors=result.errors,
+        left_out=result.left_out,
         memory={name: peak for name, peak in peaks.items() if peak is not None},
         limit=limit,
     )
@@ -137,23 +137,23 @@ def measure_row(row: Row, *, repeats: int, seconds: float | None) -> Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A floor and what was found.
+    """A floor and the measured figure.
 
     Attributes:
         floor: the floor.
         kind: ``"each"``, ``"mean"`` or ``"share"``.
-        wanted: the number to reach.
-        found: the number found; for ``"each"`` and ``"share"`` the lowest.
-        where: the row of the lowest, empty for a mean.
-        rows: from how many rows.
-        reach: what the same rows would come to if each ran at the limit, the rate of the kernels' product in the first
-            caches: little more is to be had on this machine by doing the same work faster (``native_rate``).
+        wanted: the figure to reach.
+        figure: the measured figure; for ``"each"`` and ``"share"`` the lowest.
+        where: title of the lowest row, empty for a mean.
+        rows: number of rows.
+        reach: the figure if each row ran at its limit, the rate of the kernels' product in the first-level caches
+            (``native_rate``); None where a row has no limit.
     """
 
     floor: Floor
     kind: str
     wanted: float
-    found: float
+    figure: float
     where: str
     rows: int
     reach: float | None = None
@@ -161,11 +161,11 @@ class Verdict:
     @property
     def met(self) -> bool:
         """Whether the floor was reached."""
-        return self.found >= self.wanted
+        return self.figure >= self.wanted
 
     @property
     def against(self) -> str:
-        """Who clearhead was held against, in words."""
+        """Names of the peers, in words."""
         return " or ".join(map(short_name, self.floor.against)) or "the machine's product rate"
 
     def __str__(self) -> str:
@@ -177,14 +177,14 @@ class Verdict:
         }[self.kind]
         who = "" if self.floor.ours == OURS else f" ({self.floor.ours})"
         verdict = "met" if self.met else "SHORT"
-        found = f"{self.found:.3f}{unit} ({what}); floor {self.wanted:g}{unit}: {verdict}"
+        text = f"{self.figure:.3f}{unit} ({what}); floor {self.wanted:g}{unit}: {verdict}"
         if not self.met and self.reach is not None:
-            found += f" (at the machine's limit {self.reach:.3f}{unit})"
-        return f"{self.floor.group}{who} against {self.against}: {found}"
+            text += f" (at the machine's limit {self.reach:.3f}{unit})"
+        return f"{self.floor.group}{who} against {self.against}: {text}"
 
 
 def unjudged(suite: Suite, lines: Sequence[Line]) -> list[str]:
-    """Floors whose rows were measured without any of their peers, in words."""
+    """Descriptions of the floors whose rows were measured without any of their peers."""
     return [
         f"{floor.group} against {' or '.join(map(short_name, floor.against))}: not judged, none of them took part"
         for floor in suite.floors
@@ -195,7 +195,7 @@ def unjudged(suite: Suite, lines: Sequence[Line]) -> list[str]:
 
 
 def verdicts(suite: Suite, lines: Sequence[Line]) -> list[Verdict]:
-    """Each floor with what was found; floors of which no row was measured are left out."""
+    """The verdict on each floor; floors without measured rows are left out."""
     return [verdict for floor in suite.floors for verdict in _verdicts_of(floor, lines)]
 
 
@@ -203,7 +203,7 @@ def _verdicts_of(floor: Floor, lines: Sequence[Line]) -> list[Verdict]:
     rows = [
         line for line in lines if line.group == floor.group and floor.only in line.title and floor.ours in line.timings
     ]
-    # A verdict names those who took part.
+    # A verdict names only the peers that were timed.
     present = tuple(peer for peer in floor.against if any(peer in line.timings for line in rows))
     floor = replace(floor, against=present)
     ratios = {
@@ -211,7 +211,7 @@ def _verdicts_of(floor: Floor, lines: Sequence[Line]) -> list[Verdict]:
     }
     shares = {line.title: share for line in rows if (share := line.share(floor.ours)) is not None}
     of_limit = {line.title: share for line in rows if (share := line.share_of_limit(floor.ours)) is not None}
-    # A limit that was disturbed when it was measured is exceeded: that is as fast as it gets.
+    # A row can exceed a limit that was disturbed while it was measured; it counts as at the limit.
     reached = {title: ratio / min(1.0, of_limit[title]) for title, ratio in ratios.items() if title in of_limit}
     judged = []
     for kind, wanted, figures in (
@@ -222,12 +222,12 @@ def _verdicts_of(floor: Floor, lines: Sequence[Line]) -> list[Verdict]:
         if wanted is None or not figures:
             continue
         where = "" if kind == "mean" else min(figures, key=lambda title: figures[title])
-        found = geometric_mean(list(figures.values())) if kind == "mean" else figures[where]
+        figure = geometric_mean(list(figures.values())) if kind == "mean" else figures[where]
         reach = None
         if kind != "share" and reached.keys() == figures.keys():
             reach = geometric_mean(list(reached.values())) if kind == "mean" else min(reached.values())
         judged.append(
-            Verdict(floor=floor, kind=kind, wanted=wanted, found=found, where=where, rows=len(figures), reach=reach)
+            Verdict(floor=floor, kind=kind, wanted=wanted, figure=figure, where=where, rows=len(figures), reach=reach)
         )
     return judged
 
@@ -238,4 +238,4 @@ def product_rates(lines: Sequence[Line]) -> dict[str, tuple[float, float, float]
     for line in lines:
         if PRODUCT in line.timings and (rate := line.rate(PRODUCT)) is not None:
             rates.setdefault(line.group, []).append(rate)
-    return {group: (Timing.of(tuple(found)).median, min(found), max(found)) for group, found in rates.items()}
+    return {group: (Timing.of(tuple(each)).median, min(each), max(each)) for group, each in rates.items()}

@@ -1,4 +1,4 @@
-"""The machine and the software that figures come from, as plain data."""
+"""Facts about machine and software, recorded with the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 __all__ = ["load", "machine", "threads", "torch_build", "usable_cores", "versions"]
 
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
-"""The instruction sets that decide how fast attention can be on a CPU."""
+"""CPU instruction sets that decide the speed of attention."""
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -29,7 +29,7 @@ _THREAD_VARIABLES = (
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory in bytes, and the instruction sets that matter."""
+    """Processor, usable cores, memory in bytes, instruction sets and accelerators."""
     info = _text("/proc/cpuinfo")
     flags = set(_field(info, r"(?:flags|Features)").split())
     return {
@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Cores that the process may run on, which in a container are fewer than the machine has."""
+    """Number of cores that the process may run on; in a container fewer than the machine has."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     quota = _text("/sys/fs/cgroup/cpu.max").split()
@@ -54,7 +54,7 @@ def usable_cores() -> int:
 
 
 def load() -> float | None:
-    """How many processes wanted a core over the last minute; None where the system does not tell."""
+    """Load average of the last minute; None where the system does not report it."""
     try:
         return round(os.getloadavg()[0], 2)
     except (OSError, AttributeError):
@@ -62,7 +62,7 @@ def load() -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Python, clearhead, torch, numpy."""
+    """Versions of Python, clearhead, torch and numpy."""
     return {
         "python": sys.version.split()[0],
         "clearhead": _version("clearhead"),
@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def threads() -> dict[str, Any]:
-    """Threads that torch uses, and the environment variables that set them."""
+    """Number of torch's threads, and the environment variables that set it."""
     return {
         "intra_op": torch.get_num_threads(),
         "inter_op": torch.get_num_interop_threads(),
@@ -81,7 +81,7 @@ def threads() -> dict[str, Any]:
 
 
 def torch_build() -> dict[str, Any]:
-    """What torch was built with and which CPU kernels it picked."""
+    """Libraries of this torch build and its CPU capability."""
     return {
         "version": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -108,8 +108,8 @@ def _text(path: str) -> str:
 
 
 def _field(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def _processor(info: str) -> str:
@@ -117,7 +117,7 @@ def _processor(info: str) -> str:
 
 
 def _memory() -> int | None:
-    """Bytes of memory, or of the container's share of it."""
+    """Bytes of memory that the machine or the container has."""
     total = _field(_text("/proc/meminfo"), "MemTotal").split()
     sizes = [int(total[0]) * 1024] if total else []
     limit = _text("/sys/fs/cgroup/memory.max").strip()

@@ -1,4 +1,4 @@
-"""What statistics cost: beside attention without them, and beside the textbook, which holds every weight."""
+"""Cost of statistics, against attention without them and against the textbook formula with all weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Groups, TensorWork
 from clearhead.functional import explain_dispatch, observe_attention
 from clearhead.statistics import Observation, Want
@@ -31,7 +31,7 @@ _SUMS: Final[Mapping[str, object]] = {
     "sink": _SINK,
     "distance": True,
 }
-#: What each row asks for.
+#: The statistics of each row.
 WANTS: Final[Mapping[str, Mapping[str, object]]] = {
     "row sums": _SUMS,
     f"top_k={_TOP}": {"top_k": _TOP},
@@ -50,9 +50,9 @@ class ObserveRow:
     """``observe_attention`` of one of ``WANTS``.
 
     Args:
-        wanted: which.
+        wanted: a key of ``WANTS``.
         shape: ``(batch, heads, length, head_dim)``; the length must be a multiple of the heatmap's tiles.
-        causal: whether later keys are forbidden.
+        causal: whether the mask is causal.
         dtype: of the tensors.
     """
 
@@ -60,34 +60,34 @@ class ObserveRow:
     shape: tuple[int, int, int, int]
     causal: bool = False
     dtype: torch.dtype = torch.float32
-    #: Peak memory is part of the answer.
+    #: The peak memory is measured too.
     memory: bool = True
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         kind = "causal" if self.causal else "full"
         return f"{'x'.join(map(str, self.shape))} {kind} {str(self.dtype)[6:]}, {self.wanted}"
 
     @property
     def group(self) -> str:
-        """What is asked for."""
+        """The name of the statistics."""
         return self.wanted
 
     @property
     def operations(self) -> None:
-        """Nobody asks."""
+        """None: the operations are not counted."""
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
     @property
     def want(self) -> Want:
-        """The statistics."""
+        """The requested statistics."""
         return Want(**WANTS[self.wanted])  # type: ignore[arg-type]
 
-    def case(self) -> Case:
+    def comparison(self) -> Comparison:
         """The contenders."""
         work, want = TensorWork(self.shape, self.dtype, causal=self.causal, training=False), self.want
 
@@ -97,7 +97,7 @@ class ObserveRow:
         def materialised() -> Groups:
             return _groups(_from_weights(work.inputs[0], work.inputs[1], work.inputs[2], work.hidden, want))
 
-        return Case(
+        return Comparison(
             title=self.title,
             calls={OURS: ours, PLAIN: work.call(OURS), MATERIALISED: materialised},
             exact=lambda: _exact(work, want),
@@ -112,32 +112,32 @@ class ObserveRow:
         return replace(self, shape=(1, 2, _HEATMAP, 8))
 
 
-def _groups(seen: Observation) -> Groups:
-    found = (getattr(seen, name) for name in _COMPARED)
-    return tuple((tensor,) for tensor in found if tensor is not None)
+def _groups(observation: Observation) -> Groups:
+    statistics = (getattr(observation, name) for name in _COMPARED)
+    return tuple((tensor,) for tensor in statistics if tensor is not None)
 
 
 def _from_weights(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, want: Want) -> Observation:
-    """Every statistic reduced from the whole matrix of weights, as one does without a kernel for it."""
+    """Every statistic computed from the whole matrix of weights."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     weights = torch.softmax(scores, dim=-1)
-    found: dict[str, Tensor] = {"output": weights @ value}
+    statistics: dict[str, Tensor] = {"output": weights @ value}
     if want.lse:
-        found["lse"], found["max_score"] = torch.logsumexp(scores, dim=-1), scores.amax(dim=-1)
-        found["entropy"] = -torch.special.xlogy(weights, weights).sum(dim=-1)
-        found["sink"] = weights[..., : want.sink].sum(dim=-1)
+        statistics["lse"], statistics["max_score"] = torch.logsumexp(scores, dim=-1), scores.amax(dim=-1)
+        statistics["entropy"] = -torch.special.xlogy(weights, weights).sum(dim=-1)
+        statistics["sink"] = weights[..., : want.sink].sum(dim=-1)
         place = torch.arange(scores.shape[-1], dtype=scores.dtype)
-        found["distance"] = (weights * (place[:, None] - place).abs()).sum(dim=-1)
+        statistics["distance"] = (weights * (place[:, None] - place).abs()).sum(dim=-1)
     if want.top_k:
-        found["top_weights"] = weights.topk(want.top_k, dim=-1).values
+        statistics["top_weights"] = weights.topk(want.top_k, dim=-1).values
     if want.heatmap:
-        found["heatmap_max"] = F.max_pool2d(weights, want.heatmap)
-        found["heatmap_mean"] = F.avg_pool2d(weights, want.heatmap)
+        statistics["heatmap_max"] = F.max_pool2d(weights, want.heatmap)
+        statistics["heatmap_mean"] = F.avg_pool2d(weights, want.heatmap)
     if want.received:
-        found["received"] = weights.sum(dim=-2)
-    return Observation(**found)
+        statistics["received"] = weights.sum(dim=-2)
+    return Observation(**statistics)
 
 
 def _first_heads(groups: Groups) -> Groups:
@@ -145,7 +145,7 @@ def _first_heads(groups: Groups) -> Groups:
 
 
 def _exact(work: TensorWork, want: Want) -> Groups:
-    """Of the first heads, in float64, one at a time."""
+    """Statistics of the first heads in float64, one head at a time."""
     query, key, value = (tensor[:, :_CHECKED_HEADS].double() for tensor in work.inputs)
     heads = [
         _groups(_from_weights(query[:, h : h + 1], key[:, h : h + 1], value[:, h : h + 1], work.hidden, want))

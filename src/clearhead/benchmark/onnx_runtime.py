@@ -1,8 +1,8 @@
 """ONNX Runtime's two attention operators as contenders, on the same memory as torch's tensors.
 
-``Attention`` is the standard's operator (ai.onnx, version 23), ``MultiHeadAttention`` ONNX Runtime's own
-(com.microsoft), which takes ``[batch, len, heads * head_dim]`` and has a fused kernel where nothing is masked. Inputs
-and outputs are bound beforehand, so no copy is timed.
+``Attention`` is the operator of the ONNX standard (ai.onnx, version 23). ``MultiHeadAttention`` is ONNX Runtime's own
+(com.microsoft): it takes ``[batch, len, heads * head_dim]`` and has a fused kernel for unmasked attention. Inputs and
+outputs are bound beforehand, so no copy is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clearhead.benchmark.peers import Call
 __all__ = ["ONNX_OPERATORS", "onnx_calls"]
 
 ONNX_OPERATORS = ("ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention")
-_STANDARD, _OWN = ONNX_OPERATORS
+_STANDARD, _MULTI_HEAD = ONNX_OPERATORS
 _OPSET, _FORMAT = 23, 10
 _ONLY_ERRORS = 3
 
@@ -27,10 +27,10 @@ _ONLY_ERRORS = 3
 def onnx_calls(inputs: Sequence[Tensor], *, causal: bool) -> tuple[dict[str, Call], dict[str, str]]:
     """Both operators' calls for float32 query, key and value ``[batch, heads, len, head_dim]``.
 
-    Each uses as many threads as torch does at this moment.
+    Each uses as many threads as torch.
 
     Returns:
-        The calls by name, and for those that do not take part the reason.
+        The calls by name, and the reason for each operator that is left out.
     """
     try:
         import onnx  # noqa: F401
@@ -39,11 +39,11 @@ def onnx_calls(inputs: Sequence[Tensor], *, causal: bool) -> tuple[dict[str, Cal
         reason = f"needs the package {error.name}; install clearhead[bench]"
         return {}, dict.fromkeys(ONNX_OPERATORS, reason)
     batch, heads, length, _ = inputs[0].shape
-    held, memory = 8 * batch * heads * length**2, machine()["memory"]
-    if memory is not None and held > memory / 2:
-        return {}, dict.fromkeys(ONNX_OPERATORS, f"may hold {held / 2**30:.1f} GiB of scores")
+    score_bytes, memory = 8 * batch * heads * length**2, machine()["memory"]
+    if memory is not None and score_bytes > memory / 2:
+        return {}, dict.fromkeys(ONNX_OPERATORS, f"may hold {score_bytes / 2**30:.1f} GiB of scores")
     plain = [tensor.detach() for tensor in inputs]
-    return {_STANDARD: _standard(plain, causal), _OWN: _own(plain, causal)}, {}
+    return {_STANDARD: _standard(plain, causal), _MULTI_HEAD: _multi_head(plain, causal)}, {}
 
 
 def _standard(inputs: Sequence[Tensor], causal: bool) -> Call:
@@ -57,7 +57,7 @@ def _standard(inputs: Sequence[Tensor], causal: bool) -> Call:
     return call
 
 
-def _own(inputs: Sequence[Tensor], causal: bool) -> Call:
+def _multi_head(inputs: Sequence[Tensor], causal: bool) -> Call:
     heads = inputs[0].shape[1]
     rows = [tensor.transpose(1, 2).flatten(-2).contiguous() for tensor in inputs]
     output = torch.empty_like(rows[0])
@@ -88,8 +88,8 @@ def _bound(operator: str, inputs: Sequence[Tensor], output: Tensor, **attributes
         binding.bind_input(name, "cpu", 0, numpy.float32, list(tensor.shape), tensor.data_ptr())
     binding.bind_output("y", "cpu", 0, numpy.float32, list(output.shape), output.data_ptr())
 
-    def run(held: Sequence[Tensor] = inputs) -> None:
-        # ``held`` keeps the bound memory alive.
+    def run(bound: Sequence[Tensor] = inputs) -> None:
+        # The default argument keeps the bound tensors alive.
         session.run_with_iobinding(binding)
 
     return run

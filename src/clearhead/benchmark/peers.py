@@ -1,7 +1,7 @@
-"""Who is measured: the same attention by clearhead, by torch's own functions and modules, and by the textbook.
+"""The contenders: the same attention by clearhead, by torch's functions and modules, and by the textbook formula.
 
-A *call* runs one contender once and returns what it computed, in groups: ``((output,),)`` forward, and behind it
-the gradients of the inputs and of the parameters in training. Groups of all contenders mean the same numbers.
+A *call* runs one contender once and returns its results in groups: ``((output,),)`` forward, followed by the
+gradients of the inputs and of the parameters in training. The groups have the same meaning for all contenders.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROWS_AT_ONCE = 256
 
 
 def short_name(name: str) -> str:
-    """A contender's name as tables show it.
+    """Short form of a contender's name, for tables.
 
     >>> short_name("scaled_dot_product_attention, dense window mask")
     'SDPA, dense window mask'
@@ -48,12 +48,12 @@ def short_name(name: str) -> str:
 
 
 def forbidden(length: int, device: torch.device) -> Tensor:
-    """The causal mask as torch's modules want it: ``True`` where a query may not look."""
+    """The causal mask in the convention of torch's modules: ``True`` where a key is masked."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def textbook(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:
-    """The formula as it stands in the paper: the whole matrix of scores, its softmax, times the values."""
+    """The textbook formula: softmax of the whole score matrix, times the values."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -66,13 +66,13 @@ class TensorWork:
     Args:
         shape: ``(batch, heads, q_len, head_dim)`` of the queries.
         dtype: of all tensors.
-        causal: whether later keys are forbidden.
-        training: whether a call runs backward too.
+        causal: whether the mask is causal.
+        training: whether a call includes the backward pass.
         kv_heads: number of key heads; by default that of the queries.
         k_len: number of keys; by default that of the queries.
-        window: how many keys before its own position a query may look at; all of them by default.
-        asked: the backend that clearhead is asked for.
-        seed: what the tensors are drawn from.
+        window: number of keys before its own position that a query attends to, by default all.
+        asked: the ``backend`` argument of clearhead's call.
+        seed: the seed of the random tensors.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class TensorWork:
 
     @property
     def mask(self) -> Mask | None:
-        """The mask in clearhead's words."""
+        """The mask as a clearhead mask."""
         if self.window is not None:
             return Causal() & Window(self.window)
         return Causal() if self.causal else None
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """The mask as a matrix, ``True`` where a query may not look."""
+        """The mask as a matrix, ``True`` where a key is masked."""
         if not self.causal:
             return None
         matrix = forbidden(self.upstream.shape[-2], self.upstream.device)
@@ -105,11 +105,11 @@ class TensorWork:
 
     @property
     def backend(self) -> str:
-        """The backend that clearhead runs this on; "none" where the one asked for cannot."""
+        """Name of the backend that clearhead selects; "none" where ``asked`` does not support the call."""
         return explain_dispatch(*self.inputs, mask=self.mask, backend=self.asked).choice or "none"
 
     def call(self, name: str, *, dropout: float = 0.0) -> Call:
-        """The call of one contender, dropping weights with a probability."""
+        """The call of one contender, with a dropout probability."""
         return self._call(self._attend(name, dropout))
 
     def calls(self) -> dict[str, Call]:
@@ -149,11 +149,11 @@ class TensorWork:
         return training if self.training else forward
 
     def by_rows(self, dtype: torch.dtype, pairs: Sequence[tuple[int, int]] | None = None) -> Groups:
-        """The textbook's numbers in ``dtype``, some queries at a time so that long sequences fit in memory.
+        """Results of the textbook formula in ``dtype``, computed in slices of queries to limit memory.
 
         Args:
-            dtype: what to compute in.
-            pairs: the batch and head of what is computed, all by default; the others stay 0.
+            dtype: the dtype of the computation.
+            pairs: the (batch, head) pairs to compute, by default all; the others stay 0.
         """
         query, key, value = (tensor.detach().to(dtype) for tensor in self.inputs)
         output = torch.zeros_like(query)
@@ -169,14 +169,14 @@ class TensorWork:
                 part = textbook(leaves[0], leaves[1], leaves[2], hidden)
                 output[at][rows] = part.detach()
                 if self.training:
-                    found = torch.autograd.grad(part, leaves, self.upstream[at][rows].to(dtype))
-                    grads[0][at][rows] += found[0]
-                    grads[1][kv_at] += found[1]
-                    grads[2][kv_at] += found[2]
+                    gradients = torch.autograd.grad(part, leaves, self.upstream[at][rows].to(dtype))
+                    grads[0][at][rows] += gradients[0]
+                    grads[1][kv_at] += gradients[1]
+                    grads[2][kv_at] += gradients[2]
         return ((output,), tuple(grads)) if self.training else ((output,),)
 
     def pairs(self, most_scores: float = math.inf) -> list[tuple[int, int]]:
-        """Batch and head of everything, or evenly spread ones that together have at most so many scores."""
+        """All (batch, head) pairs, or evenly spread ones with at most ``most_scores`` scores in total."""
         batch, heads, q_len, _ = self.inputs[0].shape
         every = [(b, h) for b in range(batch) for h in range(heads)]
         wanted = max(1, min(len(every), most_scores / (q_len * self.inputs[1].shape[2])))
@@ -190,9 +190,9 @@ class ModuleWork:
     Args:
         shape: ``(batch, heads, length, head_dim)``.
         dtype: of weights and inputs.
-        causal: whether later keys are forbidden.
-        training: whether the modules train and a call runs backward too.
-        seed: what weights and inputs are drawn from.
+        causal: whether the mask is causal.
+        training: whether the modules are in training mode and a call includes the backward pass.
+        seed: the seed of the random weights and inputs.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class ModuleWork:
         }
 
     def our_call(self, *, dropout: float = 0.0) -> Call:
-        """The call of clearhead's module, dropping weights with a probability."""
+        """The call of clearhead's module, with a dropout probability."""
         mask = Causal() if self.causal else None
         module = deepcopy(self.ours)
         module.dropout = dropout
         return self._call(lambda x: module(x, mask=mask), self.x, parameters_as_torch_packs_them(module))
 
     def their_call(self, *, dropout: float = 0.0) -> Call:
-        """The call of torch's module without its weights, dropping weights with a probability."""
+        """The call of torch's module without returned weights, with a dropout probability."""
         module = deepcopy(self.theirs)
         module.dropout = dropout
         return self._theirs(module, self.x, weights=False)
@@ -266,14 +266,14 @@ class ModuleWork:
 
         def training() -> Groups:
             output = run(x)
-            found = torch.autograd.grad(output, (x, *parameters), self.upstream.to(x.dtype))
-            return (output.detach(),), found[:1], found[1:]
+            gradients = torch.autograd.grad(output, (x, *parameters), self.upstream.to(x.dtype))
+            return (output.detach(),), gradients[:1], gradients[1:]
 
         return training if self.training else forward
 
 
 def parameters_as_torch_packs_them(module: MultiHeadAttention) -> list[Tensor]:
-    """In the order in which torch's module packs them, so that the gradients side by side are the same numbers."""
+    """The parameters in the order of torch's packed module, so that gradients compare one to one."""
     inner = (module.query_projection, module.key_projection, module.value_projection)
     output = module.output_projection
     assert output is not None

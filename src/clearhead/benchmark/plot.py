@@ -1,4 +1,4 @@
-"""The results as a picture."""
+"""Plots of the results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from clearhead.benchmark.peers import OURS
-from clearhead.benchmark.results import Result
+from clearhead.benchmark.results import SettingResult
 
 __all__ = ["plot_svg"]
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _COLOURS = {
     OURS: "#0072b2",
     "scaled_dot_product_attention": "#e69f00",
@@ -22,7 +22,7 @@ _COLOURS = {
 _ROW_INCHES = 0.95
 
 
-def plot_svg(results: Sequence[Result], *, caption: str) -> bytes:
+def plot_svg(results: Sequence[SettingResult], *, caption: str) -> bytes:
     """Medians with their quartiles, one group of bars for each setting, as an SVG file.
 
     Raises:
@@ -33,7 +33,7 @@ def plot_svg(results: Sequence[Result], *, caption: str) -> bytes:
 
     levels = [level for level in ("attention", "module") if any(r.setting.level == level for r in results)]
     tallest = max(sum(result.setting.level == level for result in results) for level in levels)
-    # A figure of its own, without pyplot: the reader's notebook keeps its backend and its open figures.
+    # Built without pyplot, so a notebook's backend and open figures do not change.
     figure = Figure(figsize=(8.5 * len(levels), 1.6 + _ROW_INCHES * tallest), layout="constrained")
     axes = figure.subplots(1, len(levels), squeeze=False)
     for axis, level in zip(axes[0], levels, strict=True):
@@ -41,13 +41,13 @@ def plot_svg(results: Sequence[Result], *, caption: str) -> bytes:
         axis.set_title(level)
     figure.supxlabel(f"milliseconds per call, median and quartiles (shorter is better)\n{caption}", fontsize=9)
     stream = io.BytesIO()
-    # The same results give the same bytes.
+    # Fixed salt and no date: the same results give the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "clearhead"}):
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
 
 
-def _bars(axis: Any, results: Sequence[Result]) -> None:
+def _bars(axis: Any, results: Sequence[SettingResult]) -> None:
     names = [name for name in _COLOURS if any(name in result.timings for result in results)]
     height = 0.8 / len(names)
     for place, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""The yardstick: how fast this machine multiplies matrices when nothing else is asked of it."""
+"""The yardstick: this machine's rate of a plain matrix product."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ OPERATIONS = 2.0 * _SIZE**3
 
 
 def yardsticks(dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """The product in ``dtype`` by oneDNN, under its name; or why it is left out.
+    """The product in ``dtype`` by oneDNN, or the reason why it is left out.
 
-    In float32 torch's own ``@`` goes to MKL, which on some processors runs at half the rate; oneDNN is asked for by
-    name where this torch has it. In 16 bits ``@`` goes to oneDNN, and where that has none takes a minute.
+    In float32 torch's ``@`` uses MKL, which on some processors runs at half the rate; this calls oneDNN directly where
+    this torch has it. In 16 bits ``@`` uses oneDNN; without it the product takes a minute and is left out.
     """
     one = torch.randn(_SIZE, _SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
     absent = ONEDNN.absent(dtype)

@@ -1,4 +1,4 @@
-"""Before anything is timed: each backend that may be chosen computes small awkward calls right."""
+"""Check of every backend on small, unusual shapes before anything is timed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import torch
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, TensorWork
 from clearhead.dispatch import BACKENDS
 from clearhead.errors import UnsupportedError
@@ -16,7 +16,7 @@ from clearhead.errors import UnsupportedError
 __all__ = ["check_backends"]
 
 
-class _Call(TypedDict, total=False):
+class _SmallCall(TypedDict, total=False):
     shape: tuple[int, int, int, int]
     causal: bool
     kv_heads: int
@@ -24,8 +24,8 @@ class _Call(TypedDict, total=False):
     window: int
 
 
-# Lengths that no tile divides, one token, grouped heads, a window, one query over many keys.
-_CALLS: tuple[_Call, ...] = (
+# Lengths that no tile size divides, one token, grouped heads, a window, one query over many keys.
+_SMALL_CALLS: tuple[_SmallCall, ...] = (
     {"shape": (1, 1, 1, 8), "causal": False},
     {"shape": (2, 3, 67, 24), "causal": False},
     {"shape": (1, 2, 301, 64), "causal": True},
@@ -40,17 +40,17 @@ def check_backends() -> dict[str, int]:
     """Compare every backend with float64, forward and backward, in float32 and bfloat16.
 
     Returns:
-        For each backend how many calls it computed; none where it cannot run here.
+        The number of calls that each backend supports; 0 where it cannot run here.
 
     Raises:
-        UnsupportedError: a backend computes other numbers, or stops with an error: nothing is to be timed then.
+        UnsupportedError: a backend computes wrong numbers or raises an error.
     """
     names = [name for name in BACKENDS if name != "reference"]
-    return {name: sum(_passes(name, *each) for each in product(_CALLS, _DTYPES, (False, True))) for name in names}
+    return {name: sum(_passes(name, *each) for each in product(_SMALL_CALLS, _DTYPES, (False, True))) for name in names}
 
 
-def _passes(backend: str, call: _Call, dtype: torch.dtype, training: bool) -> bool:
-    """Whether the backend takes the call; its numbers are right then."""
+def _passes(backend: str, call: _SmallCall, dtype: torch.dtype, training: bool) -> bool:
+    """Whether the backend supports the call; raises where its numbers are wrong."""
     work = TensorWork(
         call["shape"],
         dtype,
@@ -67,7 +67,7 @@ def _passes(backend: str, call: _Call, dtype: torch.dtype, training: bool) -> bo
     title = f"{'forward+backward' if training else 'forward'} {str(dtype)[6:]} of {call}"
     exact, plain = partial(work.by_rows, torch.float64), partial(work.by_rows, dtype)
     try:
-        Case(title=title, calls={name: work.call(OURS)}, exact=exact, plain=plain).check()
+        Comparison(title=title, calls={name: work.call(OURS)}, exact=exact, plain=plain).check()
     except RuntimeError as error:
         raise UnsupportedError.about(
             "bench",

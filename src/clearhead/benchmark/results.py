@@ -1,4 +1,4 @@
-"""Measuring a list of settings, and the result as data."""
+"""Measurement of settings, and the results as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from clearhead.benchmark.cases import Case, Setting, case_of
+from clearhead.benchmark.cases import Comparison, Setting, comparison_of
 from clearhead.benchmark.machine import machine, threads, torch_build, versions
 from clearhead.benchmark.memory import peak_extra_bytes
 from clearhead.benchmark.peers import OURS
@@ -17,7 +17,7 @@ from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.ops.library import isa_name
 from clearhead.ops.throughput import product_rate
 
-__all__ = ["Result", "Timed", "facts", "measure", "report", "timed"]
+__all__ = ["SettingResult", "Timed", "facts", "measure", "report", "timed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class Timed:
 
     Attributes:
         backend: the backend that clearhead ran on.
-        timings: of each contender, in seconds per call.
-        errors: each contender's largest relative error against float64; none for those that do other work.
-        left_out: contenders that did not take part, and why.
+        timings: the timing of each contender, in seconds per call.
+        errors: largest relative error of each contender against float64; contenders that do different work have none.
+        left_out: the reason for each contender that was left out.
         extra_bytes: peak memory of each contender beyond its inputs; empty where it was not measured.
     """
 
@@ -39,12 +39,12 @@ class Timed:
     extra_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def ratio(self, name: str, ours: str = OURS) -> float:
-        """How many times as long a contender takes as clearhead, by medians."""
+        """A contender's median time divided by clearhead's."""
         return self.timings[name].median / self.timings[ours].median
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Timed):
+class SettingResult(Timed):
     """One setting, measured.
 
     Attributes:
@@ -54,11 +54,11 @@ class Result(Timed):
     setting: Setting
 
     def rate(self, name: str) -> float:
-        """GFLOP/s of a contender, by its median."""
+        """GFLOP/s of a contender, from its median."""
         return self.setting.operations / self.timings[name].median / 1e9
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """The result as JSON values."""
         contenders = {
             name: {
                 "seconds": timing.to_dict(),
@@ -83,25 +83,27 @@ def measure(
     repeats: int = 9,
     seconds: float | None = None,
     after_round: Callable[[int], None] = lambda done: None,
-) -> Result:
-    """Check that the contenders do the same work, then time them in turns.
+) -> SettingResult:
+    """Check that the contenders do the same work, then time them in interleaved rounds.
 
     Args:
         setting: what to measure.
         repeats: rounds of the interleaved timing.
-        seconds: time after which rounds stop; three are always made.
-        after_round: told the number of rounds done.
+        seconds: time after which the rounds stop, but not before the third.
+        after_round: called with the number of rounds done.
 
     Raises:
         UnsupportedError: the contenders do not compute the same numbers.
     """
-    case = case_of(setting)
-    found = timed(case, repeats=repeats, seconds=seconds, memory=setting.level == "attention", after_round=after_round)
-    return Result(setting=setting, **{one.name: getattr(found, one.name) for one in fields(found)})
+    comparison = comparison_of(setting)
+    result = timed(
+        comparison, repeats=repeats, seconds=seconds, memory=setting.level == "attention", after_round=after_round
+    )
+    return SettingResult(setting=setting, **{one.name: getattr(result, one.name) for one in fields(result)})
 
 
 def timed(
-    case: Case,
+    comparison: Comparison,
     *,
     repeats: int,
     seconds: float | None = None,
@@ -109,47 +111,47 @@ def timed(
     memory: bool = False,
     after_round: Callable[[int], None] = lambda done: None,
 ) -> Timed:
-    """Check a case, then time its contenders and yardsticks in turns; see ``measure``.
+    """Check a comparison, then time its contenders and yardsticks in interleaved rounds.
 
     Args:
-        case: the contenders.
+        comparison: the contenders.
         repeats: rounds of the interleaved timing.
-        seconds: time after which rounds stop.
-        fewest: rounds that are made in any case.
-        memory: whether to measure the contenders' peak memory before.
-        after_round: told the number of rounds done.
+        seconds: time after which the rounds stop.
+        fewest: smallest number of rounds, whatever ``seconds`` says.
+        memory: whether to measure the contenders' peak memory first.
+        after_round: called with the number of rounds done.
     """
-    errors = case.check()
-    sizes = {name: peak_extra_bytes(call) for name, call in case.calls.items()} if memory else {}
+    errors = comparison.check()
+    sizes = {name: peak_extra_bytes(call) for name, call in comparison.calls.items()} if memory else {}
     # The check has warmed the contenders up.
     timings = interleaved(
-        case.timed,
+        comparison.timed,
         repeats=repeats,
         warmup=0,
         seconds=seconds,
         fewest=fewest,
         after_round=after_round,
-        apart=case.apart,
+        isolated=comparison.isolated,
     )
     return Timed(
-        backend=case.backend(),
+        backend=comparison.backend(),
         timings=timings,
         errors=errors,
-        left_out=case.left_out,
+        left_out=comparison.left_out,
         extra_bytes={name: size for name, size in sizes.items() if size is not None},
     )
 
 
-def report(results: Sequence[Result], *, command: str, load_before: float | None = None) -> dict[str, Any]:
-    """The results with what a figure needs beside it: machine, its load before the start, versions, threads."""
+def report(results: Sequence[SettingResult], *, command: str, load_before: float | None = None) -> dict[str, Any]:
+    """The results with the facts of ``facts``: machine, load, versions, threads."""
     return {**facts(command=command, load_before=load_before), "results": [result.to_dict() for result in results]}
 
 
 def facts(*, command: str, load_before: float | None = None) -> dict[str, Any]:
-    """What a figure needs beside it.
+    """Command, date, machine, load, versions and threads, recorded with the results.
 
-    ``kernels`` is the instruction set that clearhead's run on, None without them, ``limits`` the GFLOP/s of their
-    product in the first caches, which hardly anything that is made of it exceeds.
+    ``kernels`` is the instruction set of clearhead's native kernels, None without them. ``limits`` has the GFLOP/s of
+    their product in the first-level caches, an upper limit for the work that they do.
     """
     return {
         "command": command,

@@ -1,4 +1,4 @@
-"""The kinds of work that suites are made of; each row knows its size and builds its case."""
+"""The kinds of work in the suites; each row has a size and builds its comparison."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.encoders import EncoderWork, ragged
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS, onnx_calls
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, Call, Groups, ModuleWork, TensorWork
 from clearhead.benchmark.product import PRODUCT, yardsticks
 
-__all__ = ["AttentionRow", "EncoderRow", "ModuleRow", "Row"]
+__all__ = ["EncoderRow", "ModuleRow", "SuiteRow", "TensorRow"]
 
 
-class Row(Protocol):
+class SuiteRow(Protocol):
     """One line of a suite."""
 
     @property
     def title(self) -> str:
-        """What the work is; unique within a suite."""
+        """Description of the work, unique within a suite."""
 
     @property
     def group(self) -> str:
-        """The rows that floors speak of together."""
+        """Name of the rows that a floor covers together."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensors."""
+        """The dtype of the tensors."""
 
     @property
     def operations(self) -> float | None:
-        """Multiplications and additions, a masked score counted as none; None where nobody asks."""
+        """Multiplications and additions, without masked scores; None where they are not counted."""
 
     @property
     def memory_read(self) -> float | None:
-        """Bytes of keys and values, or of a weight, where reading them bounds the work."""
+        """Bytes of keys and values, or of a weight, where memory traffic bounds the work."""
 
     @property
     def memory(self) -> bool:
         """Whether the contenders' peak memory is measured too."""
 
-    def case(self) -> Case:
+    def comparison(self) -> Comparison:
         """The contenders."""
 
-    def small(self) -> Row:
-        """The same kind of work at a size that takes no time, to try everything out."""
+    def small(self) -> SuiteRow:
+        """The same kind of work at a tiny size, for tests."""
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -63,21 +63,21 @@ def _group(dtype: torch.dtype, dropout: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionRow:
+class TensorRow:
     """Attention on tensors.
 
     Args:
         shape: ``(batch, heads, q_len, head_dim)``.
         dtype: of the tensors.
-        causal: whether later keys are forbidden.
-        training: whether backward is part of it.
+        causal: whether the mask is causal.
+        training: whether the backward pass is included.
         kv_heads: number of key heads; by default that of the queries.
         k_len: number of keys; by default that of the queries.
-        window: how many keys before its own position a query may look at; all by default.
+        window: number of keys before its own position that a query attends to, by default all.
         dropout: probability of dropping a weight.
-        peers: against whom; ONNX Runtime's operators take part only in float32 and forward.
-        yardstick: whether the machine's matrix product is timed beside it.
-        most_checked: scores of the heads whose numbers are compared, all by default.
+        peers: the other contenders; ONNX Runtime's operators support only float32 and forward.
+        yardstick: whether the machine's matrix product is timed in the same rounds.
+        most_checked: largest number of scores in the heads whose numbers are compared, by default no limit.
     """
 
     shape: tuple[int, int, int, int]
@@ -95,7 +95,7 @@ class AttentionRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         batch, heads, q_len, head_dim = self.shape
         all_heads = f"{heads}" if self.kv_heads is None else f"{heads}/{self.kv_heads}"
         lengths = f"{q_len}" if self.k_len is None else f"{q_len}:{self.k_len}"
@@ -117,19 +117,19 @@ class AttentionRow:
         batch, heads, q_len, head_dim = self.shape
         pairs = float(q_len * (self.k_len or q_len))
         if self.causal:
-            seen = q_len if self.window is None else min(self.window + 1, q_len)
-            pairs = seen * (seen + 1) / 2 + (q_len - seen) * seen
+            window_len = q_len if self.window is None else min(self.window + 1, q_len)
+            pairs = window_len * (window_len + 1) / 2 + (q_len - window_len) * window_len
         return (3.5 if self.training else 1.0) * 4.0 * batch * heads * pairs * head_dim
 
     @property
     def memory_read(self) -> float | None:
-        """The bytes of keys and values, where there is one query for many keys."""
+        """Bytes of keys and values, where one query attends to many keys."""
         batch, heads, q_len, head_dim = self.shape
         if self.k_len is None or q_len > 1:
             return None
         return 2.0 * batch * (self.kv_heads or heads) * self.k_len * head_dim * self.dtype.itemsize
 
-    def case(self) -> Case:
+    def comparison(self) -> Comparison:
         """The contenders."""
         work = TensorWork(
             self.shape,
@@ -144,10 +144,10 @@ class AttentionRow:
         calls = {name: work.call(name, dropout=self.dropout) for name in names}
         foreign, left_out = self._onnx(work)
         measure, unmeasured = yardsticks(self.dtype) if self.yardstick else ({}, {})
-        # Torch's causal attention does more than a window asks for, and is timed for that.
+        # Torch's causal attention has no window: it computes different numbers and is timed, not compared.
         same = [name for name in names if self.window is None or name != SDPA]
         pairs = work.pairs(self.most_checked)
-        return Case(
+        return Comparison(
             title=self.title,
             calls={**calls, **foreign},
             left_out={**left_out, **unmeasured},
@@ -157,7 +157,7 @@ class AttentionRow:
             noisy=names if self.dropout else (),
             pick=_picker(work, pairs),
             yardsticks=measure,
-            apart=(PRODUCT, *foreign),
+            isolated=(PRODUCT, *foreign),
             backend=lambda: work.backend,
         )
 
@@ -177,7 +177,7 @@ class AttentionRow:
 
 
 def _picker(work: TensorWork, pairs: list[tuple[int, int]]) -> Callable[[Groups], Groups]:
-    """Of each tensor the heads that were computed exactly; everything where all were."""
+    """A function that selects the heads that were computed in float64."""
     if len(pairs) == len(work.pairs()):
         return lambda groups: groups
     assert work.inputs[0].shape[1] == work.inputs[1].shape[1]
@@ -196,9 +196,9 @@ class ModuleRow:
     Args:
         size: ``(batch, len, embed_dim, heads)``.
         dtype: of weights and inputs.
-        training: whether backward is part of it.
+        training: whether the backward pass is included.
         dropout: probability of dropping a weight, while training.
-        yardstick: as in ``AttentionRow``.
+        yardstick: whether the machine's matrix product is timed in the same rounds.
     """
 
     size: tuple[int, int, int, int]
@@ -210,7 +210,7 @@ class ModuleRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         dropout = f" dropout {self.dropout:g}" if self.dropout else ""
         mode = "training step" if self.training else "forward"
         return f"{'x'.join(map(str, self.size))} {mode} {_name(self.dtype)}{dropout}"
@@ -229,16 +229,16 @@ class ModuleRow:
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
-    def case(self) -> Case:
+    def comparison(self) -> Comparison:
         """The contenders."""
         batch, length, width, heads = self.size
         work = ModuleWork((batch, heads, length, width // heads), self.dtype, causal=False, training=self.training)
         shape = (batch, heads, length, width // heads)
         probe = TensorWork(shape, self.dtype, causal=False, training=self.training)
         measure, left_out = yardsticks(self.dtype) if self.yardstick else ({}, {})
-        return Case(
+        return Comparison(
             title=self.title,
             calls={OURS: work.our_call(dropout=self.dropout), MODULE: work.their_call(dropout=self.dropout)},
             exact=work.exact,
@@ -247,7 +247,7 @@ class ModuleRow:
             checked={OURS: work.our_call(), MODULE: work.their_call()},
             noisy=(OURS, MODULE) if self.dropout else (),
             yardsticks=measure,
-            apart=(PRODUCT,),
+            isolated=(PRODUCT,),
             backend=lambda: probe.backend,
         )
 
@@ -259,7 +259,7 @@ class ModuleRow:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderRow:
-    """A training step of an encoder on a batch of which half is padding.
+    """A training step of an encoder on a half-padded batch.
 
     Args:
         batch: number of sequences.
@@ -267,11 +267,11 @@ class EncoderRow:
         embed_dim: width of a token.
         num_heads: number of heads.
         num_layers: number of layers.
-        feedforward_dim: width within the feedforwards.
+        feedforward_dim: hidden width of the feedforward.
         dtype: of weights and inputs.
         dropout: probability of dropping a weight or a channel.
-        activation: within the feedforwards, ``"relu"`` or ``"gelu"``.
-        yardstick: as in ``AttentionRow``.
+        activation: of the feedforward, ``"relu"`` or ``"gelu"``.
+        yardstick: whether the machine's matrix product is timed in the same rounds.
     """
 
     batch: int
@@ -288,7 +288,7 @@ class EncoderRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         activation = "" if self.activation == "relu" else f" {self.activation}"
         dropout = f" dropout {self.dropout:g}" if self.dropout else ""
         return (
@@ -303,7 +303,7 @@ class EncoderRow:
 
     @property
     def operations(self) -> float:
-        """Of the real tokens: attention 3.5 times its two products, six linear layers three times."""
+        """Operations of the real tokens: 3.5 times attention's two products, three times six linear layers."""
         lengths = ragged(self.batch, self.longest)
         attention = 3.5 * 4.0 * self.embed_dim * sum(length**2 for length in lengths)
         per_token = 8.0 * self.embed_dim**2 + 4.0 * self.embed_dim * self.feedforward_dim
@@ -311,10 +311,10 @@ class EncoderRow:
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
-    def case(self) -> Case:
-        """The contenders; torch's own encoder sets how far off the others may be."""
+    def comparison(self) -> Comparison:
+        """The contenders; the error of torch's own encoder sets the tolerance of the others."""
         work = EncoderWork(
             ragged(self.batch, self.longest),
             embed_dim=self.embed_dim,
@@ -326,16 +326,16 @@ class EncoderRow:
         )
         builders = work.contenders
         measure, left_out = yardsticks(self.dtype) if self.yardstick else ({}, {})
-        return Case(
+        return Comparison(
             title=self.title,
             calls={name: build(self.dropout) for name, build in builders.items()},
             exact=work.exact,
             plain=work.their_call(),
             left_out=left_out,
-            checked={name: partial(_once, build) for name, build in builders.items()},
+            checked={name: partial(_run_without_dropout, build) for name, build in builders.items()},
             noisy=tuple(builders) if self.dropout else (),
             yardsticks=measure,
-            apart=(PRODUCT,),
+            isolated=(PRODUCT,),
             backend=lambda: work.backend,
         )
 
@@ -346,6 +346,6 @@ class EncoderRow:
         )
 
 
-def _once(build: Callable[[float], Call]) -> Groups:
-    """A contender without dropout, built for one check and forgotten, so that no second copy is held."""
+def _run_without_dropout(build: Callable[[float], Call]) -> Groups:
+    """Build a contender without dropout, run it once, and free it."""
     return build(0.0)()

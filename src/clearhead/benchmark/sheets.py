@@ -1,4 +1,4 @@
-"""Suites and the grid as sheets: one table with notes, for a terminal or as Markdown."""
+"""Sheets of suites and of the grid: a table with notes, for a terminal or as Markdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRID = "grid"
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """A table and what is to be said below it."""
+    """A table with notes below it."""
 
     title: str
     about: str
@@ -33,7 +33,7 @@ class Sheet:
     notes: Sequence[str]
 
     def table(self) -> Table:
-        """For a terminal; the notes are not in it."""
+        """The table for a terminal, without the notes."""
         from rich.table import Table
 
         table = Table(title=f"{self.title}: {self.about}", title_justify="left", show_lines=True)
@@ -44,7 +44,7 @@ class Sheet:
         return table
 
     def markdown(self) -> str:
-        """As a section of third level."""
+        """The sheet as a Markdown section with a third-level heading."""
         lines = [f"### {self.title}", "", f"{self.about[0].upper()}{self.about[1:]}.", ""]
         if self.rows:
             lines += [_bars(self.header), _bars(["---"] * len(self.header)), *map(_bars, self.rows), ""]
@@ -69,7 +69,7 @@ def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> She
     shown = [column for column, there in extra.items() if there]
     rows = []
     for line in lines:
-        own = {
+        figures = {
             "GFLOP/s": _number(line.rate(OURS), "{:.0f}"),
             "of product rate": _number(line.share(OURS), "{:.2f}"),
             "of limit": _number(line.share_of_limit(OURS), "{:.2f}"),
@@ -77,7 +77,7 @@ def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> She
             "MiB above inputs": _memories(line, peers),
         }
         cells = [_cell(line, peer) for peer in (OURS, *peers)]
-        rows.append([f"{line.title} ({line.backend})", *cells, *(own[column] for column in shown)])
+        rows.append([f"{line.title} ({line.backend})", *cells, *(figures[column] for column in shown)])
     notes = [
         f"{PRODUCT} 2048x2048x2048 {group}: {middle:.0f} GFLOP/s ({low:.0f} to {high:.0f})"
         for group, (middle, low, high) in product_rates(lines).items()
@@ -108,8 +108,8 @@ def _number(value: float | None, shape: str) -> str:
 
 
 def _bandwidths(line: Line, peers: Sequence[str]) -> str:
-    found = [line.bandwidth(name) for name in (OURS, *peers) if name in line.timings]
-    return " against ".join(f"{one:.1f}" for one in found if one is not None)
+    bandwidths = [line.bandwidth(name) for name in (OURS, *peers) if name in line.timings]
+    return " against ".join(f"{one:.1f}" for one in bandwidths if one is not None)
 
 
 def _memories(line: Line, peers: Sequence[str]) -> str:
@@ -128,17 +128,17 @@ def _means(lines: Sequence[Line], peers: Sequence[str]) -> list[str]:
 
 
 def floors_sheet(measured: Mapping[str, Sequence[Line]]) -> Sheet:
-    """Every floor of the suites that were measured, one a row: what was found, and whether that is enough."""
+    """Every floor of the measured suites, one per row: the measured figure and the verdict."""
     judged = [(name, verdict) for name, lines in measured.items() for verdict in verdicts(SUITES[name], lines)]
     short = sum(not verdict.met for _, verdict in judged)
     notes = [f"{len(judged)} floors, {short} short"] + [
-        "at the limit: what rows that are short would come to at the rate of the kernels' product in "
-        "the first caches; little more is to be had on this machine"
+        "at the limit: the figure of a short row if it ran at the rate of the kernels' product in the "
+        "first-level caches, about the most that this machine allows"
     ] * any(_reach(verdict) for _, verdict in judged)
     return Sheet(
         title="floors",
-        about="what has to be reached, and what was",
-        header=["suite", "rows", "against", "figure", "found", "at the limit", "floor", ""],
+        about="each floor and the measured figure",
+        header=["suite", "rows", "against", "figure", "measured", "at the limit", "floor", ""],
         rows=[[name, *_floor_cells(verdict)] for name, verdict in judged],
         notes=notes,
     )
@@ -155,7 +155,7 @@ def _floor_cells(verdict: Verdict) -> list[str]:
         rows if floor.ours == OURS else f"{rows} ({floor.ours})",
         verdict.against,
         f"mean of {verdict.rows}" if verdict.kind == "mean" else f"lowest of {verdict.rows}",
-        f"{verdict.found:.2f}",
+        f"{verdict.figure:.2f}",
         _reach(verdict),
         f"{verdict.wanted:.3g}",
         "met" if verdict.met else "SHORT",
@@ -163,7 +163,7 @@ def _floor_cells(verdict: Verdict) -> list[str]:
 
 
 def grid_sheet(points: Sequence[Point]) -> Sheet:
-    """The calls of the grid at which clearhead is slower, and a summary of all."""
+    """The grid's calls where clearhead is slower, and a summary of all calls."""
     slower = sorted((point for point in points if point.slower), key=lambda point: point.ratio)
     rows = [
         [
@@ -194,7 +194,7 @@ def grid_sheet(points: Sequence[Point]) -> Sheet:
     header = ["work", f"{OURS}, us", "SDPA, us", "ratio", "standard error", "rounds", "SDPA against itself"]
     return Sheet(
         title=GRID,
-        about="calls at which clearhead is slower than SDPA by more than 3 %",
+        about="calls where clearhead is slower than SDPA by more than 3 %",
         header=header,
         rows=rows,
         notes=notes,
@@ -203,10 +203,10 @@ def grid_sheet(points: Sequence[Point]) -> Sheet:
 
 def _grid_means(points: Sequence[Point]) -> list[str]:
     groups = dict.fromkeys(point.group for point in points)
-    found = {group: [point.ratio for point in points if point.group == group] for group in groups}
+    by_group = {group: [point.ratio for point in points if point.group == group] for group in groups}
     return [
         f"{group}: geometric mean {geometric_mean(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
-        for group, ratios in found.items()
+        for group, ratios in by_group.items()
     ]
 
 

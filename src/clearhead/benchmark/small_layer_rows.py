@@ -1,4 +1,4 @@
-"""One transformer layer that is small: where what Python does takes longer than the kernels, or products are narrow."""
+"""One small transformer layer, where Python's overhead or narrow products dominate the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from clearhead.benchmark.cases import Case
+from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.encoders import SWAPPED, dropping, our_parameters, their_parameters
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
@@ -23,7 +23,7 @@ __all__ = ["DECODER_LAYER", "ENCODER_LAYER", "SmallLayerRow", "decoder_layer_row
 
 ENCODER_LAYER: Final = "nn.TransformerEncoderLayer"
 DECODER_LAYER: Final = "nn.TransformerDecoderLayer"
-#: Batch, tokens, width and heads; a classifier of digits' is among them, and last a small sentence encoder's.
+#: Batch, tokens, width and heads; among them a digit classifier, and last a small sentence encoder.
 _SIZES: Final = (
     (1, 8, 32, 4),
     (1, 32, 64, 4),
@@ -33,7 +33,7 @@ _SIZES: Final = (
     (1, 32, 384, 12),
     (1, 128, 384, 12),
 )
-#: The same of a decoder's, and tokens of the memory; last a translator's.
+#: The same for decoder layers, and the tokens of the memory; last a translation model.
 _DECODER_SIZES: Final = (
     ((1, 8, 32, 4), 8),
     ((1, 16, 128, 4), 32),
@@ -51,9 +51,9 @@ class SmallLayerRow:
 
     Args:
         size: batch, tokens, width and heads; the feedforward is four times as wide.
-        memory_len: tokens of the memory that a decoder's layer attends to; 0 for an encoder's.
+        memory_len: tokens of the memory of a decoder layer; 0 for an encoder layer.
         dtype: of weights and inputs.
-        training: whether with backward.
+        training: whether the backward pass is included.
         dropout: probability of dropping a weight or a channel.
     """
 
@@ -66,7 +66,7 @@ class SmallLayerRow:
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         work = "training step" if self.training else "forward"
         dropout = f" dropout {self.dropout:g}" if self.dropout else ""
         batch, length, width, heads = self.size
@@ -75,7 +75,7 @@ class SmallLayerRow:
 
     @property
     def group(self) -> str:
-        """The dtype, and whether with backward."""
+        """The dtype, and whether the backward pass is included."""
         return f"{self._dtype}, training" if self.training else self._dtype
 
     @property
@@ -84,19 +84,19 @@ class SmallLayerRow:
 
     @property
     def operations(self) -> float:
-        """Of its products by width, and each attention's two; three times that with backward."""
+        """Operations of the linear layers and of attention; three times as many with the backward pass."""
         batch, length, width, _ = self.size
-        own = length * (24.0 * width**2 + 4.0 * width * length)
+        work = length * (24.0 * width**2 + 4.0 * width * length)
         if self.memory_len:
-            own += (length + self.memory_len) * 4.0 * width**2 + 4.0 * width * length * self.memory_len
-        return (3.0 if self.training else 1.0) * batch * own
+            work += (length + self.memory_len) * 4.0 * width**2 + 4.0 * width * length * self.memory_len
+        return (3.0 if self.training else 1.0) * batch * work
 
     @property
     def memory_read(self) -> None:
-        """Nobody asks."""
+        """None: memory traffic does not bound this work."""
 
-    def case(self) -> Case:
-        """The contenders; torch's own layer sets how far off the others may be."""
+    def comparison(self) -> Comparison:
+        """The contenders; the error of torch's own layer sets the tolerance of the others."""
         batch, length, width, heads = self.size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -111,29 +111,29 @@ class SmallLayerRow:
             return self._call(partial(module.train(self.training), **masks), parameters, given, upstream.to(dtype))
 
         def torchs(dropout: float) -> Call:
-            own = dropping(theirs, dropout)
-            return call(own, their_parameters(own), self.dtype, masks)
+            layer = dropping(theirs, dropout)
+            return call(layer, their_parameters(layer), self.dtype, masks)
 
         def swapped(dropout: float) -> Call:
-            own = dropping(theirs, dropout)
-            swap(own)
-            return call(own, their_parameters(own), self.dtype, masks)
+            layer = dropping(theirs, dropout)
+            swap(layer)
+            return call(layer, their_parameters(layer), self.dtype, masks)
 
         def ours(dropout: float) -> Call:
-            own = dropping(theirs, dropout)
-            if isinstance(own, nn.TransformerEncoderLayer):
-                block = EncoderBlock.from_torch(own)
+            layer = dropping(theirs, dropout)
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                block = EncoderBlock.from_torch(layer)
                 return call(block, our_parameters(block), self.dtype, {})
-            decoder = DecoderBlock.from_torch(own)
-            return call(_Reading(decoder), our_parameters(decoder), self.dtype, {})
+            decoder = DecoderBlock.from_torch(layer)
+            return call(_MemoryBlock(decoder), our_parameters(decoder), self.dtype, {})
 
         def exact() -> Groups:
-            own = deepcopy(theirs).double()
-            return call(own, their_parameters(own), torch.float64, masks)()
+            layer = deepcopy(theirs).double()
+            return call(layer, their_parameters(layer), torch.float64, masks)()
 
         peer = DECODER_LAYER if memory else ENCODER_LAYER
         builders: dict[str, Callable[[float], Call]] = {OURS: ours, SWAPPED: swapped, peer: torchs}
-        return Case(
+        return Comparison(
             title=self.title,
             calls={name: build(self.dropout) for name, build in builders.items()},
             exact=exact,
@@ -153,8 +153,8 @@ class SmallLayerRow:
 
         def training() -> Groups:
             output = run(*learned)
-            found = torch.autograd.grad(output, (*learned, *parameters), upstream)
-            return (output.detach(),), found[: len(learned)], found[len(learned) :]
+            gradients = torch.autograd.grad(output, (*learned, *parameters), upstream)
+            return (output.detach(),), gradients[: len(learned)], gradients[len(learned) :]
 
         return training if self.training else torch.no_grad()(forward)
 
@@ -168,8 +168,8 @@ def _without_dropout(build: Callable[[float], Call]) -> Call:
     return lambda: build(0.0)()
 
 
-class _Reading(nn.Module):
-    """A block that is given its memory behind its tokens, as torch's layer is."""
+class _MemoryBlock(nn.Module):
+    """A decoder block that takes the memory as its second positional argument, like torch's layer."""
 
     def __init__(self, block: DecoderBlock) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def _causal(length: int) -> dict[str, Any]:
 
 
 def encoder_layer_rows() -> Sequence[SmallLayerRow]:
-    """Forward, a training step, and one with dropout, of every size in both dtypes."""
+    """Forward, a training step, and a training step with dropout, for every size and both dtypes."""
     return [
         SmallLayerRow(size=size, dtype=dtype, training=training, dropout=dropout)
         for dtype, (training, dropout), size in product(_DTYPES, _WORKS, _SIZES)
@@ -193,7 +193,7 @@ def encoder_layer_rows() -> Sequence[SmallLayerRow]:
 
 
 def decoder_layer_rows() -> Sequence[SmallLayerRow]:
-    """The same of a decoder's layer."""
+    """Rows of the decoder layer: forward, a training step, and a training step with dropout."""
     return [
         SmallLayerRow(size=size, memory_len=others, dtype=dtype, training=training, dropout=dropout)
         for dtype, (training, dropout), (size, others) in product(_DTYPES, _WORKS, _DECODER_SIZES)
@@ -201,5 +201,5 @@ def decoder_layer_rows() -> Sequence[SmallLayerRow]:
 
 
 _DTYPES: Final = (torch.float32, torch.bfloat16)
-#: Whether with backward, and the probability of dropping.
+#: Whether the backward pass is included, and the dropout probability.
 _WORKS: Final = ((False, 0.0), (True, 0.0), (True, 0.1))

@@ -1,7 +1,7 @@
-"""Sparse patterns against full causal attention over growing lengths: what each costs, and where it overtakes.
+"""Sparse patterns against full causal attention over growing lengths: the cost, and the length where each is faster.
 
-All contenders of a length run in turns on the same tensors. They do different work, so each is checked against its own
-pattern first: some rows in float64 by the textbook formula, under the very mask, with the gradients of these rows.
+All contenders of a length run in interleaved rounds on the same tensors. They do different work, so each is first
+checked against its own pattern: some rows in float64 by the textbook formula with the same mask, with their gradients.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ SPARSE: Final = "sparse"
 FULL: Final = "full causal"
 _LENGTHS: Final = tuple(2**power for power in range(10, 16))
 _CHECKED_ROWS: Final = 8
-#: How many times the textbook's own rounding error a contender may be off.
+#: Tolerance of a contender's error, as a multiple of the textbook formula's rounding error.
 _ALLOWANCE: Final = 8.0
 _FEWEST_ROUNDS: Final = 3
 _WINDOW, _DILATION, _KEEP, _TOP = 256, 4, 8, 32
 
-_Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class SparseContender:
-    """A call, and the pattern that it is to be exact on: a mask, and how many keys of it a row keeps."""
+    """A call and its pattern: a mask, and the number of keys that a row keeps (None: all)."""
 
-    call: _Call
+    call: _Run
     mask: Mask
     keep: int | None = None
 
@@ -69,7 +69,7 @@ def masked_contender(mask: Mask) -> SparseContender:
 
 
 def contenders_of(length: int, query: Tensor, key: Tensor) -> dict[str, SparseContender]:
-    """Everyone by name. Masks are made beforehand, as a model makes them once; the router's is part of its call."""
+    """All contenders by name. Masks are built beforehand, but the router's mask is part of its call."""
     stride = 2 ** math.ceil(math.log2(length) / 2)
 
     def by_router(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class SparseRow:
 
     Args:
         length: number of tokens.
-        training: whether backward is part of it.
+        training: whether the backward pass is included.
         heads: number of heads.
         head_dim: width of a head.
         dtype: of the tensors.
@@ -114,20 +114,20 @@ class SparseRow:
 
     @property
     def mode(self) -> str:
-        """Forward alone or with backward."""
+        """``"forward"`` or ``"forward+backward"``."""
         return "forward+backward" if self.training else "forward"
 
     @property
     def title(self) -> str:
-        """What the work is."""
+        """Description of the work."""
         return f"1x{self.heads}x{self.length}x{self.head_dim} {self.mode} {str(self.dtype)[6:]}"
 
     def small(self) -> Self:
-        """A few hundred tokens, to try everything out."""
+        """A few hundred tokens, for tests."""
         return replace(self, length=self.length // 8, heads=2, head_dim=8)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of a fixed seed."""
+        """Query, key and value, with a fixed seed."""
         generator = torch.Generator().manual_seed(self.length)
         shape = (1, self.heads, self.length, self.head_dim)
         query, key, value = (
@@ -137,7 +137,7 @@ class SparseRow:
 
 
 def sparse_rows() -> list[SparseRow]:
-    """Lengths from 1k to 32k, forward and training."""
+    """Rows of the lengths from 1k to 32k, forward and training."""
     return [SparseRow(length=length, training=training) for training, length in product((False, True), _LENGTHS)]
 
 
@@ -146,11 +146,11 @@ class SparsePoint:
     """All patterns at one length, measured.
 
     Attributes:
-        title: what the work is.
-        mode: forward alone or with backward.
+        title: description of the work.
+        mode: ``"forward"`` or ``"forward+backward"``.
         length: number of tokens.
-        timings: of each pattern, in seconds per call.
-        errors: of each pattern, the largest error against float64, relative to the largest number of its tensor.
+        timings: the timing of each pattern, in seconds per call.
+        errors: largest error of each pattern against float64, relative to the largest number of its tensor.
     """
 
     title: str
@@ -160,7 +160,7 @@ class SparsePoint:
     errors: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """The point as plain values."""
+        """The point as JSON values."""
         contenders = {
             name: {
                 "seconds": timing.to_dict(),
@@ -174,35 +174,35 @@ class SparsePoint:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The point that ``to_dict`` wrote."""
-        found = values["contenders"]
+        contenders = values["contenders"]
         return cls(
             **{name: values[name] for name in ("title", "mode", "length")},
-            timings={name: Timing.of(tuple(one["seconds"]["runs"])) for name, one in found.items()},
-            errors={name: one["relative_error"] for name, one in found.items()},
+            timings={name: Timing.of(tuple(one["seconds"]["runs"])) for name, one in contenders.items()},
+            errors={name: one["relative_error"] for name, one in contenders.items()},
         )
 
     def times_full(self, name: str) -> float:
-        """How many times full attention's time a pattern takes, by medians."""
+        """A pattern's median time divided by full attention's."""
         return self.timings[name].median / self.timings[FULL].median
 
 
 def measure_sparse(row: SparseRow, *, repeats: int, seconds: float | None) -> SparsePoint:
-    """Check every pattern of a length, then time all in turns.
+    """Check every pattern of a length, then time all of them in interleaved rounds.
 
     Args:
         row: the length and the mode.
         repeats: rounds of the interleaved timing.
-        seconds: time after which rounds stop; three are always made.
+        seconds: time after which the rounds stop, but not before the third.
 
     Raises:
-        UnsupportedError: one of them does not compute its pattern.
+        UnsupportedError: a contender does not compute its pattern.
     """
     query, key, value = row.tensors()
     contenders = contenders_of(row.length, query, key)
     picked = _picked_rows(row.length)
     errors = {name: _checked(row, name, one, picked) for name, one in contenders.items()}
 
-    def timed(call: _Call) -> Callable[[], object]:
+    def timed(call: _Run) -> Callable[[], object]:
         if not row.training:
             return lambda: call(query, key, value)
         weight = torch.ones_like(query)
@@ -214,7 +214,7 @@ def measure_sparse(row: SparseRow, *, repeats: int, seconds: float | None) -> Sp
 
 
 def _picked_rows(length: int) -> Tensor:
-    """Queries whose numbers are compared. The very first have few keys: their gradients are differences of equals."""
+    """Queries whose numbers are compared; not the first ones, whose few keys make gradients cancel."""
     rows: Tensor = torch.linspace(length // 4, length - 1, _CHECKED_ROWS).long().unique()
     return rows
 
@@ -226,14 +226,14 @@ def _allowed(row: SparseRow, one: SparseContender, picked: Tensor) -> Tensor:
 
 
 def _checked(row: SparseRow, name: str, one: SparseContender, picked: Tensor) -> float:
-    """The largest error of a contender on the picked rows, gradients included where there are any."""
-    own, allowed = row.tensors(), _allowed(row, one, picked)
-    weight = torch.zeros_like(own[0])
+    """Largest error of a contender on the picked rows, including gradients in training."""
+    inputs, allowed = row.tensors(), _allowed(row, one, picked)
+    weight = torch.zeros_like(inputs[0])
     weight[:, :, picked] = torch.randn(weight[:, :, picked].shape, generator=torch.Generator().manual_seed(1)).to(
         weight.dtype
     )
-    output = one.call(*own)
-    ours = [output[:, :, picked], *(torch.autograd.grad(output, own, weight) if row.training else ())]
+    output = one.call(*inputs)
+    ours = [output[:, :, picked], *(torch.autograd.grad(output, inputs, weight) if row.training else ())]
     exact = _by_rows(row, torch.float64, one.keep, picked, allowed, weight)
     plain = _by_rows(row, row.dtype, one.keep, picked, allowed, weight)
     worst = 0.0
@@ -246,7 +246,7 @@ def _checked(row: SparseRow, name: str, one: SparseContender, picked: Tensor) ->
                 f"contender {name!r}",
                 must=f"compute its pattern in '{row.title}'",
                 got=f"a relative error of {error:.1e} where the textbook formula has {allowance:.1e}",
-                then="What is wrong is not timed.",
+                then="Wrong results are not timed.",
             )
         worst = max(worst, error)
     return worst
@@ -255,7 +255,7 @@ def _checked(row: SparseRow, name: str, one: SparseContender, picked: Tensor) ->
 def _by_rows(
     row: SparseRow, dtype: torch.dtype, keep: int | None, picked: Tensor, allowed: Tensor, weight: Tensor
 ) -> list[Tensor]:
-    """The picked rows by the textbook formula, and in training the gradients that come from them."""
+    """The picked rows by the textbook formula, and in training their gradients."""
     leaves = [tensor.detach().to(dtype).requires_grad_(row.training) for tensor in row.tensors()]
     query, key, value = leaves
     scores = (query[:, :, picked] @ key.transpose(-2, -1) / math.sqrt(row.head_dim)).masked_fill(~allowed, -torch.inf)
@@ -269,29 +269,29 @@ def _by_rows(
 
 
 def overtaken_at(points: Sequence[SparsePoint], name: str) -> int | None:
-    """The shortest length from which on a pattern is faster than full attention at every length; None for none."""
-    found = None
+    """The shortest length from which a pattern is always faster than full attention; None where there is none."""
+    shortest = None
     for point in sorted(points, key=lambda point: point.length, reverse=True):
         if point.times_full(name) >= 1.0:
             break
-        found = point.length
-    return found
+        shortest = point.length
+    return shortest
 
 
 def sparse_sheet(points: Sequence[SparsePoint]) -> Sheet:
-    """Medians in ms for each pattern and length, how many times full attention's, and where it overtakes."""
+    """Medians in ms of each pattern and length, relative to full attention, and the length where it becomes faster."""
     lengths = sorted({point.length for point in points})
     rows, notes = [], []
     for mode in dict.fromkeys(point.mode for point in points):
-        own = sorted((point for point in points if point.mode == mode), key=lambda point: point.length)
-        by_length = {point.length: point for point in own}
-        for name in own[0].timings:
+        of_mode = sorted((point for point in points if point.mode == mode), key=lambda point: point.length)
+        by_length = {point.length: point for point in of_mode}
+        for name in of_mode[0].timings:
             cells = [_cell(by_length[length], name) if length in by_length else "" for length in lengths]
-            place = overtaken_at(own, name)
+            place = overtaken_at(of_mode, name)
             verdict = "" if name == FULL else "not here" if place is None else f"from {place}"
             rows.append([f"{name}, {mode}", *cells, verdict])
-        if len(own) > 1:
-            notes.append(f"{mode}, time grows with length to the power of: {_growths(own)}")
+        if len(of_mode) > 1:
+            notes.append(f"{mode}, time grows with length to the power of: {_growths(of_mode)}")
     worst = max(error for point in points for error in point.errors.values())
     notes.append(f"largest error against float64 on the rows that were checked: {worst:.1e}")
     return Sheet(
@@ -309,7 +309,7 @@ def _cell(point: SparsePoint, name: str) -> str:
 
 
 def _growths(points: Sequence[SparsePoint]) -> str:
-    """From the last doubling that was measured."""
+    """Exponents of the growth of time with length, from the last two lengths."""
     last, before = points[-1], points[-2]
     return ", ".join(
         f"{name} {math.log(last.timings[name].median / before.timings[name].median, last.length / before.length):.2f}"

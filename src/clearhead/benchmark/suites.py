@@ -1,4 +1,4 @@
-"""What is measured, as data: suites of rows, and the floors that their ratios have to reach."""
+"""The suites: their rows, and the floors that their ratios have to reach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clearhead.benchmark.linear_rows import FULL, linear_rows
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, WANTS, ObserveRow
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW
-from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
+from clearhead.benchmark.rows import EncoderRow, ModuleRow, SuiteRow, TensorRow
 from clearhead.benchmark.small_layer_rows import (
     DECODER_LAYER,
     ENCODER_LAYER,
@@ -33,7 +33,7 @@ _TRAINING = tuple((b, h, min(length, 4096), d) for b, h, length, d in _FORWARD)
 _DROPPED = ((8, 12, 512, 64), (1, 12, 2048, 64))
 _DECODED = ((1, 4096), (16, 2048))
 _MODULES = ((32, 100, 512, 8), (8, 128, 768, 12), (8, 512, 768, 12), (1, 2048, 768, 12), (2, 1024, 1024, 16))
-#: The same, where what Python does takes longer than the kernels.
+#: The same for few tokens, where Python's overhead dominates the time.
 _FEW_TOKENS = ((1, 8, 32, 4), (1, 16, 64, 4), (16, 32, 64, 4), (4, 32, 128, 4), (12, 64, 128, 4), (2, 64, 256, 8))
 #: Batch, longest sequence, width and heads of stacks of layers with GELU.
 _STACKS = ((16, 256, 512, 8), (32, 64, 128, 4))
@@ -41,16 +41,16 @@ _STACKS = ((16, 256, 512, 8), (32, 64, 128, 4))
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """How many times as fast as its peers clearhead has to be; the fastest peer of a row counts.
+    """Required speed of clearhead relative to its peers; the fastest peer of a row counts.
 
     Args:
-        group: the rows it speaks of.
+        group: the group of rows that it covers.
         against: the peers.
-        each: what every row has to reach.
-        mean: what the geometric mean has to reach.
-        share: what share of the machine's product rate every row has to reach.
-        only: a part of the titles it speaks of.
-        ours: which of clearhead's contenders.
+        each: the ratio that every row has to reach.
+        mean: the ratio that the geometric mean has to reach.
+        share: the share of the machine's product rate that every row has to reach.
+        only: a part of the title; rows without it are not covered.
+        ours: name of clearhead's contender.
     """
 
     group: str
@@ -64,16 +64,16 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Rows measured together."""
+    """Rows that are measured together, with their floors."""
 
     about: str
-    rows: Callable[[], Sequence[Row]]
+    rows: Callable[[], Sequence[SuiteRow]]
     floors: tuple[Floor, ...]
 
 
-def _forward() -> list[Row]:
+def _forward() -> list[SuiteRow]:
     return [
-        AttentionRow(
+        TensorRow(
             shape=shape,
             causal=causal,
             dtype=dtype,
@@ -84,53 +84,53 @@ def _forward() -> list[Row]:
     ]
 
 
-def _training() -> list[Row]:
+def _training() -> list[SuiteRow]:
     return [
-        AttentionRow(shape=shape, causal=causal, dtype=dtype, training=True, yardstick=True)
+        TensorRow(shape=shape, causal=causal, dtype=dtype, training=True, yardstick=True)
         for dtype, shape, causal in product(_DTYPES, _TRAINING, (False, True))
     ]
 
 
-def _dropout() -> list[Row]:
+def _dropout() -> list[SuiteRow]:
     return [
-        AttentionRow(shape=shape, dtype=dtype, training=True, dropout=0.1, yardstick=True)
+        TensorRow(shape=shape, dtype=dtype, training=True, dropout=0.1, yardstick=True)
         for dtype, shape in product(_DTYPES, _DROPPED)
     ]
 
 
-def _decode() -> list[Row]:
+def _decode() -> list[SuiteRow]:
     return [
-        AttentionRow(shape=(batch, 32, 1, 128), kv_heads=8, k_len=k_len, dtype=dtype)
+        TensorRow(shape=(batch, 32, 1, 128), kv_heads=8, k_len=k_len, dtype=dtype)
         for dtype, (batch, k_len) in product(_DTYPES, _DECODED)
     ]
 
 
-def _window() -> list[Row]:
+def _window() -> list[SuiteRow]:
     return [
-        AttentionRow(shape=(1, 12, 8192, 64), causal=True, window=255, dtype=dtype, peers=(SDPA, SDPA_WINDOW))
+        TensorRow(shape=(1, 12, 8192, 64), causal=True, window=255, dtype=dtype, peers=(SDPA, SDPA_WINDOW))
         for dtype in _DTYPES
     ]
 
 
-def _module() -> list[Row]:
+def _module() -> list[SuiteRow]:
     return [ModuleRow(size=size, dtype=dtype, yardstick=True) for dtype, size in product(_DTYPES, _MODULES)]
 
 
-def _module_training() -> list[Row]:
+def _module_training() -> list[SuiteRow]:
     return [
         ModuleRow(size=size, dtype=dtype, training=True, dropout=dropout, yardstick=True)
         for dtype, dropout, size in product(_DTYPES, (0.0, 0.1), _MODULES)
     ]
 
 
-def _module_small() -> list[Row]:
+def _module_small() -> list[SuiteRow]:
     return [
         ModuleRow(size=size, dtype=dtype, training=training)
         for dtype, training, size in product(_DTYPES, (False, True), _FEW_TOKENS)
     ]
 
 
-def _encoder() -> list[Row]:
+def _encoder() -> list[SuiteRow]:
     return [
         EncoderRow(
             batch=16,
@@ -147,7 +147,7 @@ def _encoder() -> list[Row]:
     ]
 
 
-def _encoder_gelu() -> list[Row]:
+def _encoder_gelu() -> list[SuiteRow]:
     return [
         EncoderRow(
             batch=batch,
@@ -164,14 +164,14 @@ def _encoder_gelu() -> list[Row]:
     ]
 
 
-def _observe() -> list[Row]:
+def _observe() -> list[SuiteRow]:
     return [
         ObserveRow(wanted=wanted, shape=(1, 12, 4096, 64), causal=causal)
         for wanted, causal in product(WANTS, (False, True))
     ]
 
 
-def _models() -> list[Row]:
+def _models() -> list[SuiteRow]:
     sizes = ((32, 128), (1, 512))
     encoders = [
         EncoderModelRow(model=model, batch=batch, length=length)
@@ -194,9 +194,9 @@ def _models() -> list[Row]:
     return [*encoders, CausalRow(decode=False), CausalRow(decode=True), *qwen2, *others]
 
 
-#: How many times attention without statistics those of each row may take.
-_DEAREST = dict(zip(WANTS, (1.15, 1.6, 1.3, 1.8, 2.5), strict=True))
-#: For each suite: which rows, what of ours is held against which peers, what each row and what the mean has to reach.
+#: Largest time of attention with the statistics of each row, relative to attention without them.
+_MOST_EXPENSIVE = dict(zip(WANTS, (1.15, 1.6, 1.3, 1.8, 2.5), strict=True))
+#: For each suite: group, clearhead's contender, peers, ratio of each row, ratio of the geometric mean.
 _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | None], ...]] = {
     "forward": (
         ("float32", OURS, (SDPA,), 2.0, 2.4),
@@ -254,7 +254,7 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("bfloat16", OURS, (LINEAR,), 1 / 1.03, None),
     ),
     "observe": (
-        *((wanted, OURS, (PLAIN,), round(1 / dearest, 3), None) for wanted, dearest in _DEAREST.items()),
+        *((wanted, OURS, (PLAIN,), round(1 / dearest, 3), None) for wanted, dearest in _MOST_EXPENSIVE.items()),
         *((wanted, OURS, (MATERIALISED,), 6.0, None) for wanted in WANTS),
     ),
     "models": (
@@ -289,12 +289,12 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("bfloat16", SWAPPED, (STACK,), 3.0, None),
     ),
 }
-#: For each suite: which rows, the part of their titles, and the share of the machine's product rate to reach.
+#: For each suite: group, part of the title, share of the machine's product rate.
 _SHARES = {
     "forward": (("float32", "1x12x8192x64 full", 0.85), ("bfloat16", "1x12x8192x64 full", 0.78)),
     "linear": (("linear, training, from 1024 tokens", "", 0.5), ("linear, forward, from 1024 tokens", "", 0.5)),
 }
-_ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
+_ROWS: tuple[tuple[str, str, Callable[[], Sequence[SuiteRow]]], ...] = (
     ("forward", "attention forward, full and causal, against SDPA and ONNX Runtime", _forward),
     ("training", "attention forward and backward, full and causal, against SDPA", _training),
     ("dropout", "attention forward and backward with dropout 0.1, against SDPA", _dropout),

@@ -1,9 +1,9 @@
-"""The walk over a grid of calls, tiny to large: is "auto" anywhere slower than torch's own function?
+"""A sweep over a grid of calls, from tiny to large, that finds calls where "auto" is slower than torch's function.
 
 Each call is timed against ``scaled_dot_product_attention`` in rounds that run both, in alternating order; calls of
-microseconds are repeated within a sample. A round's two samples lie milliseconds apart, so their ratio does not see
-the machine's slower drifts, and the median of these ratios is the figure. What looks slower, or too noisy to tell,
-is timed again with more rounds.
+microseconds are repeated within a sample. The two samples of a round are milliseconds apart, so slow drifts of the
+machine cancel in their ratio. The figure is the median of these ratios. Calls that look slower, or whose ratio is too
+noisy to decide, are timed again with more rounds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 from clearhead.benchmark.peers import OURS, SDPA
 from clearhead.benchmark.results import timed
-from clearhead.benchmark.rows import AttentionRow
+from clearhead.benchmark.rows import TensorRow
 from clearhead.benchmark.timing import Timing
 
 __all__ = ["SLOWEST_ALLOWED", "Point", "grid_rows", "measure_point", "walk"]
 
-#: Three in a hundred slower than torch's function.
+#: 3 % slower than torch's function.
 SLOWEST_ALLOWED = 1 / 1.03
 _OURS_AGAIN, _SDPA_AGAIN = f"{OURS}, again", f"{SDPA}, again"
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_CHECKED = 2**22
-#: Rounds, seconds after which they stop, and rounds made in any case.
+#: Rounds, seconds after which they stop, and smallest number of rounds.
 FIRST, RETRY = (41, 1.0, 5), (401, 4.0, 15)
 
 #: (batch, heads, length, head_dim)
@@ -46,14 +46,14 @@ _OBLONG = (
 )
 
 
-def grid_rows() -> list[AttentionRow]:
+def grid_rows() -> list[TensorRow]:
     """Every call of the grid."""
     square = [
-        AttentionRow(shape=shape, dtype=dtype, causal=causal, training=training, most_checked=_MOST_CHECKED)
+        TensorRow(shape=shape, dtype=dtype, causal=causal, training=training, most_checked=_MOST_CHECKED)
         for shape, dtype, causal, training in product(_SQUARE, _DTYPES, (False, True), (False, True))
     ]
     oblong = [
-        AttentionRow(shape=shape, dtype=dtype, kv_heads=kv_heads, k_len=k_len, training=training)
+        TensorRow(shape=shape, dtype=dtype, kv_heads=kv_heads, k_len=k_len, training=training)
         for (shape, kv_heads, k_len, trains), dtype in product(_OBLONG, _DTYPES)
         for training in ((False, True) if trains else (False,))
     ]
@@ -65,15 +65,15 @@ class Point:
     """One call of the grid.
 
     Attributes:
-        title: what the call is.
+        title: description of the call.
         group: mode and dtype.
-        backend: what "auto" chose.
-        ours: seconds of clearhead's call, median.
-        theirs: seconds of torch's, median.
+        backend: the backend that "auto" selected.
+        ours: median seconds of clearhead's call.
+        theirs: median seconds of torch's call.
         ratio: how many times as fast clearhead is: the median of the rounds' ratios.
         noise: standard error of ``ratio``, from the quartiles of the rounds' ratios.
-        rounds: how many.
-        against_itself: torch's function against itself in the same rounds; None where it was not timed again.
+        rounds: number of rounds.
+        against_itself: median ratio of torch's function to itself in the same rounds; None where it was not repeated.
     """
 
     title: str
@@ -88,16 +88,16 @@ class Point:
 
     @property
     def slower(self) -> bool:
-        """Whether clearhead is slower by more than three in a hundred."""
+        """Whether clearhead is slower by more than 3 %."""
         return self.ratio < SLOWEST_ALLOWED
 
     @property
     def doubtful(self) -> bool:
-        """Whether it might be, given the noise."""
+        """Whether clearhead may be slower by more than 3 %, within two standard errors."""
         return self.ratio - 2 * self.noise < SLOWEST_ALLOWED
 
     def to_dict(self) -> dict[str, Any]:
-        """The point as plain values."""
+        """The point as JSON values."""
         return {**asdict(self), "slower": self.slower}
 
     @classmethod
@@ -106,77 +106,79 @@ class Point:
         return cls(**{name: value for name, value in values.items() if name != "slower"})
 
 
-def measure_point(row: AttentionRow, *, retry: bool = False) -> Point:
+def measure_point(row: TensorRow, *, retry: bool = False) -> Point:
     """Check and time one call of the grid.
 
     Args:
         row: the call.
-        retry: with many rounds, and each call twice in a round, which shows how well equals can be told apart.
+        retry: whether to use many rounds and run each call twice per round, which shows how equal calls compare.
 
     Raises:
         UnsupportedError: the contenders do not compute the same numbers.
     """
     repeats, seconds, fewest = RETRY if retry else FIRST
-    case = row.case()
+    comparison = row.comparison()
     if retry:
-        # Both twice and in turns: who follows itself finds its code and memory in the caches, so nobody may do it more.
-        case = replace(case, yardsticks={_OURS_AGAIN: case.calls[OURS], _SDPA_AGAIN: case.calls[SDPA]})
-    found = timed(case, repeats=repeats, seconds=seconds, fewest=fewest)
-    ours, theirs = (_both(found.timings, *names) for names in ((OURS, _OURS_AGAIN), (SDPA, _SDPA_AGAIN)))
+        # Both run twice: a call that follows itself finds warm caches, and this must happen equally often for both.
+        comparison = replace(
+            comparison, yardsticks={_OURS_AGAIN: comparison.calls[OURS], _SDPA_AGAIN: comparison.calls[SDPA]}
+        )
+    result = timed(comparison, repeats=repeats, seconds=seconds, fewest=fewest)
+    ours, theirs = (_both(result.timings, *names) for names in ((OURS, _OURS_AGAIN), (SDPA, _SDPA_AGAIN)))
     ratios = paired(theirs, ours)
     return Point(
         title=row.title,
         group=f"{'training' if row.training else 'forward'} {row.group}",
-        backend=found.backend,
+        backend=result.backend,
         ours=ours.median,
         theirs=theirs.median,
         ratio=ratios.median,
         noise=standard_error(ratios),
         rounds=len(ratios.runs),
-        against_itself=paired(found.timings[_SDPA_AGAIN], found.timings[SDPA]).median if retry else None,
+        against_itself=paired(result.timings[_SDPA_AGAIN], result.timings[SDPA]).median if retry else None,
     )
 
 
-def _both(timings: Mapping[str, Timing], name: str, again: str) -> Timing:
-    """A contender's seconds, the mean of a round's two samples where it has two."""
-    if again not in timings:
+def _both(timings: Mapping[str, Timing], name: str, repeated: str) -> Timing:
+    """The timing of a contender; the mean of the two samples of a round where it ran twice."""
+    if repeated not in timings:
         return timings[name]
-    return Timing.of(tuple((a + b) / 2 for a, b in zip(timings[name].runs, timings[again].runs, strict=True)))
+    return Timing.of(tuple((a + b) / 2 for a, b in zip(timings[name].runs, timings[repeated].runs, strict=True)))
 
 
 def paired(one: Timing, other: Timing) -> Timing:
-    """The ratios of two contenders round by round, with their median and quartiles."""
+    """Ratios of two contenders per round, with their median and quartiles."""
     return Timing.of(tuple(a / b for a, b in zip(one.runs, other.runs, strict=True)))
 
 
 def standard_error(ratios: Timing) -> float:
-    """Of a median: sqrt(pi / 2) times that of a mean, the spread read from the quartiles as for normal numbers."""
+    """Standard error of the median: sqrt(pi / 2) times that of the mean, the spread taken from the quartiles."""
     spread = (ratios.q3 - ratios.q1) / 1.349
     return math.sqrt(math.pi / 2) * spread / math.sqrt(len(ratios.runs))
 
 
 def walk(
-    rows: Sequence[AttentionRow],
+    rows: Sequence[TensorRow],
     *,
     keep: Callable[[Point], None],
-    told: Callable[[str], None] = lambda title: None,
-    known: Iterable[Point] = (),
+    report: Callable[[str], None] = lambda title: None,
+    measured: Iterable[Point] = (),
     retry_seconds: float = 180.0,
 ) -> list[Point]:
-    """Every row once; then the doubtful ones again, those that look slowest first, while time lasts.
+    """Measure every row once, then the doubtful ones again, slowest first, until the time is over.
 
     Args:
         rows: the calls.
-        keep: takes each point as soon as it is measured, one measured again too.
-        told: hears what is measured next.
-        known: points measured before; they are not measured a first time again.
+        keep: called with each point as soon as it is measured, also when it is measured again.
+        report: called with the title of the next measurement.
+        measured: points of an earlier run; their first measurement is skipped.
         retry_seconds: how long doubtful points may be measured again.
     """
-    points = {point.title: point for point in known}
+    points = {point.title: point for point in measured}
     by_title = {row.title: row for row in rows}
     for title, row in by_title.items():
         if title not in points:
-            told(title)
+            report(title)
             points[title] = measure_point(row)
             keep(points[title])
     started = time.perf_counter()
@@ -184,7 +186,7 @@ def walk(
     for point in sorted(doubtful, key=lambda point: point.ratio):
         if time.perf_counter() - started > retry_seconds:
             break
-        told(f"again: {point.title}")
+        report(f"again: {point.title}")
         points[point.title] = measure_point(by_title[point.title], retry=True)
         keep(points[point.title])
     return [points[title] for title in by_title]

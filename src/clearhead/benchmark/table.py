@@ -1,4 +1,4 @@
-"""The results as a table for terminals."""
+"""Tables of the results for a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from clearhead.benchmark.peers import OURS, short_name
-from clearhead.benchmark.results import Result, Timed
+from clearhead.benchmark.results import SettingResult, Timed
 from clearhead.benchmark.timing import geometric_mean
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ __all__ = ["contenders", "milliseconds", "summary", "tables"]
 
 
 def contenders(results: Sequence[Timed]) -> list[str]:
-    """Everyone measured, in the order of first appearance."""
+    """Names of all contenders, in order of first appearance."""
     return list(dict.fromkeys(name for result in results for name in (*result.timings, *result.left_out)))
 
 
-def tables(results: Sequence[Result]) -> Iterator[Table]:
-    """One table for each level: medians in milliseconds, how many times clearhead's, and the quartiles below."""
+def tables(results: Sequence[SettingResult]) -> Iterator[Table]:
+    """One table per level: medians in milliseconds, ratio to clearhead, and quartiles."""
     from rich.table import Table
 
     for level in dict.fromkeys(result.setting.level for result in results):
@@ -44,14 +44,14 @@ def _title(level: str) -> str:
     return f"{what[level]}\nms per call, median of interleaved runs, (times clearhead), [quartiles]"
 
 
-def _work(result: Result) -> str:
+def _work(result: SettingResult) -> str:
     setting = result.setting
     kind = "causal" if setting.causal else "full"
     shape = "x".join(map(str, setting.shape))
     return f"{setting.mode} {str(setting.dtype)[6:]} {kind}\n{shape} ({result.backend})"
 
 
-def _cell(result: Result, name: str) -> str:
+def _cell(result: SettingResult, name: str) -> str:
     if name in result.left_out:
         return "left out"
     timing = result.timings[name]
@@ -62,7 +62,7 @@ def _cell(result: Result, name: str) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds in three digits.
+    """Seconds as milliseconds with three digits.
 
     >>> milliseconds(0.012345)
     '12.3'
@@ -70,8 +70,8 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
-def summary(results: Sequence[Result]) -> Iterator[str]:
-    """One line for each level and mode: how the others stand to clearhead over all its settings."""
+def summary(results: Sequence[SettingResult]) -> Iterator[str]:
+    """One line per level and mode: time of the other contenders relative to clearhead over all settings."""
     for level, mode in dict.fromkeys((result.setting.level, result.setting.mode) for result in results):
         rows = [r for r in results if (r.setting.level, r.setting.mode) == (level, mode)]
         parts = []

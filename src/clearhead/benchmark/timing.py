@@ -1,4 +1,4 @@
-"""Fair timing: every contender runs once in each round, so that a slow second of the machine hits all alike."""
+"""Interleaved timing: every contender runs once per round, so a slow phase of the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from clearhead.errors import ShapeError
 __all__ = ["Timing", "geometric_mean", "interleaved"]
 
 _FEWEST_ROUNDS = 3
-#: Threads of ONNX Runtime that found no more work were seen to wait for it some 50 ms before they slept.
+#: Idle threads of ONNX Runtime were measured to spin for about 50 ms before they sleep.
 _PAUSE_SECONDS = 0.1
-#: What is called a second time before it is decided how often a sample repeats it.
+#: Calls shorter than this run a second time before the repetitions per sample are chosen.
 _BRIEF_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: the median of the runs, their quartiles, and the runs themselves in the order taken."""
+    """Seconds per call: median and quartiles of the runs, and the runs in measured order."""
 
     median: float
     q1: float
@@ -32,7 +32,7 @@ class Timing:
 
     @classmethod
     def of(cls, runs: tuple[float, ...]) -> Timing:
-        """The summary of some runs.
+        """Median and quartiles of some runs.
 
         >>> Timing.of((3.0, 1.0, 2.0))
         Timing(median=2.0, q1=1.5, q3=2.5, runs=(3.0, 1.0, 2.0))
@@ -65,26 +65,26 @@ def interleaved(
     seconds: float | None = None,
     fewest: int = _FEWEST_ROUNDS,
     after_round: Callable[[int], None] = lambda done: None,
-    apart: Collection[str] = (),
+    isolated: Collection[str] = (),
 ) -> dict[str, Timing]:
-    """Time several calls in turns: a, b, c, then c, b, a, then b, c, a, and so on.
+    """Time several calls in interleaved rounds: a, b, c, then c, b, a, then b, c, a, and so on.
 
     Args:
-        calls: what to time, by name. Build what they need before, outside the clock.
-        repeats: rounds; in each one every call gives one sample.
-        warmup: calls of each before the clock starts.
-        min_seconds: a sample repeats a shorter call until it has lasted this long, and counts the mean.
+        calls: the calls to time, by name. Build their inputs beforehand.
+        repeats: number of rounds; each call gives one sample per round.
+        warmup: untimed calls of each contender.
+        min_seconds: shortest duration of a sample; shorter calls are repeated and their mean is the sample.
         seconds: stop after the round in which this much time has passed, but not before ``fewest`` rounds.
-        fewest: rounds that are made in any case, if ``repeats`` allows.
-        after_round: told the number of rounds done, for a progress bar.
-        apart: names of calls that bring threads of their own or empty the caches. Before and after them there is a
-            pause, in which waiting threads go to sleep, and one call that no clock sees, which wakes the next one's.
+        fewest: smallest number of rounds, at most ``repeats``.
+        after_round: called with the number of rounds done, for a progress bar.
+        isolated: names of calls that start their own threads or clear the caches. Before and after them there is a
+            pause, in which spinning threads go to sleep, and one untimed call of the next contender.
 
     Returns:
         A ``Timing`` for each name, in seconds per call.
 
     Raises:
-        ShapeError: nothing to time, or fewer than one round.
+        ShapeError: ``calls`` is empty, or ``repeats`` is less than 1.
 
     >>> sorted(interleaved({"sum": lambda: sum(range(10)), "max": lambda: max(range(10))}, repeats=3))
     ['max', 'sum']
@@ -95,7 +95,7 @@ def interleaved(
             "calls" if repeats >= 1 else "repeats",
             must="be at least one",
             got="none" if repeats >= 1 else repeats,
-            then="Name what to time and how often.",
+            then="Pass at least one call and one round.",
         )
     inner = {name: _settle(call, warmup, min_seconds) for name, call in calls.items()}
     names = list(calls)
@@ -104,7 +104,7 @@ def interleaved(
     before = names[-1]
     for turn in range(repeats):
         for name in _order(names, turn):
-            if name in apart or before in apart:
+            if name in isolated or before in isolated:
                 time.sleep(_PAUSE_SECONDS)
                 calls[name]()
             runs[name].append(_sample(calls[name], inner[name]))
@@ -113,35 +113,35 @@ def interleaved(
         late = seconds is not None and time.perf_counter() - started > seconds
         if late and turn + 1 >= fewest:
             break
-    return {name: Timing.of(tuple(taken)) for name, taken in runs.items()}
+    return {name: Timing.of(tuple(samples)) for name, samples in runs.items()}
 
 
 def _order(names: list[str], turn: int) -> list[str]:
-    """Every second round runs backwards, so that nobody always follows the same one."""
+    """Order of a round: every second round runs backwards, so no call always follows the same one."""
     first = turn // 2 % len(names)
     rotated = names[first:] + names[:first]
     return rotated[::-1] if turn % 2 else rotated
 
 
 def _settle(call: Callable[[], object], warmup: int, min_seconds: float) -> int:
-    """Warm a call up; how often a sample must repeat it to last ``min_seconds``.
+    """Warm a call up and return the repetitions of a sample that make it last ``min_seconds``.
 
-    One call cannot tell where calls take microseconds: the first is much slower than the others, and who is repeated
-    less often for it is timed with colder caches.
+    One call is not enough where calls take microseconds: the first is much slower than the others, and too few
+    repetitions would time the call with colder caches.
     """
     for _ in range(warmup):
         call()
-    times, once = 1, _sample(call, 1)
-    if once < _BRIEF_SECONDS:
-        once = min(once, _sample(call, 1))
-    while times * (once := max(once, 1e-9)) < min_seconds / 2:
-        times = min(10 * times, max(times + 1, round(min_seconds / once)))
-        once = _sample(call, times)
-    return max(1, round(min_seconds / once))
+    times, duration = 1, _sample(call, 1)
+    if duration < _BRIEF_SECONDS:
+        duration = min(duration, _sample(call, 1))
+    while times * (duration := max(duration, 1e-9)) < min_seconds / 2:
+        times = min(10 * times, max(times + 1, round(min_seconds / duration)))
+        duration = _sample(call, times)
+    return max(1, round(min_seconds / duration))
 
 
 def _sample(call: Callable[[], object], times: int) -> float:
-    """Seconds per call over ``times`` calls, with the garbage collector held back as in ``timeit``."""
+    """Seconds per call over ``times`` calls, with the garbage collector off as in ``timeit``."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The ``clearhead`` command: one table of verbs, and one place where errors become one line."""
+"""The ``clearhead`` command: the table of its commands, and the handling of errors, each printed on one line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typer.exceptions import TyperException
 
 from clearhead.errors import ClearheadError, DataError, UnsupportedError
 
-__all__ = ["EXTRAS", "VERBS", "app", "main"]
+__all__ = ["COMMANDS", "EXTRAS", "app", "main"]
 
-VERBS = ("demo", "explain", "observe", "view", "lab", "train", "predict", "generate", "bench", "conform", "doctor")
-"""Each verb is the file of that name beside this one: a function ``command``, or a Typer ``app``."""
+COMMANDS = ("demo", "explain", "observe", "view", "lab", "train", "predict", "generate", "bench", "conform", "doctor")
+"""Names of the commands. Each is a module of this package with a function ``command`` or a Typer ``app``."""
 
 EXTRAS = {
     "matplotlib": "bench",
@@ -31,40 +31,40 @@ EXTRAS = {
     "transformers": "hf",
     "uvicorn": "lab",
 }
-"""The extra that brings each optional package, for the sentence a user reads when it is absent."""
+"""The extra that installs each optional package, for the message when the package is missing."""
 
 _WRONG_USE = 2
 _INTERRUPTED = 130
 
 
-class _Verbs(Mapping[str, Any]):
-    """The table as commands; a verb's file is imported when the command line names it."""
+class _Commands(Mapping[str, Any]):
+    """The commands; a command's module is imported on first use."""
 
-    def __getitem__(self, verb: str) -> Any:
-        if verb not in tuple(self):
-            raise KeyError(verb)
-        module = import_module(f"clearhead.cli.{verb}")
-        verb_app = getattr(module, "app", None)
-        if verb_app is None:
-            verb_app = _new_typer()
-            verb_app.command(verb)(module.command)
-        command = typer.main.get_command(verb_app)
-        command.name = verb
+    def __getitem__(self, name: str) -> Any:
+        if name not in tuple(self):
+            raise KeyError(name)
+        module = import_module(f"clearhead.cli.{name}")
+        command_app = getattr(module, "app", None)
+        if command_app is None:
+            command_app = _new_typer()
+            command_app.command(name)(module.command)
+        command = typer.main.get_command(command_app)
+        command.name = name
         return command
 
     def __iter__(self) -> Iterator[str]:
-        return (verb for verb in VERBS if find_spec(f"clearhead.cli.{verb}") is not None)
+        return (name for name in COMMANDS if find_spec(f"clearhead.cli.{name}") is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-class _VerbGroup(TyperGroup):
-    """The verbs as one command whose errors are one line on stderr and an exit code."""
+class _CommandGroup(TyperGroup):
+    """The command group; errors are one line on stderr and an exit status."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Verbs()
+        self.commands: Any = _Commands()
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -83,17 +83,17 @@ class _VerbGroup(TyperGroup):
         except TyperException as error:
             _leave(_usage(error))
         except typer.Abort:
-            _leave("clearhead: stopped before an answer was given.")
+            _leave("clearhead: aborted.")
         except ModuleNotFoundError as error:
             extra = EXTRAS.get((error.name or "").partition(".")[0])
             if extra is None:
                 raise
             _leave(str(_needs(extra, error)))
         except BrokenPipeError:
-            _let_go()
+            _discard_stdout()
             sys.exit(1)
         except OSError as error:
-            _let_go()
+            _discard_stdout()
             _leave(str(_unusable(error)))
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
@@ -108,37 +108,39 @@ def _leave(line: str, code: int = _WRONG_USE) -> NoReturn:
 
 
 def _usage(error: TyperException) -> str:
-    """The command, what is wrong with how it was called, and where to look."""
+    """Message for a usage error: the command, the error, and how to get help."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "clearhead"
-    # A group that is called alone has shown its help, and gives no reason.
+    # A group without a subcommand has printed its help, and its error has no message.
     said = error.format_message().strip() or "a command is missing."
     end = "" if said.endswith((".", "?")) else "."
-    return f"{path}: {said}{end} Run '{path} --help' for what it takes."
+    return f"{path}: {said}{end} Run '{path} --help' for its options."
 
 
 def _needs(extra: str, error: ModuleNotFoundError) -> UnsupportedError:
-    """The sentence for an absent extra."""
-    verb = " ".join(["clearhead", *_verb(error)])
-    return UnsupportedError(f"{verb}: needs the extra '{extra}'; install clearhead[{extra}].")
+    """The error for a missing extra."""
+    name = " ".join(["clearhead", *_command_of(error)])
+    return UnsupportedError(f"{name}: needs the extra '{extra}'; install clearhead[{extra}].")
 
 
-def _verb(error: BaseException) -> list[str]:
-    """The verb whose file was running when an error was met, if one was."""
+def _command_of(error: BaseException) -> list[str]:
+    """The command whose module is in the traceback of an error, if any."""
     trace = error.__traceback__
     while trace is not None:
         parent, _, name = str(trace.tb_frame.f_globals.get("__name__", "")).rpartition(".")
-        if parent == "clearhead.cli" and name in VERBS:
+        if parent == "clearhead.cli" and name in COMMANDS:
             return [name]
         trace = trace.tb_next
     return []
 
 
 def _unusable(error: OSError) -> DataError:
-    """The sentence for a file that the system refuses, or an output that takes no more."""
-    name, got = "".join(_verb(error)) or "clearhead", error.strerror or str(error)
+    """The error for a file that cannot be read or written, or for a full disk."""
+    name, got = "".join(_command_of(error)) or "clearhead", error.strerror or str(error)
     if error.filename is None:
-        return DataError.about(name, "output", must="be writable", got=got, then="Make room, or write elsewhere.")
+        return DataError.about(
+            name, "output", must="be writable", got=got, then="Free some space, or write to another place."
+        )
     must, then = "be a file that can be read or written", "Check the path."
     return DataError.about(name, str(error.filename), must=must, got=got, then=then)
 
@@ -149,12 +151,12 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _too_large(error: BaseException) -> UnsupportedError:
-    name, got = "".join(_verb(error)) or "clearhead", "more than there is"
+    name, got = "".join(_command_of(error)) or "clearhead", "more than the free memory"
     return UnsupportedError.about(name, "work", must="fit into memory", got=got, then="Choose smaller sizes.")
 
 
-def _let_go() -> None:
-    """What standard output still holds goes nowhere, so that the end of the process does not fail at it once more."""
+def _discard_stdout() -> None:
+    """Redirect standard output to the null device, so that the flush at exit does not fail again."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -164,7 +166,7 @@ def _let_go() -> None:
 def _new_typer(**settings: Any) -> typer.Typer:
     return typer.Typer(
         add_completion=False,
-        # A failure that is not a ClearheadError is a bug of ours: Python's own traceback reports it best.
+        # Any other exception is a bug of clearhead: Python's own traceback reports it best.
         pretty_exceptions_enable=False,
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -178,7 +180,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = _new_typer(name="clearhead", cls=_VerbGroup, invoke_without_command=True)
+app = _new_typer(name="clearhead", cls=_CommandGroup, invoke_without_command=True)
 
 
 @app.callback()
@@ -189,14 +191,14 @@ def _clearhead(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop."),
     ] = False,
 ) -> None:
-    """Attention you can run, write, see into and trust.
+    """Attention you can run, extend, inspect and trust.
 
-    Start here, nothing to prepare:
+    Start here; no preparation is needed:
 
         clearhead demo
         clearhead explain --text "The cat sat on the mat"
 
-    With a table of your own that has the columns label and text:
+    With your own table that has the columns label and text:
 
         clearhead train classify --data reviews.csv
         clearhead predict RUN --text "A film to see twice"
@@ -208,12 +210,12 @@ def _clearhead(
         clearhead train lm --data plays.txt
         clearhead generate RUN --prompt "Enter the king"
 
-    RUN is the folder that training named when it finished. `clearhead VERB --help` lists what a verb takes.
+    RUN is the folder that training printed when it finished. `clearhead COMMAND --help` lists a command's options.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 
 
 def main() -> None:
-    """Run the command line; leaves with 0, with 2 after a wrong call or input, with 130 when interrupted."""
+    """Run the command line. Exit status: 0, 2 after wrong usage or input, 130 when interrupted."""
     app()

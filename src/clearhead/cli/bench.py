@@ -1,4 +1,4 @@
-"""clearhead bench: speed and memory against torch's own attention, on work checked to be the same."""
+"""clearhead bench: speed and memory against torch's attention, on work that is checked to be the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from clearhead.benchmark import Journal, Line, Result, Setting
+    from clearhead.benchmark import Journal, Line, Setting, SettingResult
     from clearhead.benchmark.sheets import Sheet
 
 __all__ = ["command"]
@@ -30,61 +30,63 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_DTYPE = "float32,bfloat16"
 _LONGEST = 2**15
 _MOST_NUMBERS = 2**27
-#: Calls of the grid beyond so many operations are left out of a quick one.
+#: A quick grid leaves out calls with more operations than this.
 _QUICK_OPERATIONS = 1e7
-#: How long doubtful calls of the grid may be timed again.
+#: Seconds for repeating doubtful calls of the grid.
 _RETRY_SECONDS, _QUICK_RETRY_SECONDS = 180.0, 8.0
-# A file or a pipe has no width of its own; wrapped cells would be unreadable there.
+# Width for files and pipes, where wrapped cells would be unreadable.
 _TABLE_WIDTH, _SHEET_WIDTH = 140, 200
 #: Rounds, and seconds after which a setting's rounds stop.
-_PACE, _SUITE_PACE, _QUICK_PACE = (15, 2.0), (21, 10.0), (5, 0.25)
+_BUDGET, _SUITE_BUDGET, _QUICK_BUDGET = (15, 2.0), (21, 10.0), (5, 0.25)
 
 
 def command(
     shape: Annotated[
-        list[str] | None, typer.Option(help="batch,heads,length,head_dim; may be given again.", metavar="B,H,T,D")
+        list[str] | None, typer.Option(help="batch,heads,length,head_dim. Repeatable.", metavar="B,H,T,D")
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"One or more of {', '.join(_DTYPES)}.")] = _DEFAULT_DTYPE,
-    repeats: Annotated[int | None, typer.Option(help="Rounds for each setting; chosen by time if left out.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Rounds for each setting; by default until the time is up.")
+    ] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="Suites to measure in place of shapes: names with commas, or all.", metavar="NAME"),
+        typer.Option(help="Suites to measure instead of shapes: names separated by commas, or all.", metavar="NAME"),
     ] = None,
     grid: Annotated[
-        bool, typer.Option("--grid", help="Walk small to large calls for any slower than torch's.")
+        bool, typer.Option("--grid", help="Search small to large calls for any that is slower than torch's.")
     ] = False,
     sparse: Annotated[
         bool, typer.Option("--sparse", help="Sparse patterns against full attention, 1k to 32k tokens.")
     ] = False,
-    list_suites: Annotated[bool, typer.Option("--list", help="Name the suites and stop.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for what was measured.")] = Path("clearhead-bench"),
-    resume: Annotated[bool, typer.Option("--resume", help="Keep rows of suites that are in --out already.")] = False,
+    list_suites: Annotated[bool, typer.Option("--list", help="List the suites and exit.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("clearhead-bench"),
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that are already in --out.")] = False,
     results: Annotated[
         Path | None,
-        typer.Option(help="Markdown file to put all suites of --out into, measured now or before.", metavar="FILE"),
+        typer.Option(help="Markdown file to write all results of --out into, new and earlier ones.", metavar="FILE"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, few rounds: about 15 seconds.")] = False,
 ) -> None:
     """Measure clearhead against nn.MultiheadAttention, scaled_dot_product_attention and the textbook formula.
 
-    Forward and training (forward and backward), full and causal. Before a clock starts, all contenders of a row
-    must give the same numbers. Figures are medians of interleaved runs with their quartiles.
+    Forward and training (forward and backward), full and causal. All contenders of a row must compute the same
+    numbers before they are timed. Figures are medians of interleaved runs with their quartiles.
 
-    With --suite the rows are those of named suites, whose ratios have floors to reach; with --grid a walk over some
-    hundred calls looks for any that is slower than torch's own; with --sparse patterns of sparse attention are held
-    against full attention over growing lengths. All write what was measured after each row.
+    --suite measures the rows of named suites, whose ratios have to reach floors. --grid searches about a hundred calls
+    for any that is slower than torch's. --sparse compares patterns of sparse attention with full attention over
+    growing lengths. All of them write the results after each row.
     """
     if list_suites:
         return _list()
-    dtypes, pace = _dtypes(dtype), _pace(repeats, quick)
+    dtypes, budget = _dtypes(dtype), _time_budget(repeats, quick)
     names = _suites(suite, shape, grid)
     if sparse and shape:
         raise UnsupportedError.about(
-            _FUNCTION, "--shape", must="not stand with --sparse", got="both", then="Leave one out."
+            _FUNCTION, "--shape", must="not be used with --sparse", got="both", then="Leave one out."
         )
     shapes = [_shape(text) for text in shape or (_QUICK_SHAPES if quick else _SHAPES)]
     if out.exists() and not out.is_dir():
-        raise DataError.about(_FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Name another.")
+        raise DataError.about(_FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Use another name.")
     from clearhead.train.files import check_writable
 
     check_writable(out, function=_FUNCTION, argument="--out", folder=True)
@@ -93,15 +95,17 @@ def command(
     words = [f"--dtype {dtype}"] * (dtype != _DEFAULT_DTYPE) + ["--quick"] * quick
     words += [] if repeats is None else [f"--repeats {repeats}"]
     if names or grid or sparse:
-        taken = _Taking(out, words, dtypes, _SUITE_PACE if repeats is None and not quick else pace, quick, resume)
-        return taken.all(names, with_grid=grid, with_sparse=sparse, results=results)
+        measurement = _Measurement(
+            out, words, dtypes, _SUITE_BUDGET if repeats is None and not quick else budget, quick, resume
+        )
+        return measurement.all(names, with_grid=grid, with_sparse=sparse, results=results)
     if results is not None:
         return _put_together(results, out, shape)
-    _shapes_measured(shapes, dtypes, pace, out, words)
+    _shapes_measured(shapes, dtypes, budget, out, words)
 
 
 def _put_together(results: Path, out: Path, shape: list[str] | None = None) -> None:
-    """What suites, the grid or patterns have left in a folder, into a Markdown file; nothing is measured."""
+    """Write the results in a folder into a Markdown file, without measuring."""
     from clearhead.benchmark.block import block, measured, write_block
 
     if shape or not measured(out):
@@ -122,7 +126,7 @@ def _list() -> None:
     lines = {name: (len(suite.rows()), suite.about) for name, suite in SUITES.items()}
     for name, (rows, about) in lines.items():
         typer.echo(f"--suite {name:<16} {rows:>3} rows  {about}")
-    typer.echo(f"--grid  {'':<16} {len(grid_rows()):>3} calls tiny to large, where is clearhead slower than SDPA?")
+    typer.echo(f"--grid  {'':<16} {len(grid_rows()):>3} calls from tiny to large, against SDPA")
 
 
 def _suites(text: str | None, shape: list[str] | None, with_grid: bool) -> list[str]:
@@ -130,7 +134,7 @@ def _suites(text: str | None, shape: list[str] | None, with_grid: bool) -> list[
         return []
     if shape:
         raise UnsupportedError.about(
-            _FUNCTION, "--shape", must="not stand with --suite or --grid", got="both", then="Leave one out."
+            _FUNCTION, "--shape", must="not be used with --suite or --grid", got="both", then="Leave one out."
         )
     from clearhead.benchmark import SUITES
 
@@ -140,32 +144,32 @@ def _suites(text: str | None, shape: list[str] | None, with_grid: bool) -> list[
             raise UnsupportedError.about(
                 _FUNCTION,
                 "--suite",
-                must=f"hold only {', '.join(SUITES)}, all",
+                must=f"contain only {', '.join(SUITES)}, all",
                 got=repr(name)[:80],
-                then="'clearhead bench --list' says what they are.",
+                then="'clearhead bench --list' describes them.",
             )
     return list(SUITES) if "all" in names else list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)
-class _Taking:
-    """How suites and the grid are measured, and where they are written."""
+class _Measurement:
+    """Options of a measurement of suites, the grid or sparse patterns."""
 
     out: Path
     words: list[str]
     dtypes: list[torch.dtype]
-    pace: tuple[int, float | None]
+    budget: tuple[int, float | None]
     quick: bool
     resume: bool
 
     def all(self, names: Sequence[str], *, with_grid: bool, with_sparse: bool, results: Path | None) -> None:
-        """Check the backends, measure, show, and put the Markdown block where it was asked for."""
+        """Check the backends, measure, print, and write the Markdown block if requested."""
         from clearhead.benchmark import check_backends, load
 
         before = load()
         for backend, calls in check_backends().items():
             typer.echo(
-                f"backend {backend}: {calls} small calls right" if calls else f"backend {backend}: not usable here"
+                f"backend {backend}: {calls} small calls correct" if calls else f"backend {backend}: not usable here"
             )
         measured = {name: self._suite(name, before) for name in names}
         if len(measured) > 1 and not self.quick:
@@ -185,13 +189,13 @@ class _Taking:
         rows = [row.small() if self.quick else row for row in SUITES[name].rows() if row.dtype in self.dtypes]
         by_title = {row.title: row for row in rows}
         journal = self._journal(name, f"--suite {name}", before)
-        repeats, seconds = self.pace
-        with _progress(len(by_title)) as told:
+        repeats, seconds = self.budget
+        with _progress(len(by_title)) as progress:
             for title, row in by_title.items():
-                told.title(f"{name}: {title}")
+                progress.title(f"{name}: {title}")
                 if title not in journal.rows:
                     journal.add(measure_row(row, repeats=repeats, seconds=seconds).to_dict())
-                told.done()
+                progress.done()
         lines = [Line.from_dict(journal.rows[title]) for title in by_title]
         if lines:
             _show_sheet(suite_sheet(name, lines, judged=not self.quick), journal)
@@ -205,15 +209,15 @@ class _Taking:
         if self.quick:
             rows = [row for row in rows if row.operations < _QUICK_OPERATIONS]
         journal = self._journal(GRID, "--grid", before)
-        known = [Point.from_dict(row) for row in journal.rows.values()]
-        with _progress(len(rows) - len(known)) as told:
+        measured = [Point.from_dict(row) for row in journal.rows.values()]
+        with _progress(len(rows) - len(measured)) as progress:
 
             def keep(point: Point) -> None:
                 journal.add(point.to_dict())
-                told.done()
+                progress.done()
 
             retry = _QUICK_RETRY_SECONDS if self.quick else _RETRY_SECONDS
-            points = walk(rows, keep=keep, told=told.title, known=known, retry_seconds=retry)
+            points = walk(rows, keep=keep, report=progress.title, measured=measured, retry_seconds=retry)
         if points:
             _show_sheet(grid_sheet(points), journal)
 
@@ -222,13 +226,13 @@ class _Taking:
 
         rows = [row.small() if self.quick else row for row in sparse_rows() if row.dtype in self.dtypes]
         journal = self._journal(SPARSE, "--sparse", before)
-        repeats, seconds = self.pace
-        with _progress(len(rows)) as told:
+        repeats, seconds = self.budget
+        with _progress(len(rows)) as progress:
             for row in rows:
-                told.title(f"{SPARSE}: {row.title}")
+                progress.title(f"{SPARSE}: {row.title}")
                 if row.title not in journal.rows:
                     journal.add(measure_sparse(row, repeats=repeats, seconds=seconds).to_dict())
-                told.done()
+                progress.done()
         if rows:
             points = [SparsePoint.from_dict(journal.rows[row.title]) for row in rows]
             _show_sheet(sparse_sheet(points), journal)
@@ -266,7 +270,7 @@ def _print_sheet(sheet: Sheet) -> None:
 def _shapes_measured(
     shapes: Sequence[tuple[int, int, int, int]],
     dtypes: Sequence[torch.dtype],
-    pace: tuple[int, float | None],
+    budget: tuple[int, float | None],
     out: Path,
     words: list[str],
 ) -> None:
@@ -274,7 +278,7 @@ def _shapes_measured(
 
     words = [f"--shape {','.join(map(str, size))}" for size in shapes] + words
     before = load()
-    results = _measured(grid(shapes, dtypes), pace)
+    results = _measured(grid(shapes, dtypes), budget)
     _show(results)
     _warn(before)
     _write(out, results, report(results, command=f"clearhead bench {' '.join(words)}", load_before=before))
@@ -312,49 +316,49 @@ def _dtypes(text: str) -> list[torch.dtype]:
             raise UnsupportedError.about(
                 _FUNCTION,
                 "--dtype",
-                must=f"hold only {', '.join(_DTYPES)}",
+                must=f"contain only {', '.join(_DTYPES)}",
                 got=repr(name)[:80],
                 then="Separate them by commas.",
             )
     return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
-def _pace(repeats: int | None, quick: bool) -> tuple[int, float | None]:
+def _time_budget(repeats: int | None, quick: bool) -> tuple[int, float | None]:
     if repeats is None:
-        return _QUICK_PACE if quick else _PACE
+        return _QUICK_BUDGET if quick else _BUDGET
     if repeats < 1:
         raise ShapeError.about(_FUNCTION, "--repeats", must="be at least 1", got=repeats, then="Use 5 or more.")
     return repeats, None
 
 
-def _measured(settings: Sequence[Setting], pace: tuple[int, float | None]) -> list[Result]:
+def _measured(settings: Sequence[Setting], budget: tuple[int, float | None]) -> list[SettingResult]:
     from clearhead.benchmark import measure
 
-    repeats, seconds = pace
+    repeats, seconds = budget
     results = []
-    with _progress(len(settings)) as told:
+    with _progress(len(settings)) as progress:
         for setting in settings:
-            told.title(setting.title)
+            progress.title(setting.title)
             results.append(measure(setting, repeats=repeats, seconds=seconds))
-            told.done()
+            progress.done()
     return results
 
 
 @dataclass(frozen=True)
-class _Told:
-    """Who hears what is being measured."""
+class _ProgressCallbacks:
+    """Callbacks: the title of the next measurement, and its end."""
 
     title: Callable[[str], None]
     done: Callable[[], None]
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[_Told]:
-    """A live bar where stderr is a terminal, else one plain line for each setting."""
+def _progress(total: int) -> Iterator[_ProgressCallbacks]:
+    """A progress bar where stderr is a terminal, otherwise one line per setting."""
     if not sys.stderr.isatty():
-        # What is measured a second time comes beyond the total.
+        # Repeated measurements are counted beyond the total.
         numbers = count(1)
-        yield _Told(lambda title: typer.echo(f"[{next(numbers)}/{total}] {title}", err=True), lambda: None)
+        yield _ProgressCallbacks(lambda title: typer.echo(f"[{next(numbers)}/{total}] {title}", err=True), lambda: None)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -367,7 +371,7 @@ def _progress(total: int) -> Iterator[_Told]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total)
-        yield _Told(lambda title: bar.update(task, description=title), lambda: bar.advance(task))
+        yield _ProgressCallbacks(lambda title: bar.update(task, description=title), lambda: bar.advance(task))
 
 
 def _console(width: int) -> Console:
@@ -376,7 +380,7 @@ def _console(width: int) -> Console:
     return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else width)
 
 
-def _show(results: Sequence[Result]) -> None:
+def _show(results: Sequence[SettingResult]) -> None:
     from clearhead.benchmark.table import summary, tables
 
     console = _console(_TABLE_WIDTH)
@@ -389,14 +393,14 @@ def _show(results: Sequence[Result]) -> None:
 
 
 def _warn(load: float | None) -> None:
-    """Say so where other work ran: interleaving keeps ratios honest then, not the times themselves."""
+    """Warn if other work ran at the start: it disturbs the times, though less the ratios of interleaved runs."""
     from clearhead.benchmark import usable_cores
 
     if load is not None and load > 0.5 * usable_cores():
         typer.echo(f"other work was running at the start (load {load} on {usable_cores()} cores): expect noise")
 
 
-def _write(out: Path, results: Sequence[Result], facts: dict[str, object]) -> None:
+def _write(out: Path, results: Sequence[SettingResult], facts: dict[str, object]) -> None:
     from clearhead.benchmark.plot import plot_svg
     from clearhead.train.files import write_bytes, write_json
 

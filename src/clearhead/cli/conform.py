@@ -1,4 +1,4 @@
-"""clearhead conform: any attention function through the conformance suite."""
+"""clearhead conform: run the conformance suite on any attention function."""
 
 from __future__ import annotations
 
@@ -28,38 +28,39 @@ _BROKEN = 1
 
 def command(
     target: Annotated[
-        str, typer.Argument(metavar="MODULE:FUNCTION", help="A module, or a file that ends in .py, and a name in it.")
+        str,
+        typer.Argument(metavar="MODULE:FUNCTION", help="A module or .py file, and a function or class in it."),
     ],
     signature: Annotated[
         str,
-        typer.Option(help="How it is called: sdpa (as torch's function), clearhead, or mha (a class of modules)."),
+        typer.Option(help="Calling convention: sdpa (torch's function), clearhead, or mha (a module class)."),
     ] = "sdpa",
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    laws: Annotated[list[str] | None, typer.Option("--law", help="Try this law only; may be repeated.")] = None,
+    laws: Annotated[list[str] | None, typer.Option("--law", help="Try only this law. Repeatable.")] = None,
     examples: Annotated[
-        int, typer.Option(min=0, help="Further cases drawn for each law; 0 also leaves failing examples as they are.")
+        int, typer.Option(min=0, help="Random cases for each law; with 0, failing examples are not minimised either.")
     ] = 20,
-    linear_memory: Annotated[bool, typer.Option(help="Hold it to memory that grows with the length.")] = False,
+    linear_memory: Annotated[bool, typer.Option(help="Require memory that grows linearly with the length.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Try an attention function, yours or anyone's, against the laws that attention obeys.
+    """Test any attention function against the laws of attention.
 
-    Leaves with 0 where all laws that apply hold, with 1 where one fails, with 2 after a wrong call.
+    Exit status: 0 if all applicable laws pass, 1 if one fails, 2 after wrong usage.
 
         clearhead conform torch.nn.functional:scaled_dot_product_attention
         clearhead conform mine.py:attention --dtype bfloat16
         clearhead conform torch.nn:MultiheadAttention --signature mha
 
-    What a function's parameters cannot say is not tried; a function that raises NotImplementedError says that it does
-    not do this, which does not count against it.
+    A law is skipped where the function has no parameter for it, or raises NotImplementedError for it; this does not
+    count as a failure.
     """
     from clearhead.verify import verify
     from clearhead.verify.process import undisturbed
 
     with _shown_progress() as progress, _to_stderr(), undisturbed(), _importable(target):
         report = verify(
-            _found(target),
+            _resolved_target(target),
             signature=signature,
             dtype=_dtype(dtype),
             device=_device(device),
@@ -79,7 +80,7 @@ def command(
 
 @contextmanager
 def _shown_progress() -> Iterator[Callable[[str], None] | None]:
-    """Which law is being tried, on one line of a terminal that is gone in the end; nothing where nobody watches."""
+    """Show the current law on one line of a terminal and clear it at the end; no output elsewhere."""
     stream = sys.stderr
     if not stream.isatty():
         yield None
@@ -99,9 +100,9 @@ def _shown_progress() -> Iterator[Callable[[str], None] | None]:
 
 @contextmanager
 def _to_stderr() -> Iterator[None]:
-    """What the subject prints goes to stderr, also where it or a program that it starts writes to the descriptor."""
+    """Redirect the function's output to stderr, including writes to the file descriptor by child processes."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved_stdout = os.dup(1)
     try:
         os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
@@ -109,13 +110,13 @@ def _to_stderr() -> Iterator[None]:
     finally:
         if sys.__stdout__ is not None:
             sys.__stdout__.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 @contextmanager
 def _importable(target: str) -> Iterator[None]:
-    """Modules beside the target's file, or in the working folder, can be imported."""
+    """Add the folder of the target's file, or the working folder, to the import path."""
     place = target.rpartition(":")[0]
     folder = str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd())
     before = list(sys.path)
@@ -126,7 +127,7 @@ def _importable(target: str) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _found(target: str) -> Callable[..., Any]:
+def _resolved_target(target: str) -> Callable[..., Any]:
     """The function that ``MODULE:FUNCTION`` names."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
@@ -137,9 +138,9 @@ def _found(target: str) -> Callable[..., Any]:
             got=repr(target),
             then="For example torch.nn.functional:scaled_dot_product_attention, or mine.py:attention.",
         )
-    found: Any = _module(place)
+    attribute: Any = _module(place)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(attribute, part):
             raise DataError.about(
                 "clearhead conform",
                 "target",
@@ -147,20 +148,20 @@ def _found(target: str) -> Callable[..., Any]:
                 got=repr(name),
                 then="Check the spelling after the colon.",
             )
-        found = getattr(found, part)
-    if not callable(found):
+        attribute = getattr(attribute, part)
+    if not callable(attribute):
         raise DataError.about(
             "clearhead conform",
             "target",
             must="be callable",
-            got=type(found).__name__,
+            got=type(attribute).__name__,
             then="Name a function or class.",
         )
-    return found  # type: ignore[no-any-return]
+    return attribute  # type: ignore[no-any-return]
 
 
 def _module(place: str) -> Any:
-    """A module by its name or from a file."""
+    """Import a module by its name or from a file."""
     try:
         return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
@@ -169,19 +170,19 @@ def _module(place: str) -> Any:
             "target",
             must=f"name a module that can be imported, here {place}",
             got=f"{type(error).__name__}: {error}",
-            then="Give a module, or the path of a file that ends in .py.",
+            then="Pass a module, or the path of a file that ends in .py.",
         ) from error
 
 
 def _from_file(path: Path) -> Any:
     name = path.stem
-    if _means_another(name, path):
+    if _is_other_module(name, path):
         name = f"conform_{name}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Where classes of the file look for it, dataclasses among them.
+    # Classes look their module up here, for example dataclasses.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -191,8 +192,8 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _means_another(name: str, path: Path) -> bool:
-    """Whether importing a file's name would give, or has given, another module than the file."""
+def _is_other_module(name: str, path: Path) -> bool:
+    """Whether the file's name is taken by another module."""
     elsewhere = [folder for folder in sys.path if Path(folder).resolve() != path.resolve().parent]
     return name in (*sys.modules, *sys.builtin_module_names) or PathFinder.find_spec(name, elsewhere) is not None
 
@@ -200,12 +201,12 @@ def _means_another(name: str, path: Path) -> bool:
 def _dtype(name: str) -> torch.dtype:
     from clearhead.problem import DTYPES
 
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    if name not in known:
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    if name not in dtypes:
         raise UnsupportedError.about(
-            "clearhead conform", "--dtype", must=f"be one of {', '.join(known)}", got=repr(name), then="Try float32."
+            "clearhead conform", "--dtype", must=f"be one of {', '.join(dtypes)}", got=repr(name), then="Try float32."
         )
-    return known[name]
+    return dtypes[name]
 
 
 def _device(name: str) -> torch.device:

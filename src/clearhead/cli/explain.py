@@ -1,4 +1,4 @@
-"""clearhead explain: one token's view of a text, step by step, each step checked against float64."""
+"""clearhead explain: the attention of one token, step by step, each step checked against float64."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def command(
     run: Annotated[Path | None, typer.Option(help="Run folder of clearhead train; without it, random weights.")] = None,
     layer: Annotated[int, typer.Option(help="Which attention layer, counted from 0.")] = 0,
     head: Annotated[int, typer.Option(help="Which head, counted from 0.")] = 0,
-    token: Annotated[str | None, typer.Option(help="A word of the text, else its index; the last by default.")] = None,
+    token: Annotated[str | None, typer.Option(help="A word of the text, or its index; by default the last.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights, without --run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print every number as JSON.")] = False,
-    all_rows: Annotated[bool, typer.Option("--all-rows", help="Show every key, not only the heaviest.")] = False,
+    all_rows: Annotated[bool, typer.Option("--all-rows", help="Show every key, not only the largest weights.")] = False,
 ) -> None:
-    """Show what one token of a text sees in one head: scores, scaling, mask, softmax, weighted sum, output.
+    """Explain one head's attention of one token: scores, scaling, mask, softmax, weighted sum, output.
 
-    Every step is recomputed in float64 from the weights and the input, and the difference printed.
+    Every step is recomputed in float64 from the weights and the input, and the difference is printed.
     Without --run the model is a small untrained encoder, enough to follow the arithmetic.
     """
     import torch
@@ -49,22 +49,22 @@ def command(
     else:
         model, ids, words = _trained(run, text)
         source = f"the trained model in {run}"
-    seen = explain(model, torch.tensor([ids]), token=_token(words, token), head=head, layer=layer, tokens=words)
+    explanation = explain(model, torch.tensor([ids]), token=_token(words, token), head=head, layer=layer, tokens=words)
     if as_json:
-        typer.echo(json.dumps({"source": source, **seen.to_dict()}, ensure_ascii=False, allow_nan=False))
+        typer.echo(json.dumps({"source": source, **explanation.to_dict()}, ensure_ascii=False, allow_nan=False))
     else:
-        typer.echo(f"{source}\n{seen.text(all_rows=all_rows)}")
+        typer.echo(f"{source}\n{explanation.text(all_rows=all_rows)}")
 
 
 def _untrained(text: str, seed: int) -> tuple[nn.Module, list[int], list[str]]:
-    """A small classifier's encoder over the words of the text itself, the same one for the same seed."""
+    """A small untrained classifier whose vocabulary is the words of the text; deterministic for a seed."""
     import torch
 
     from clearhead.nn import SequenceClassifier
 
     words = re.findall(r"\w+|[^\w\s]", text)
     if not words:
-        raise DataError.about(_FUNCTION, "--text", must="hold a word", got=repr(text)[:80], then="Give some words.")
+        raise DataError.about(_FUNCTION, "--text", must="contain a word", got=repr(text)[:80], then="Pass some words.")
     if not 0 <= seed < 2**63:
         raise UnsupportedError.about(_FUNCTION, "--seed", must="lie from 0 to 2**63 - 1", got=seed, then="Use 0.")
     vocabulary = {word: place for place, word in enumerate(sorted(set(words)))}
@@ -85,12 +85,12 @@ def _trained(run: Path, text: str) -> tuple[nn.Module, list[int], list[str]]:
 
 
 def _token(words: list[str], token: str | None) -> int | str:
-    """The index meant: the last token, a word, a number that is no word of the text, or a word in another case."""
+    """The index of --token: by default the last token; a word of the text in any case, or a number."""
     if token is None:
         return len(words) - 1
     if token not in words:
         if re.fullmatch(r"-?\d{1,18}", token):
             return int(token)
-        alike = [word for word in words if word.strip().casefold() == token.strip().casefold()]
-        return alike[0] if alike else token
+        matches = [word for word in words if word.strip().casefold() == token.strip().casefold()]
+        return matches[0] if matches else token
     return token

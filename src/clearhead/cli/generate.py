@@ -1,4 +1,4 @@
-"""clearhead generate: text from a trained language model, as it comes."""
+"""clearhead generate: stream text from a trained language model."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FUNCTION = "generate"
 
 def command(
     run: Annotated[Path, typer.Argument(help="Run folder of clearhead train lm.")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 200,
-    temperature: Annotated[float, typer.Option(help="Below 1 bolder guesses get rarer; 0 takes the best.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k best tokens only.")] = None,
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Below 1, unlikely tokens become rarer; 0 is greedy.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample only from the k most likely tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
 ) -> None:
-    """Go on with a text; prints the prompt and what the model adds, as it comes."""
+    """Continue a text: print the prompt and each generated token as soon as it is sampled."""
     from clearhead.train.sampling import stream
     from clearhead.train.saved import load_run
 
     checked_text(_FUNCTION, "--prompt", prompt)
     loaded = load_run(run, function=_FUNCTION)
     pieces = stream(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
-    first = next(pieces)  # refuses a bad prompt or number before anything is printed
+    first = next(pieces)  # raises for a bad prompt or option before anything is printed
     sys.stdout.write(prompt + first)
     for piece in pieces:
         sys.stdout.write(piece)

@@ -1,4 +1,4 @@
-"""clearhead observe: what each head of a trained model does on a text, however long."""
+"""clearhead observe: statistics of every head of a trained model on a text of any length."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ def command(
     layer: Annotated[
         list[str] | None, typer.Option(help="Only this layer: number, name or glob such as '*.0.*'. Repeatable.")
     ] = None,
-    edges: Annotated[int, typer.Option(help="How many of each head's strongest edges to show.")] = 3,
-    chunk: Annotated[int | None, typer.Option(help="Tokens to read at once, at most; by default all it can.")] = None,
+    edges: Annotated[int, typer.Option(help="Number of the strongest edges to show for each head.")] = 3,
+    chunk: Annotated[
+        int | None, typer.Option(help="Most tokens to read at once; by default the model's limit.")
+    ] = None,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write every number as JSON; - prints it in place of the table.")
+        Path | None, typer.Option("--json", help="Write every number as JSON; - prints it instead of the table.")
     ] = None,
     safetensors: Annotated[Path | None, typer.Option(help="Write the statistics of every token as tensors.")] = None,
 ) -> None:
-    """Show what each head attends to: a line a head, means over all tokens of the text.
+    """Show what each head attends to: one line per head, means over all tokens of the text.
 
-    **entropy**: how spread out its attention is, in nats; 0 is one key, ln(n) all n keys alike.
-    **distance**: how many tokens lie between a query and what it attends to.
-    **first**: how much goes to the first token, where heads that find nothing rest.
+    **entropy**: how spread out its attention is, in nats; 0 for one key, ln(n) for n equal keys.
+    **distance**: mean distance between a query and the keys it attends to, in tokens.
+    **first**: weight on the first token, which often serves as an attention sink.
     **strongest edges**: query > key with the weight between them.
 
-    A text that is longer than the model reads is read in parts, and the first line says so. Nothing is downloaded.
+    A text that is longer than the model's limit is read in parts, and the first line says so. Nothing is downloaded.
 
         clearhead train lm --data plays.txt --out runs/plays
         clearhead observe runs/plays --file plays.txt
@@ -70,7 +72,7 @@ def command(
     ids = read_ids(_FUNCTION, reader, written)
     size = _chunk(reader, chunk)
     summary, tokens = _observed(reader, ids, size, layers_of(layer), edges, safetensors is not None)
-    said = _said(reader, len(ids), size, chunk)
+    said = _reading_line(reader, len(ids), size, chunk)
     if safetensors is not None:
         write_tensors(safetensors, summary.tensors(), {"model": reader.name, "read": said})
     if as_json is not None:
@@ -93,17 +95,17 @@ def _chunk(reader: Reader, chunk: int | None) -> int:
             "--chunk",
             must=f"lie from 1 to {reader.limit}, the model's limit",
             got=chunk,
-            then="Leave it out to read as much as it can at once.",
+            then="Leave it out to use the limit.",
         )
     return reader.limit if chunk is None else chunk
 
 
-def _said(reader: Reader, count: int, size: int, chunk: int | None) -> str:
-    """The model and how the text was read, in one line."""
+def _reading_line(reader: Reader, count: int, size: int, chunk: int | None) -> str:
+    """One line: the model, the number of tokens, and the parts."""
     tokens = f"{count:,} token{'' if count == 1 else 's'}"
     if count <= size:
         return f"{reader.name}: {tokens}"
-    why = "as --chunk says" if chunk is not None else "the most that the model reads"
+    why = "as --chunk says" if chunk is not None else "the model's limit"
     parts = -(-count // size)
     return f"{reader.name}: {tokens} in {parts:,} parts of at most {size:,}, {why}; no edge goes from part to part"
 
@@ -111,7 +113,7 @@ def _said(reader: Reader, count: int, size: int, chunk: int | None) -> str:
 def _observed(
     reader: Reader, ids: list[int], size: int, layers: list[int | str] | None, edges: int, keep_tensors: bool
 ) -> tuple[Summary, list[str]]:
-    """What was seen of all parts, and every token that the model read."""
+    """The summary of all parts, and every token that the model read."""
     import torch
 
     from clearhead.observe import observe
@@ -122,9 +124,9 @@ def _observed(
     with torch.no_grad(), _progress(len(starts)) as done:
         for start in starts:
             part = reader.framed(ids[start : start + size])
-            with observe(reader.model, summary.want(len(part)), layers=layers, keep="all") as seen:
+            with observe(reader.model, summary.want(len(part)), layers=layers, keep="all") as observed:
                 reader.run(torch.tensor([part]))
-            summary.add(seen, len(tokens))
+            summary.add(observed, len(tokens))
             tokens += reader.words(part)
             done()
     return summary, tokens
@@ -132,7 +134,7 @@ def _observed(
 
 @contextmanager
 def _progress(parts: int) -> Iterator[Callable[[], None]]:
-    """Tells that a part is done: a bar on a terminal, a line now and then elsewhere, nothing for short work."""
+    """Report progress: a bar on a terminal, otherwise a line every ten seconds."""
     if sys.stderr.isatty() and parts > 1:
         from rich.console import Console
         from rich.progress import Progress
@@ -165,7 +167,7 @@ def _print(heads: Sequence[HeadSummary], tokens: list[str]) -> None:
 
     rows = []
     for head in heads:
-        edges = "  ".join(f"{word(edge.query)} > {word(edge.key)} {edge.weight:.2f}" for edge in head.edges)
+        edges = "  ".join(f"{word(pair.query)} > {word(pair.key)} {pair.weight:.2f}" for pair in head.edges)
         numbers = [f"{head.entropy:.2f}", f"{head.distance:.1f}", f"{head.first:.2f}"]
         rows.append([head.layer or "attention", str(head.head), *numbers, edges])
     typer.echo(table(["layer", "head", "entropy", "distance", "first", "strongest edges"], rows, right={1, 2, 3, 4}))

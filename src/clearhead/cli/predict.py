@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _FUNCTION = "predict"
-# A file or a pipe has no width of its own.
+# Width for files and pipes.
 _TABLE_WIDTH = 200
 
 
 def command(
     run: Annotated[Path, typer.Argument(help="Run folder of clearhead train classify.")],
-    text: Annotated[list[str] | None, typer.Option(help="A text; may be given again.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="A text. Repeatable.")] = None,
     data: Annotated[Path | None, typer.Option(help="A table of texts, .csv or .jsonl.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write predictions here, .csv or .jsonl.")] = None,
     text_column: Annotated[str, typer.Option(help="The column of texts in --data.")] = "text",
     label_column: Annotated[str, typer.Option(help="The column of labels in --data, if any.")] = "label",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
 ) -> None:
-    """Predict the labels of texts; with --data, measure the accuracy too where the file has labels."""
+    """Predict the labels of texts; with --data, also measure the accuracy if the file has labels."""
     from clearhead.train.data import Table, read_table
     from clearhead.train.files import check_writable
     from clearhead.train.saved import load_run
@@ -47,7 +47,7 @@ def command(
         raise ShapeError.about(_FUNCTION, "--out", must=must, got=repr(out.name), then=then)
     if out is not None:
         if data is not None and out.exists() and data.exists() and out.samefile(data):
-            must, then = "be another file than --data", "Choose another name."
+            must, then = "not be the file of --data", "Choose another name."
             raise DataError.about(_FUNCTION, "--out", must=must, got=str(out), then=then)
         check_writable(out, function=_FUNCTION, argument="--out")
     loaded = load_run(run, function=_FUNCTION)
@@ -74,7 +74,7 @@ def _rows(run: Run, texts: list[str], lines: list[int], path: Path, labels: list
     from clearhead.train.classify import encoded
     from clearhead.train.data import Table
 
-    encoded(Table(path, texts, labels, lines), run.tokenizer, _FUNCTION)  # names the line of an empty text
+    encoded(Table(path, texts, labels, lines), run.tokenizer, _FUNCTION)  # raises with the line number of an empty text
     rows = []
     for place, (label, chances) in enumerate(run.predict(texts)):
         row: dict[str, Any] = {"text": texts[place]}

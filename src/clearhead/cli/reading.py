@@ -1,4 +1,4 @@
-"""What the verbs that look into a model are given: a text and a choice of layers."""
+"""Shared options of the commands that inspect a model: the text and the layers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def read_text(function: str, text: str | None, file: Path | None) -> str:
     if text is not None:
         return checked_text(function, "--text", text)
     assert file is not None
-    # As training reads it.
+    # The same reader as in training.
     from clearhead.train.data import read_text as read
 
     return read(file, function=function)
 
 
 def checked_text(function: str, option: str, text: str) -> str:
-    """A text of the command line; raises ``DataError`` where it came in bytes that are no UTF-8."""
+    """Return a text of the command line; raises ``DataError`` where its bytes were not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as failure:
-        got = f"a byte that is none at character {failure.start}"
+        got = f"an invalid byte at character {failure.start}"
         raise DataError.about(
             function, option, must="be UTF-8", got=got, then="Check the terminal's encoding."
         ) from None

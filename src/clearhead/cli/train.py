@@ -14,21 +14,24 @@ from clearhead.train.options import ClassifierOptions, LanguageOptions
 
 __all__ = ["app"]
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train a model; see the two sub-commands.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train a classifier of texts or a language model.")
 
-Data = Annotated[Path, typer.Option(help="The file to learn from.")]
+Data = Annotated[Path, typer.Option(help="The training file.")]
 Out = Annotated[Path | None, typer.Option(help="Run folder to write; runs/<task>-<name of the data> by default.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, to the same numbers.")]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Continue the run in --out, with the same result as an uninterrupted run."),
+]
 
 
 def _with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for each field of an options class, which stays the only place that lists them."""
+    """Give a command one option for each field of an options class."""
 
     def widen(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+        declared = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
         added = [_parameter(item) for item in dataclasses.fields(kind)]
-        everything = [*own, *added]
+        everything = [*declared, *added]
         command.__signature__ = signature.replace(parameters=everything)  # type: ignore[attr-defined]
         command.__annotations__ = {item.name: item.annotation for item in everything}
         return command
@@ -46,7 +49,7 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 def classify(
     *,
     data: Data,
-    test: Annotated[Path | None, typer.Option(help="A file to measure the finished model on.")] = None,
+    test: Annotated[Path | None, typer.Option(help="A file for the final test.")] = None,
     text_column: Annotated[str, typer.Option(help="The column of texts.")] = "text",
     label_column: Annotated[str, typer.Option(help="The column of labels.")] = "label",
     out: Out = None,
@@ -55,8 +58,8 @@ def classify(
 ) -> None:
     """Train a classifier of texts on a table (.csv with a header, or .jsonl).
 
-    Part of the data is held out by --seed, stratified by label; the weights that do best on it are kept.
-    A killed run goes on where it was: give the same command again with --resume.
+    A part of the data is held out, stratified by label; the weights that are best on it are saved.
+    To continue an interrupted run, run the same command with --resume.
     """
     from clearhead.train.classify import train_text_classifier
     from clearhead.train.progress import watcher_for
@@ -81,8 +84,8 @@ def classify(
 def lm(*, data: Data, out: Out = None, resume: Resume = False, **options: Any) -> None:
     """Train a language model on a text file, by characters or byte-level BPE.
 
-    The end of the text is held out and decides which weights are kept. A killed run goes on where it was:
-    give the same command again with --resume.
+    The end of the text is held out, and the weights that are best on it are saved.
+    To continue an interrupted run, run the same command with --resume.
     """
     from clearhead.train.language import train_text_language_model
     from clearhead.train.progress import watcher_for

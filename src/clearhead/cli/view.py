@@ -1,4 +1,4 @@
-"""clearhead view: a model's attention on a text as one page that shows every weight."""
+"""clearhead view: a model's attention on a text, as one page with every weight."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def command(
     head: Annotated[list[int] | None, typer.Option(help="Only this head of each layer. Repeatable.")] = None,
     values: Annotated[
         bool | None,
-        typer.Option(help="Carry each value, for weighted values and their sum; by default where they are few."),
+        typer.Option(help="Store the value vectors, for weighted values and their sum; by default on small pages."),
     ] = None,
     title: Annotated[str | None, typer.Option(help="The page's heading; by default the model and the text.")] = None,
 ) -> None:
-    """Write a page that shows what each head of a trained model looks at, down to every single weight.
+    """Write a page that shows what each head of a trained model attends to, with every weight.
 
-    The page is one HTML file that needs nothing else: it opens without a network and can be sent to others. Of a text
-    that is longer than the model reads at once, the first part is shown, and a line says so. Nothing is downloaded.
+    The page is one HTML file that works without a network. If the text is longer than the model's limit, the page
+    shows its first part, and a message says so. Nothing is downloaded.
 
         clearhead train lm --data plays.txt --out runs/plays
         clearhead view runs/plays --text "Enter the king" --out king.html
@@ -57,7 +57,7 @@ def command(
     title = None if title is None else checked_text(_FUNCTION, "--title", title)
     if model.is_file():
         others = {"--text": text, "--file": file, "--layer": layer, "--head": head, "--values": values}
-        _again(model, out, title, others)
+        _rewrite_page(model, out, title, others)
         return
     import torch
 
@@ -74,12 +74,12 @@ def command(
     page = view(traced, tokens=reader.words(part), heads=head, values=values, title=heading)
     page.save(out)
     if len(ids) > reader.limit:
-        typer.echo(f"the first {reader.limit:,} of {len(ids):,} tokens, the most that the model reads", err=True)
+        typer.echo(f"the first {reader.limit:,} of {len(ids):,} tokens, the model's limit", err=True)
     typer.echo(f"wrote {out}: {len(part):,} tokens, {page!r}")
 
 
-def _again(page_file: Path, out: Path, title: str | None, others: Mapping[str, object]) -> None:
-    """An earlier page with the viewer of this version."""
+def _rewrite_page(page_file: Path, out: Path, title: str | None, others: Mapping[str, object]) -> None:
+    """Write an earlier page again with this version's viewer."""
     from clearhead.inspector import Page
 
     for name, value in others.items():
@@ -89,7 +89,7 @@ def _again(page_file: Path, out: Path, title: str | None, others: Mapping[str, o
                 name,
                 must="be left out with a page",
                 got=repr(value)[:80],
-                then="A page holds what it shows.",
+                then="A page already contains its text and layers.",
             )
     page = Page.open(page_file)
     if title is not None:

@@ -1,4 +1,4 @@
-"""The main job: train a classifier of handwritten digits, explain it, check it, time it, and write its page."""
+"""The demo: train a classifier of handwritten digits, explain it, check it, time it, and write a page."""
 
 from clearhead.demo.job import Settings, run
 

@@ -1,4 +1,4 @@
-"""What goes on the demo's page: digits as runs of the model, each with its picture, and the results above them."""
+"""The demo's page: one run of the model per digit, with its picture, and the results above."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import nn
 
 from clearhead.benchmark.machine import versions
 from clearhead.demo.digits import CLASSES, INTENSITIES, SIDE, TOKENS, Digits, token_name
-from clearhead.demo.inside import influence, layers_on, most_telling
+from clearhead.demo.inside import influence, layers_on, most_influential
 from clearhead.demo.training import log_probabilities
 from clearhead.inspector import Page, view
 from clearhead.observe.trace import Trace, trace
 
 __all__ = ["LOST", "page_of", "pick"]
 
-#: The score of a head that only the demo knows.
+#: Name of a head score that only the demo computes.
 LOST = "log-probability lost without it"
 
 
 def pick(model: nn.Module, digits: Digits, *, mistakes: int) -> list[int]:
-    """Places of digits to show: the first of each class that is predicted right, then the surest mistakes."""
+    """Indices of the digits to show: the first correct prediction of each class, then the most confident mistakes."""
     sure, predicted = log_probabilities(model, digits.ids).max(dim=-1)
     right = predicted == digits.labels
     places = []
     for label in range(CLASSES):
         of_class = (digits.labels == label).nonzero().flatten().tolist()
-        # A short training may get no digit of a class right; then its first one is shown all the same.
+        # After a short training a class may have no correct prediction; then its first digit is shown.
         places.append(next((place for place in of_class if right[place]), of_class[0]))
     wrong = [place for place in (~right).nonzero().flatten().tolist() if place not in places]
     wrong.sort(key=lambda place: (-sure[place].item(), place))
@@ -36,37 +36,37 @@ def pick(model: nn.Module, digits: Digits, *, mistakes: int) -> list[int]:
 
 
 def page_of(model: nn.Module, shown: Digits, facts: list[dict[str, str]]) -> Page:
-    """The page for these digits: every head on each of them, and above all what the job has found."""
+    """The page for these digits: every head on each digit, and the results above."""
     chances = log_probabilities(model, shown.ids)
     wrong = (chances.argmax(dim=-1) != shown.labels).tolist()
     names = [f"digit {number}{' ✗' * bad}" for number, bad in zip(shown.numbers.tolist(), wrong, strict=True)]
-    kept = {name: _traced(model, ids[None]) for name, ids in zip(names, shown.ids, strict=True)}
+    traces = {name: _traced(model, ids[None]) for name, ids in zip(names, shown.ids, strict=True)}
     pictures = {name: _picture(ids) for name, ids in zip(names, shown.ids, strict=True)}
     page = view(
-        kept,
+        traces,
         tokens=[token_name(token) for token in range(TOKENS)],
         image=pictures,
         grid=(SIDE, SIDE),
-        title="What a digit classifier looks at",
+        title="What a digit classifier attends to",
     )
-    known = versions()
+    installed = versions()
     made_by = (
-        f"clearhead {known['clearhead']}, torch {known['torch']}, Python {known['python']}. "
+        f"clearhead {installed['clearhead']}, torch {installed['torch']}, Python {installed['python']}. "
         "Digits: Alpaydin and Kaynak 1998, UCI machine learning repository, as carried by scikit-learn."
     )
     data = dict(page.data) | {"facts": facts, "made_by": made_by}
     layers = layers_on(model, shown.ids)
     for place, run in enumerate(data["runs"]):
-        own = [at for at, layer in enumerate(data["layers"]) if layer["run"] == place]
+        own_layers = [at for at, layer in enumerate(data["layers"]) if layer["run"] == place]
         predicted = int(chances[place].argmax())
         lost = influence(model, shown.ids[place], predicted)
-        for at, row in zip(own, lost, strict=True):
-            # The run's name stands above; the layer's is enough.
+        for at, row in zip(own_layers, lost, strict=True):
+            # The page shows the run's name separately, so the layer's name is enough.
             data["layers"][at]["name"] = data["layers"][at]["name"].partition(": ")[2]
             for head in data["layers"][at]["heads"]:
                 head["scores"][LOST] = row[head["head"]]
-        telling = most_telling(layers, lost, place)
-        run["start"] = {"layer": own[telling.layer], "head": telling.head, "query": telling.token}
+        focus = most_influential(layers, lost, place)
+        run["start"] = {"layer": own_layers[focus.layer], "head": focus.head, "query": focus.token}
         run["bars"] = [
             {"label": str(label), "value": min(1.0, float(chance))}
             for label, chance in enumerate(chances[place].double().exp())
@@ -89,4 +89,4 @@ def _picture(ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def _says(truth: int, predicted: int, chance: float) -> str:
     verdict = "which is right" if truth == predicted else f"but it is a {truth}"
-    return f"A held-out digit. The model says {predicted} with probability {chance:.3f}, {verdict}."
+    return f"A held-out digit. The model predicts {predicted} with probability {chance:.3f}, {verdict}."

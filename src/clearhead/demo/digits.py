@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits that scikit-learn carries, each as a sequence of 64 intensity tokens.
+"""The 1,797 handwritten digits of scikit-learn, each as a sequence of 64 intensity tokens.
 
 Data: Alpaydin and Kaynak 1998, "Optical recognition of handwritten digits", UCI machine learning repository; the
 copy in scikit-learn is its test part, 8 x 8 pixels of 17 intensities.
@@ -36,16 +36,16 @@ class Digits:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def taken(self, places: Tensor) -> Digits:
-        """The digits at some places."""
+    def select(self, places: Tensor) -> Digits:
+        """The digits at these indices, or under this boolean mask."""
         return Digits(self.ids[places], self.labels[places], self.numbers[places])
 
 
 def load() -> tuple[Digits, Digits]:
     """The training digits and the held-out fifth.
 
-    The split is fixed, a fifth of each class drawn from one seed; it does not follow the seed of the training, so
-    accuracies of all runs are about the same digits.
+    The split is fixed: a fifth of each class, drawn with one seed. It does not depend on the training seed, so the
+    accuracies of all runs are comparable.
     """
     from sklearn.datasets import load_digits
 
@@ -55,7 +55,7 @@ def load() -> tuple[Digits, Digits]:
     held_out = np.zeros(len(labels), dtype=bool)
     for label in range(CLASSES):
         places = np.flatnonzero(labels == label)
-        # Sorting random numbers, not Generator.permutation: only the raw stream is promised to stay as it is.
+        # Sorting random numbers, not Generator.permutation: only the raw stream is guaranteed to be stable.
         order = np.argsort(random.random(len(places)), kind="stable")
         held_out[places[order[: round(_HELD_OUT * len(places))]]] = True
     every = Digits(
@@ -63,11 +63,11 @@ def load() -> tuple[Digits, Digits]:
         torch.from_numpy(labels),
         torch.arange(len(labels)),
     )
-    return every.taken(torch.from_numpy(~held_out)), every.taken(torch.from_numpy(held_out))
+    return every.select(torch.from_numpy(~held_out)), every.select(torch.from_numpy(held_out))
 
 
 def shifted(ids: Int[Tensor, "count tokens"], part: float) -> Int[Tensor, "count tokens"]:
-    """A ``part`` of the digits moved by up to one pixel in each direction, empty pixels coming in from outside."""
+    """Shift a fraction ``part`` of the digits by up to one pixel in each direction; new pixels are empty."""
     count = len(ids)
     padded = torch.nn.functional.pad(ids.view(count, SIDE, SIDE), (1, 1, 1, 1))
     start = torch.randint(0, 3, (count, 2))
@@ -78,9 +78,9 @@ def shifted(ids: Int[Tensor, "count tokens"], part: float) -> Int[Tensor, "count
 
 
 def jittered(ids: Int[Tensor, "count tokens"], part: float, most: int) -> Int[Tensor, "count tokens"]:
-    """A ``part`` of the inked pixels changed by up to ``most`` intensities.
+    """Change a fraction ``part`` of the non-empty pixels by up to ``most`` intensities.
 
-    Tokens carry no order of their own; this is how the model learns that intensity 9 lies beside 10.
+    Token ids have no order; this augmentation teaches the model that intensity 9 is close to 10.
     """
     chosen = (torch.rand(ids.shape) < part) & (ids > 0)
     change = torch.randint(-most, most + 1, ids.shape)

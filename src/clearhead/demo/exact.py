@@ -16,7 +16,7 @@ __all__ = ["Agreement", "Exact", "compare", "exact"]
 
 _Array = NDArray[np.float64]
 
-# A backend may add in another order than the textbook does, and be a few times luckier or unluckier.
+# A backend may sum in another order than the textbook formula, so its error can be a few times larger.
 _TIMES_TEXTBOOK = 4.0
 
 
@@ -32,7 +32,7 @@ class Exact:
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Exact:
-    """The formula on float64 copies; shares no code with the library."""
+    """Attention on float64 copies, without code of the library."""
     q, k, v = (np.asarray(part.detach().cpu(), dtype=np.float64) for part in (query, key, value))
     scores = np.einsum("bhid,bhjd->bhij", q, k)
     scaled = scores * scale
@@ -51,10 +51,10 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Exact:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the attention of every layer and head stood from float64, and the textbook formula in float32 too.
+    """Errors of every layer and head against float64, and those of the textbook formula in float32.
 
-    ``worst`` has a row for each layer and a number for each head: the largest difference of its output over the
-    sequences. ``textbook`` is the same for ``softmax(scale q k^T) v`` written out in torch.
+    ``worst`` has a row for each layer and a number for each head: the largest error of its output over the sequences.
+    ``textbook`` has the same for ``softmax(scale q k^T) v`` in torch.
     """
 
     sequences: int
@@ -63,17 +63,17 @@ class Agreement:
 
     @property
     def largest(self) -> float:
-        """The worst difference of all."""
+        """The largest error."""
         return max(map(max, self.worst))
 
     @property
     def largest_textbook(self) -> float:
-        """The textbook formula's worst difference."""
+        """The largest error of the textbook formula."""
         return max(map(max, self.textbook))
 
     @property
     def place(self) -> tuple[int, int]:
-        """Layer and head of the worst difference."""
+        """Layer and head of the largest error."""
         return max(
             ((layer, head) for layer, row in enumerate(self.worst) for head in range(len(row))),
             key=lambda at: self.worst[at[0]][at[1]],
@@ -81,11 +81,11 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the attention is as exact as float32 allows; NaN is not."""
+        """Whether the attention is as exact as float32 allows; False for NaN."""
         return self.largest <= _TIMES_TEXTBOOK * self.largest_textbook + float(np.finfo(np.float32).eps)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers for JSON."""
+        """The agreement as JSON values."""
         return {
             "sequences": self.sequences,
             "worst_difference": self.largest,
@@ -98,7 +98,7 @@ class Agreement:
 
 
 def compare(layers: list[Layer]) -> Agreement:
-    """Each module's attention on its real queries, keys and values, against ``exact`` on the same."""
+    """Compare the attention of each module, on its queries, keys and values, with ``exact``."""
     ours, textbook = [], []
     for layer in layers:
         expected = exact(layer.query, layer.key, layer.value, layer.scale).output

@@ -1,4 +1,4 @@
-"""What the model's attention does with real digits: its queries, keys and values, and what each head is worth."""
+"""The model's attention on digits: queries, keys and values, and the influence of each head."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from clearhead.nn.attention import MultiHeadAttention
 from clearhead.observe.capture import attention_modules, capture
 from clearhead.shapes import Float, Int
 
-__all__ = ["Layer", "Telling", "influence", "layers_on", "most_telling"]
+__all__ = ["InfluentialHead", "Layer", "influence", "layers_on", "most_influential"]
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One attention module and what went through it; ``heads`` is what it gave, before its last projection."""
+    """One attention module with its inputs; ``heads`` is its output before the output projection."""
 
     name: str
     module: MultiHeadAttention
@@ -32,31 +32,31 @@ class Layer:
 
     @property
     def scale(self) -> float:
-        """The factor on scores."""
+        """The scale of the scores."""
         scale = self.module.scale
         return float(self.module.head_dim**-0.5 if scale is None else scale)
 
 
 def layers_on(model: nn.Module, ids: Int[Tensor, "batch tokens"]) -> list[Layer]:
-    """Every attention module of the model, as it ran on ``ids``."""
+    """Every attention module of the model, with its tensors on ``ids``."""
     return [_layer(name, model, module, ids) for name, module in attention_modules(model).items()]
 
 
 def _layer(name: str, model: nn.Module, module: MultiHeadAttention, ids: Tensor) -> Layer:
-    seen = capture(model, module, (ids,), {})
-    given = seen.options.get("query", seen.inputs[0] if seen.inputs else None)
+    captured = capture(model, module, (ids,), {})
+    given = captured.options.get("query", captured.inputs[0] if captured.inputs else None)
     assert isinstance(given, Tensor)
-    # A model may pack its batch into one long sequence; all digits have one length, so this takes it apart.
+    # A model may pack its batch into one sequence; all digits have the same length, so a reshape unpacks it.
     x = given.reshape(*ids.shape, -1)
     with torch.no_grad():
         query, key, value = module.project(x)
-    heads = seen.heads.reshape(*ids.shape, module.num_heads, module.head_dim).transpose(1, 2)
+    heads = captured.heads.reshape(*ids.shape, module.num_heads, module.head_dim).transpose(1, 2)
     return Layer(name, module, x, query, key, value, heads)
 
 
 @dataclass(frozen=True)
-class Telling:
-    """The view that says most about a prediction: the head it needs most, and the token where that head adds most."""
+class InfluentialHead:
+    """The head with the largest influence on a prediction, and the token where its output is largest."""
 
     layer: int
     head: int
@@ -64,7 +64,7 @@ class Telling:
 
 
 def influence(model: nn.Module, ids: Int[Tensor, " tokens"], predicted: int) -> list[list[float]]:
-    """For each layer and head, the log-probability that the predicted class loses without that head's output."""
+    """For each layer and head, the drop in the predicted class's log-probability without that head's output."""
     with_all = log_probabilities(model, ids[None])[0, predicted].item()
     lost = []
     for module in attention_modules(model).values():
@@ -76,20 +76,20 @@ def influence(model: nn.Module, ids: Int[Tensor, " tokens"], predicted: int) -> 
     return lost
 
 
-def most_telling(layers: list[Layer], lost: list[list[float]], place: int) -> Telling:
-    """The view to show first for sequence ``place`` of the batch that ``layers`` saw."""
+def most_influential(layers: list[Layer], lost: list[list[float]], place: int) -> InfluentialHead:
+    """The most influential head for sequence ``place`` of the batch of ``layers``."""
     _, layer, head = max((lost[i][j], -i, -j) for i in range(len(lost)) for j in range(len(lost[i])))
     layer, head = -layer, -head
     module = layers[layer].module
     assert module.output_projection is not None
     columns = slice(head * module.head_dim, (head + 1) * module.head_dim)
     part = layers[layer].heads[place, head] @ module.output_projection.weight.detach()[:, columns].T
-    return Telling(layer, head, int(part.norm(dim=-1).argmax()))
+    return InfluentialHead(layer, head, int(part.norm(dim=-1).argmax()))
 
 
 @contextmanager
 def _without(module: MultiHeadAttention, head: int) -> Iterator[None]:
-    """The module with one head's output set to 0."""
+    """Set one head's output to 0 within the context."""
     assert module.output_projection is not None
     columns = slice(head * module.head_dim, (head + 1) * module.head_dim)
 

@@ -1,4 +1,4 @@
-"""The job from data to page, in the order in which it is printed."""
+"""The demo from data to page, in the order of its printed output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clearhead.demo import words
 from clearhead.demo.contents import page_of, pick
 from clearhead.demo.digits import CLASSES, TOKENS, Digits, load, token_name
 from clearhead.demo.exact import Agreement, compare
-from clearhead.demo.inside import Layer, influence, layers_on, most_telling
+from clearhead.demo.inside import Layer, influence, layers_on, most_influential
 from clearhead.demo.speed import Speed, measure
 from clearhead.demo.threads import threads
 from clearhead.demo.training import Recipe, log_probabilities, new_model, train
@@ -26,7 +26,7 @@ from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain
 from clearhead.statistics import Want
 from clearhead.train.files import write_json
-from clearhead.train.progress import Watcher, watcher_for
+from clearhead.train.progress import ProgressReporter, watcher_for
 
 __all__ = ["METRICS", "PAGE", "Result", "Settings", "run"]
 
@@ -39,7 +39,7 @@ _MISTAKES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user may choose: the folder for the results, the seed, the epochs, and a short run for a first look."""
+    """Options of the demo: the output folder, the seed, the number of epochs, and ``quick`` for a short run."""
 
     out: Path = Path("clearhead-demo")
     seed: int = 0
@@ -47,7 +47,7 @@ class Settings:
     quick: bool = False
 
     def checked(self) -> Settings:
-        """The same settings; raises for those that cannot work, before any time is spent on them."""
+        """Return the settings; raises for invalid ones before the training starts."""
         for flag, value, least in (("--seed", self.seed, 0), ("--epochs", self.epochs, 1)):
             if value is not None and value < least:
                 must, then = f"be at least {least}", "Choose another number."
@@ -56,11 +56,11 @@ class Settings:
         if not existing.is_dir():
             raise _no_folder(f"a file, {existing}")
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise _no_folder(f"{existing}, which is closed to writing")
+            raise _no_folder(f"{existing}, which is not writable")
         return self
 
     def recipe(self) -> Recipe:
-        """The recipe with the number of epochs asked for."""
+        """The recipe with the requested number of epochs."""
         usual = Recipe()
         epochs = self.epochs if self.epochs is not None else 1 if self.quick else usual.epochs
         return replace(usual, epochs=epochs)
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What the job found, and where it wrote it."""
+    """The results of the demo and the files that it wrote."""
 
     accuracy: float
     correct: int
@@ -78,20 +78,20 @@ class Result:
     metrics: Path
 
 
-def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: Watcher | None = None) -> Result:
-    """Train, explain, check, time and write the page; nothing is written before all of it is there.
+def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: ProgressReporter | None = None) -> Result:
+    """Train, explain, check, time and write the page; all files are written at the end.
 
     Raises:
-        ShapeError, DataError: settings that cannot work.
+        ShapeError, DataError: invalid settings.
     """
     settings = settings.checked()
-    # Steps this small gain little from a second thread, and become several times slower whenever another program
-    # holds its core. With one thread the numbers also do not depend on how many cores there are.
+    # Steps this small gain little from a second thread, and become several times slower when another program uses
+    # its core. With one thread the numbers also do not depend on the number of cores.
     with threads(1) as usual:
         return _run(settings, say, watcher_for() if watcher is None else watcher, usual)
 
 
-def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) -> Result:
+def _run(settings: Settings, say: _Say, watcher: ProgressReporter, usual_threads: int) -> Result:
     started = time.monotonic()
     recipe = settings.recipe()
     digits, held_out = load()
@@ -102,7 +102,7 @@ def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) ->
     correct = round(accuracy * len(held_out))
     _section(say, "Test accuracy", [_accuracy_line(accuracy, correct, len(held_out), outcome.seconds)])
 
-    shown = held_out.taken(torch.tensor(pick(model, held_out, mistakes=_MISTAKES)))
+    shown = held_out.select(torch.tensor(pick(model, held_out, mistakes=_MISTAKES)))
     explained = _explain(say, model, shown)
     layers = layers_on(model, held_out.ids[:_CHECKED])
     agreement = compare(layers)
@@ -148,7 +148,7 @@ def _write(result: Result, page: Page, metrics: dict[str, Any]) -> None:
 
 
 def _no_folder(got: str) -> DataError:
-    must, then = "be a folder, or a name for a new one, that can be written to", "Choose another folder."
+    must, then = "be a writable folder, or the name of a new one", "Choose another folder."
     return DataError.about(_FUNCTION, "--out", must=must, got=got, then=then)
 
 
@@ -181,7 +181,7 @@ def _say_start(
 
 
 def _explain(say: _Say, model: SequenceClassifier, shown: Digits) -> dict[str, Any]:
-    """Explain the least certain of the predictions shown, class by class; what was said, as data."""
+    """Explain the least certain of the shown predictions, print it, and return it as JSON values."""
     every = log_probabilities(model, shown.ids[:CLASSES]).exp()
     place = int(every.amax(dim=-1).argmin())
     ids, truth, number = shown.ids[place], int(shown.labels[place]), int(shown.numbers[place])
@@ -189,18 +189,20 @@ def _explain(say: _Say, model: SequenceClassifier, shown: Digits) -> dict[str, A
     predicted = max(range(len(chances)), key=lambda label: chances[label])
     lost = influence(model, ids, predicted)
     layers = layers_on(model, ids[None])
-    telling = most_telling(layers, lost, 0)
+    focus = most_influential(layers, lost, 0)
     names = [token_name(token) for token in range(TOKENS)]
-    seen = explain(model, ids[None], layer=telling.layer, head=telling.head, token=telling.token, tokens=names)
-    received = _received(layers[telling.layer], telling.head)
-    head_lost = lost[telling.layer][telling.head]
+    explanation = explain(model, ids[None], layer=focus.layer, head=focus.head, token=focus.token, tokens=names)
+    received = _received(layers[focus.layer], focus.head)
+    head_lost = lost[focus.layer][focus.head]
     _section(
         say,
         "One prediction, explained",
         [
-            *words.explained_lines(ids, number, truth, chances, telling, head_lost, received, seen.weights.tolist()),
+            *words.explained_lines(
+                ids, number, truth, chances, focus, head_lost, received, explanation.weights.tolist()
+            ),
             "",
-            *str(seen).splitlines(),
+            *str(explanation).splitlines(),
         ],
     )
     return {
@@ -208,17 +210,17 @@ def _explain(say: _Say, model: SequenceClassifier, shown: Digits) -> dict[str, A
         "truth": truth,
         "predicted": predicted,
         "probability": chances[predicted],
-        **asdict(telling),
+        **asdict(focus),
         "log_probability_lost_without_the_head": head_lost,
-        "worst_difference": seen.difference,
+        "worst_difference": explanation.difference,
     }
 
 
 def _received(layer: Layer, head: int) -> list[float]:
-    """What each token receives from one head, as a mean over the queries."""
-    seen = observe_attention(layer.query, layer.key, layer.value, want=Want(received=True), scale=layer.scale)
-    assert seen.received is not None
-    received: list[float] = (seen.received[0, head] / TOKENS).tolist()
+    """Mean weight over the queries that each token receives in one head."""
+    observation = observe_attention(layer.query, layer.key, layer.value, want=Want(received=True), scale=layer.scale)
+    assert observation.received is not None
+    received: list[float] = (observation.received[0, head] / TOKENS).tolist()
     return received
 
 

@@ -20,7 +20,7 @@ OURS, TORCH = "clearhead", "torch.nn.MultiheadAttention"
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds per call of both on the same real input, and the largest difference of what they gave."""
+    """Seconds per call of both modules on the same input, and the largest difference of their outputs."""
 
     shape: tuple[int, ...]
     ours: Timing
@@ -30,20 +30,20 @@ class Speed:
 
     @property
     def times(self) -> float:
-        """How many times faster clearhead is; below 1 it is slower."""
+        """Torch's median time divided by clearhead's."""
         return self.torch.median / self.ours.median
 
     def conditions(self) -> str:
-        """Under which conditions the figures hold."""
-        known = versions()
+        """Description of the measurement: runs, shape, versions, threads, processor."""
+        package_versions = versions()
         return (
             f"medians of {len(self.ours.runs)} interleaved runs, eval, float32, [batch, tokens, width] "
-            f"{list(self.shape)}, torch {known['torch']}, {self.threads} thread{'s' * (self.threads != 1)}, "
+            f"{list(self.shape)}, torch {package_versions['torch']}, {self.threads} thread{'s' * (self.threads != 1)}, "
             f"{machine()['processor']}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers for JSON."""
+        """The speeds as JSON values."""
         return {
             "shape": list(self.shape),
             "seconds": {OURS: self.ours.to_dict(), TORCH: self.torch.to_dict()},
@@ -56,7 +56,7 @@ class Speed:
 
 
 def as_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
-    """Torch's module with the weights of one of ours."""
+    """A ``torch.nn.MultiheadAttention`` with the weights of ``module``."""
     assert module.output_projection is not None
     parts = (module.query_projection, module.key_projection, module.value_projection)
     new = nn.MultiheadAttention(module.embed_dim, module.num_heads, batch_first=True)
@@ -69,7 +69,7 @@ def as_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
 
 
 def measure(layer: Layer, *, repeats: int, seconds: float) -> Speed:
-    """Time both modules on the input that the model's own attention got."""
+    """Time both modules on the input of the model's attention."""
     ours, theirs, x = layer.module.eval(), as_torch(layer.module), layer.x
 
     def run_ours() -> Tensor:

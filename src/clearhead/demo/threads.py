@@ -1,4 +1,4 @@
-"""How many threads torch uses for a part of the demo."""
+"""The number of torch's threads for a part of the demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["threads"]
 
 @contextmanager
 def threads(count: int) -> Iterator[int]:
-    """Torch on ``count`` threads inside; gives the number that it had before, and has again afterwards.
+    """Use ``count`` torch threads within the context; yields the previous number and restores it.
 
     >>> with threads(1):
     ...     torch.get_num_threads()

@@ -14,22 +14,22 @@ from clearhead.shapes import Float
 from clearhead.train.batches import Batch
 from clearhead.train.engine import Engine, Outcome, Weighed, seeded
 from clearhead.train.options import TrainingOptions
-from clearhead.train.progress import Watcher
+from clearhead.train.progress import ProgressReporter
 
 __all__ = ["Recipe", "log_probabilities", "new_model", "train"]
 
-_SHUFFLE, _CHANGE = 1, 2  # places in the stream of random numbers
+_SHUFFLE, _CHANGE = 1, 2  # stream numbers of the random generators
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the demo's model is made; found on a part of the training digits, never on the held-out fifth."""
+    """Hyperparameters of the demo's model, tuned on a part of the training digits, not on the held-out fifth."""
 
     embed_dim: int = 64
     num_heads: int = 4
     num_layers: int = 2
     feedforward_dim: int = 128
-    dropout: float = 0.0  # shifted and jittered digits hold overfitting back, without the cost of random masks
+    dropout: float = 0.0  # the augmentation prevents overfitting at a lower cost
     epochs: int = 75
     batch_size: int = 64
     lr: float = 3e-3
@@ -54,14 +54,14 @@ def new_model(recipe: Recipe, seed: int) -> SequenceClassifier:
             feedforward_dim=recipe.feedforward_dim,
         )
         for part in model.embedding.modules():
-            # So few tokens are seen so often that vectors which start far apart learn several times faster.
+            # The vocabulary is small and its tokens frequent, so a large initial spread learns several times faster.
             if isinstance(part, nn.Embedding):
                 nn.init.normal_(part.weight, std=recipe.embedding_std)
         return model
 
 
 class _DigitTask:
-    """Learn digits; the held-out ones are measured once, at the end, so nothing is chosen by them."""
+    """The training task. The held-out digits are evaluated once, at the end, so they select nothing."""
 
     monitor = "accuracy"
     larger_is_better = True
@@ -72,7 +72,7 @@ class _DigitTask:
         self.steps = self._per_epoch * recipe.epochs
 
     def batch(self, step: int) -> Batch:
-        """A shuffled, slightly changed batch of the training digits."""
+        """A shuffled, augmented batch of the training digits."""
         recipe = self._recipe
         epoch, place = divmod(step, self._per_epoch)
         with seeded(self._seed, _SHUFFLE, epoch):
@@ -83,15 +83,15 @@ class _DigitTask:
         return Batch(ids, torch.full((len(chosen),), TOKENS), self._train.labels[chosen])
 
     def slack(self, value: float) -> float:
-        """None: nothing is chosen by the one evaluation."""
+        """0, because the single evaluation selects nothing."""
         return 0.0
 
     def evaluates_after(self, steps: int) -> bool:
-        """Only at the end, where the engine does it by itself."""
+        """False: the engine evaluates at the end without being asked."""
         return False
 
     def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
-        """Cross-entropy."""
+        """Cross-entropy and the number of correct predictions of a batch."""
         logits = model(batch.ids)
         loss = nn.functional.cross_entropy(logits, batch.targets)
         return Weighed(loss, (logits.argmax(dim=-1) == batch.targets).sum(), len(batch.targets))
@@ -104,16 +104,16 @@ class _DigitTask:
 
 
 def train(
-    model: SequenceClassifier, digits: Digits, held_out: Digits, recipe: Recipe, *, seed: int, watcher: Watcher
+    model: SequenceClassifier, digits: Digits, held_out: Digits, recipe: Recipe, *, seed: int, watcher: ProgressReporter
 ) -> Outcome:
-    """Train in place; the outcome's ``held_out["accuracy"]`` is that of the held-out digits."""
+    """Train ``model`` in place; the outcome has ``held_out["accuracy"]``, the accuracy on the held-out digits."""
     options = TrainingOptions(lr=recipe.lr, weight_decay=recipe.weight_decay, final_lr=0.01, device="cpu", seed=seed)
     task = _DigitTask(digits, held_out, recipe, seed)
     return Engine(model, task, options, watcher=watcher, function="clearhead demo").fit()
 
 
 def log_probabilities(model: nn.Module, ids: Tensor) -> Float[Tensor, "count classes"]:
-    """The logarithm of each class's probability, in eval mode."""
+    """Log-probability of each class, in eval mode."""
     model.eval()
     with torch.no_grad():
         return torch.log_softmax(model(ids), dim=-1)

@@ -1,4 +1,4 @@
-"""What the demo prints: digits as blocks of text, and its results as sentences."""
+"""The demo's printed output: digits as blocks of characters, and results as sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead.demo.digits import INTENSITIES, SIDE, token_name
 from clearhead.demo.exact import Agreement
-from clearhead.demo.inside import Telling
+from clearhead.demo.inside import InfluentialHead
 from clearhead.demo.speed import Speed
 
 __all__ = ["agreement_lines", "beside", "blocks", "explained_lines", "speed_lines"]
@@ -18,15 +18,15 @@ _SHADES = " ░▒▓█"
 
 
 def blocks(numbers: Sequence[float], highest: float) -> list[str]:
-    """An 8 x 8 map in shades of grey, two characters a pixel, framed.
+    """An 8 x 8 map in shades of grey with a frame, two characters per pixel.
 
     >>> blocks([16.0] * 64, 16.0)[1]
     '│████████████████│'
     """
     shades = [_SHADES[min(len(_SHADES) - 1, int(len(_SHADES) * max(0.0, n) / highest))] for n in numbers]
     rows = ["".join(2 * shade for shade in shades[start : start + SIDE]) for start in range(0, SIDE * SIDE, SIDE)]
-    edge = "─" * (2 * SIDE)
-    return [f"┌{edge}┐", *(f"│{row}│" for row in rows), f"└{edge}┘"]
+    line = "─" * (2 * SIDE)
+    return [f"┌{line}┐", *(f"│{row}│" for row in rows), f"└{line}┘"]
 
 
 def beside(*texts: Sequence[str], gap: str = "   ") -> list[str]:
@@ -41,28 +41,28 @@ def explained_lines(
     number: int,
     truth: int,
     probabilities: Sequence[float],
-    telling: Telling,
+    focus: InfluentialHead,
     lost: float,
     received: Sequence[float],
     weights: Sequence[float],
 ) -> list[str]:
-    """One digit, what was predicted, and where its most telling head looks."""
+    """One digit, its prediction, and the attention of its most influential head."""
     predicted = max(range(len(probabilities)), key=lambda label: probabilities[label])
     verdict = "which is right" if predicted == truth else f"but it is {truth}"
-    head = f"head {telling.head} of layer {telling.layer}"
+    head = f"head {focus.head} of layer {focus.layer}"
     said = [
         "",
         f"held-out digit {number}: predicted {predicted} with probability {probabilities[predicted]:.4f}, {verdict}",
         "",
-        f"most telling: {head}",
+        f"most influential: {head}",
         f"(without it the log-probability of {predicted} falls by {lost:.4f})",
         "",
-        f"pixels it looks at most, all 64 queries together: {_most(received)}",
-        f"as seen from pixel {token_name(telling.token)}, where it adds most: {_most(weights)}",
-        "(row, column) counted from 0, as everywhere here",
+        f"pixels with the most attention, over all 64 queries: {_most(received)}",
+        f"from pixel {token_name(focus.token)}, where its output is largest: {_most(weights)}",
+        "(row, column) counted from 0",
     ]
     digit = ["digit", *blocks(ids.tolist(), INTENSITIES - 1)]
-    looks = [f"{head} looks at", *blocks(received, max(received))]
+    looks = [f"{head} attends to", *blocks(received, max(received))]
     return [*beside(digit, looks), *said[1:]]
 
 
@@ -72,7 +72,7 @@ def _most(weights: Sequence[float], count: int = 5) -> str:
 
 
 def agreement_lines(agreement: Agreement) -> list[str]:
-    """The check against float64 in two lines."""
+    """Result of the check against float64, two lines."""
     layer, head = agreement.place
     heads = sum(map(len, agreement.worst))
     verdict = "as exact as float32 allows" if agreement.holds else "NOT as exact as float32 allows"
@@ -84,7 +84,7 @@ def agreement_lines(agreement: Agreement) -> list[str]:
 
 
 def speed_lines(speed: Speed) -> list[str]:
-    """The two speeds and their conditions."""
+    """The two speeds and the conditions of the measurement."""
     times = f"{speed.times:.2f} times as fast" if speed.times >= 1 else f"{1 / speed.times:.2f} times as slow"
     return [
         f"clearhead {1e3 * speed.ours.median:.3f} ms, torch.nn.MultiheadAttention with the same weights "

@@ -1,4 +1,4 @@
-"""Pages: self-contained HTML files that show what a model looks at, exactly."""
+"""Pages: self-contained HTML files that show every attention weight of a model."""
 
 from clearhead.inspector.page import Page, view
 from clearhead.inspector.schema import FORMAT, VERSION, validate

@@ -1,4 +1,4 @@
-"""Masks and score rules as a page carries them: runs of keys or bits, rules by name, scores in full for all others."""
+"""Masks and score rules in a page: masks as intervals or bits, rules by name, or all scores for other rules."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["FUNCTION", "allowed_in", "array_of", "in_full", "mask_of", "rules_of
 
 FUNCTION: Final = "view"
 
-#: Score rules that the page applies itself.
-_KNOWN: Final = (SoftCap, Alibi, RelativeBias)
-#: Scores that no rule of the page's gives are carried in full up to so many.
+#: Score rules that the page's script applies.
+_APPLIED_BY_PAGE: Final = (SoftCap, Alibi, RelativeBias)
+#: The largest number of scores of a head that a page stores, for rules that its script does not apply.
 _MOST_SCORES: Final = 2**20
 _MOST_PLACES: Final = 2**26
 
 
 def array_of(tensor: Tensor) -> Floats:
-    """A tensor's numbers in float64."""
+    """A tensor's elements in float64."""
     return tensor.detach().to("cpu", torch.float64).numpy()
 
 
 def in_full(problem: Problem) -> bool:
-    """Whether scores are carried in full, because of a rule that the page does not know."""
-    return not all(type(rule) in _KNOWN for rule in problem.elementwise)
+    """Whether the page stores all scores, because its script does not apply one of the rules."""
+    return not all(type(rule) in _APPLIED_BY_PAGE for rule in problem.elementwise)
 
 
 def rules_of(problem: Problem, head: int, scores: Rows | None) -> dict[str, Any]:
-    """The score rules as the page applies them; ``scores`` in their place where it does not know one."""
+    """The score rules for the page's script; or ``scores`` instead, if it does not apply one of them."""
     if scores is not None:
         return {"rules": [], "table": scores.packed()}
     rules: list[dict[str, Any]] = []
@@ -49,7 +49,7 @@ def rules_of(problem: Problem, head: int, scores: Rows | None) -> dict[str, Any]
 
 
 def _by_distance(rule: ScoreRule, problem: Problem, head: int) -> Floats:
-    """What a rule adds at each ``q_pos - k_pos``, from the smallest that the call has to the largest."""
+    """The value that a rule adds at each ``q_pos - k_pos``, from the smallest difference to the largest."""
     low = problem.query_offset - problem.k_len + 1
     distance = torch.arange(low, problem.query_offset + problem.q_len, device=problem.query.device)
     zeros = torch.zeros(len(distance), dtype=torch.float64, device=distance.device)
@@ -61,7 +61,7 @@ def scores_in_full(problem: Problem, batch: int, head: int) -> Floats:
     """Scores of one head after all rules.
 
     Raises:
-        UnsupportedError: they are too many to carry.
+        UnsupportedError: there are too many scores for a page.
     """
     if problem.q_len * problem.k_len > _MOST_SCORES:
         names = ", ".join(type(rule).__name__ for rule in problem.elementwise)
@@ -84,7 +84,7 @@ def scores_in_full(problem: Problem, batch: int, head: int) -> Floats:
 
 
 def mask_of(problem: Problem, mask: Mask, batch: int, head: int) -> dict[str, Any]:
-    """Each query's runs of keys; a table of bits where its keys are no runs."""
+    """The mask as intervals of keys for each query; as a table of bits if it has no intervals."""
     q_pos = problem.indices()[2]
     runs = mask.intervals(*_at(problem, batch, head), q_pos, problem.k_len)
     if runs is not None:
@@ -105,7 +105,7 @@ def mask_of(problem: Problem, mask: Mask, batch: int, head: int) -> dict[str, An
 
 
 def allowed_in(problem: Problem, batch: int, head: int, rows: slice) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which keys the mask leaves open in some rows."""
+    """Which keys the mask allows in some rows."""
     q_pos, k_pos = problem.indices()[2:]
     q_pos = q_pos[..., rows, :]
     shape = (1, 1, q_pos.shape[-2], problem.k_len)

@@ -1,4 +1,4 @@
-"""One layer's attention as a page carries it: queries and keys rounded, and what the library says of each row."""
+"""One layer's attention in a page: quantised queries and keys, and the library's statistics of each row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.inspector.arrays import pack, pack_part
 from clearhead.inspector.carried import FUNCTION, array_of, mask_of, rules_of
-from clearhead.inspector.rounding import Head, checked, fitted
+from clearhead.inspector.rounding import ShownHeads, checked, fitted
 from clearhead.inspector.values import largest_of, norms_of, outputs_of, values_of
 from clearhead.observe.points import Points
 from clearhead.observe.taxonomy import head_scores
@@ -29,11 +29,11 @@ _THUMB: Final = 32
 
 @dataclass
 class Shared:
-    """What layers share and name by its place: texts, masks, pictures; and what the page as a whole carries.
+    """Texts, masks and images that layers refer to by index, and options of the whole page.
 
     Attributes:
-        numbers: how many queries and keys the page holds.
-        values: whether it carries values.
+        numbers: number of elements in all queries and keys of the page.
+        values: whether the page stores values.
     """
 
     numbers: int = 0
@@ -61,29 +61,31 @@ def _place(among: list[Any], one: Any) -> int:
 def layer_of(
     points: Points, batch: int, heads: Sequence[int], shared: Shared, period: int | None = None
 ) -> dict[str, Any]:
-    """The layer's object of the schema, for the chosen heads of one sequence, which may repeat itself."""
+    """The layer's object of the schema, for the chosen heads of one sequence; ``period`` if its tokens repeat."""
     problem = points.padded
     side = -(-max(problem.q_len, problem.k_len) // _OVERVIEW)
-    one = Head(problem, _observed(problem, side), batch)
+    one = ShownHeads(problem, _observed(problem, side), batch)
     kinds = _kinds(points, batch, period)
     group = problem.num_heads // problem.num_kv_heads
     layer: dict[str, list[Any]] = {"keys": [], "norms": [], "values": []}
     records: list[dict[str, Any]] = []
     for place, key_head in enumerate(sorted({head // group for head in heads})):
-        own = [head for head in heads if head // group == key_head]
-        _check_scores(one, own)
-        near = fitted(one, key_head, own, shared.numbers, largest_of(one, key_head) if shared.values else 0.0)
+        group_heads = [head for head in heads if head // group == key_head]
+        _check_scores(one, group_heads)
+        near = fitted(one, key_head, group_heads, shared.numbers, largest_of(one, key_head) if shared.values else 0.0)
         layer["keys"].append(near.key.packed())
         layer["norms"].append(norms_of(one, key_head))
-        for head, carried in zip(own, near.heads, strict=True):
+        for head, carried in zip(group_heads, near.heads, strict=True):
             record = {"head": head, "key": place} | carried.packed() | rules_of(problem, head, carried.table)
             record["mask"] = None if problem.mask is None else shared.mask(mask_of(problem, problem.mask, batch, head))
-            record["scores"] = _scores(one.seen, kinds, batch, head)
-            records.append(record | _statistics(one.seen, side, batch, head))
+            record["scores"] = _scores(one.observation, kinds, batch, head)
+            records.append(record | _statistics(one.observation, side, batch, head))
         if shared.values:
             values = values_of(one, key_head)
             layer["values"].append(values.packed())
-            for record, rest in zip(records[-len(own) :], outputs_of(one, near, own, values), strict=True):
+            for record, rest in zip(
+                records[-len(group_heads) :], outputs_of(one, near, group_heads, values), strict=True
+            ):
                 record["rest"] = rest
     return {
         "name": points.layer,
@@ -100,8 +102,8 @@ def layer_of(
     }
 
 
-def _check_scores(one: Head, heads: Sequence[int]) -> None:
-    """Refuse rows without a number that a page could show, where queries and keys are numbers."""
+def _check_scores(one: ShownHeads, heads: Sequence[int]) -> None:
+    """Raise if finite queries and keys give a NaN or infinite log-sum-exp."""
     for head in heads:
         lse = one.lse(head)
         if not (np.isnan(lse) | np.isposinf(lse)).any() or not all(np.isfinite(each).all() for each in one.exact(head)):
@@ -116,7 +118,7 @@ def _check_scores(one: Head, heads: Sequence[int]) -> None:
 
 
 def _observed(problem: Problem, side: int) -> Observation:
-    """What the library says of every row, every column and every block of ``side`` by ``side``."""
+    """The library's statistics of every row, column and block of ``side`` by ``side``."""
     most = checked(problem)
     want = Want(
         lse=True,
@@ -133,44 +135,44 @@ def _observed(problem: Problem, side: int) -> Observation:
 
 
 def _kinds(points: Points, batch: int, period: int | None) -> dict[str, Tensor]:
-    """The kind of each head by ``head_scores``; nothing where queries and keys are not the same tokens."""
+    """The scores of ``head_scores`` by name; empty if queries and keys are not the same tokens."""
     problem = points.padded
     if problem.q_len != problem.k_len or problem.query_offset != 0:
         return {}
     with torch.no_grad():
-        found = head_scores(points, period=period)
-    kinds = {name: getattr(found, name)[batch] for name in ("previous", "following", "same")}
-    return kinds if found.induction is None else kinds | {"induction": found.induction[batch]}
+        scores = head_scores(points, period=period)
+    kinds = {name: getattr(scores, name)[batch] for name in ("previous", "following", "same")}
+    return kinds if scores.induction is None else kinds | {"induction": scores.induction[batch]}
 
 
-def _scores(seen: Observation, kinds: dict[str, Tensor], batch: int, head: int) -> dict[str, float]:
-    """One number each that a head is known by, means over its queries."""
-    means = {"entropy": seen.entropy, "distance": seen.distance, "first": seen.sink}
+def _scores(observation: Observation, kinds: dict[str, Tensor], batch: int, head: int) -> dict[str, float]:
+    """The scores of a head by name, each a mean over its queries."""
+    means = {"entropy": observation.entropy, "distance": observation.distance, "first": observation.sink}
     scores = {name: value[batch, head].double().mean() for name, value in means.items() if value is not None}
     scores |= {name: value[head].double() for name, value in kinds.items()}
     return {name: float(torch.nan_to_num(value)) for name, value in scores.items()}
 
 
-def _statistics(seen: Observation, side: int, batch: int, head: int) -> dict[str, Any]:
+def _statistics(observation: Observation, side: int, batch: int, head: int) -> dict[str, Any]:
     def numbers(tensor: Tensor | None) -> Any:
         assert tensor is not None
         return array_of(tensor[batch, head])
 
-    cells = torch.from_numpy(np.nan_to_num(numbers(seen.heatmap_max)))
+    cells = torch.from_numpy(np.nan_to_num(numbers(observation.heatmap_max)))
     pool = -(-max(cells.shape) // _THUMB)
     thumb = torch.nn.functional.max_pool2d(cells[None, None], pool, ceil_mode=True)[0, 0]
-    found = {"thumb": {"side": side * pool, "cells": _roots(thumb)}}
+    statistics = {"thumb": {"side": side * pool, "cells": _roots(thumb)}}
     if side == 1:
-        return found
-    return found | {
-        "entropy": pack_part(numbers(seen.entropy)),
-        "distance": pack_part(numbers(seen.distance)),
-        "first": pack_part(numbers(seen.sink)),
-        "received": pack_part(numbers(seen.received)),
+        return statistics
+    return statistics | {
+        "entropy": pack_part(numbers(observation.entropy)),
+        "distance": pack_part(numbers(observation.distance)),
+        "first": pack_part(numbers(observation.sink)),
+        "received": pack_part(numbers(observation.received)),
         "overview": {"side": side, "cells": _roots(cells)},
     }
 
 
 def _roots(weights: Tensor) -> dict[str, Any]:
-    """Weights for the eye: square roots in 255 steps, which keep small ones apart."""
+    """Square roots of weights in 255 steps, so that small weights remain distinguishable."""
     return pack(np.rint(np.sqrt(weights.clamp(0, 1).numpy()) * 255), "u8")

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: style, script and data inlined under a policy that allows exactly these."""
+"""A self-contained HTML file: style, script and data inlined, and a content security policy that allows only these."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def read(folder: str, name: str) -> str:
 
 
 def bundle(folder: str, modules: Sequence[str]) -> str:
-    """ES modules as one script, each in a scope of its own, in an order in which none is used before it is there."""
+    """ES modules as one script, each in its own scope; ``modules`` lists each after the modules that it imports."""
     parts = ['"use strict";']
     for name in modules:
         text = read(folder, f"{name}.js")
-        exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
+        exported = ", ".join(match[2] for match in _EXPORT.finditer(text))
         text = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r"const \1 = in_\2;", text))
         parts.append(f"const in_{name} = (() => {{\n{text}return {{{exported}}};\n}})();")
     return "\n".join(["(() => {", *parts, "})();"])
 
 
 def policy(style: str, script: str) -> str:
-    """The content security policy: this style, this script, and no request at all."""
+    """The content security policy: this style, this script, and no request."""
     return f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; img-src data:"
 
 
 def digest(text: str) -> str:
-    """A text as the source expression that allows it."""
+    """The source expression of a content security policy that allows ``text``."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -51,7 +51,7 @@ def inert(data: Mapping[str, Any]) -> str:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """A template with its ``{{places}}`` filled in one pass: what is filled in is never searched for further ones."""
+    """A template with its ``{{names}}`` replaced in one pass, so names within ``parts`` are not replaced."""
     first, *pieces = template.split("{{")
     filled = [first]
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""A picture as a page carries it, and which keys are its patches."""
+"""An image in a page, and which keys are its patches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["check_grid", "picture"]
 
 
 def picture(image: Tensor | ArrayLike, grid: tuple[int, int], first: int) -> dict[str, Any]:
-    """The picture's object of the schema.
+    """The image's object of the schema.
 
     Raises:
-        ShapeError: no picture, or a grid that is none.
+        ShapeError: ``image`` is not an image, or ``grid`` is not a pair of positive integers.
     """
     pixels = _pixels(image)
     sides = [size for given in several(grid) if (size := whole_number(given)) is not None and size >= 1]
@@ -33,30 +33,30 @@ def picture(image: Tensor | ArrayLike, grid: tuple[int, int], first: int) -> dic
             got=repr_of(grid),
             then="A ViT of 224 pixels and patches of 16 has (14, 14).",
         )
-    then = "It is the key of the first patch: 1 behind a class token."
+    then = "It is the key of the first patch: 1 after a class token."
     place = whole(FUNCTION, "grid_first", first, low=0, then=then)
     return {"pixels": pack(pixels, "u8"), "rows": sides[0], "columns": sides[1], "first": place}
 
 
 def check_grid(image: dict[str, Any], k_len: int) -> None:
-    """Refuse patches that are no keys.
+    """Raise if a patch is not a key.
 
     Raises:
-        ShapeError: the last patch is behind the last key.
+        ShapeError: the last patch comes after the last key.
     """
     last = image["first"] + image["rows"] * image["columns"]
     if last > k_len:
         raise ShapeError.about(
             FUNCTION,
             "grid",
-            must=f"have at most the {k_len} keys, with what stands before it",
+            must=f"have at most {k_len} patches, counting the keys before the first",
             got=f"{image['rows']} x {image['columns']} from key {image['first']} on",
             then="Count the patches.",
         )
 
 
 def _array(image: object) -> NDArray[Any]:
-    """The numbers of a picture; none where it has no numbers that can be read."""
+    """The image as a numeric array; an empty array if it cannot be converted."""
     try:
         array = np.asarray(image.detach().to("cpu", torch.float64) if isinstance(image, Tensor) else image)
     except (TypeError, ValueError, RuntimeError):
@@ -65,7 +65,7 @@ def _array(image: object) -> NDArray[Any]:
 
 
 def _pixels(image: Tensor | ArrayLike) -> NDArray[np.uint8]:
-    """``[height, width, 1 or 3]``; numbers that are no bytes are spread from their least to their most."""
+    """Pixels ``[height, width, 1 or 3]``; other dtypes than uint8 are scaled from their minimum and maximum."""
     array = _array(image)
     if array.ndim == 2:
         array = array[:, :, None]

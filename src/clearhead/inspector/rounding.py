@@ -1,8 +1,8 @@
-"""Queries and keys in as few bits as weights allow, so that a browser computes any weight as ``exp(score - lse)``.
+"""Quantised queries and keys from which a browser computes any weight as ``exp(score - lse)``.
 
-Short calls are rounded to so many levels, and what weights are off by then is carried for each place: most of it is 0.
-Long calls, whose places would be too many, are rounded so finely that no weight is off by more than the limit, but for
-a few large ones of each row, which are named with what they are off by.
+Short calls are quantised to a fixed number of levels, and a correction is stored for each pair of query and key; most
+corrections are 0. Long calls are quantised so finely that no weight has an error above the limit, except a few large
+weights of each row, whose corrections are stored.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from clearhead.inspector.carried import allowed_in, array_of, in_full, scores_in
 from clearhead.problem import Problem
 from clearhead.statistics import Observation
 
-__all__ = ["Carried", "Fitted", "Head", "checked", "fitted"]
+__all__ = ["Carried", "Fitted", "ShownHeads", "checked", "fitted"]
 
-#: A weight on the page is at most this far from the library's.
+#: The largest error of a weight on the page.
 _ERROR: Final = 9e-5
-#: A call of at most so many queries and keys is short.
+#: The largest number of queries and of keys in a short call.
 _SHORT: Final = 512
-#: How many of a long row's largest weights are checked one by one; the others are bounded.
+#: How many of a long row's largest weights are checked individually; the errors of the others are bounded.
 _CHECKED: Final = 64
-#: A weight ``p`` moves by ``p (1 - p)`` times what its score is off by; where that is more than this, it is put right
-#: afterwards instead of asking for finer steps.
+#: An error in a score moves its weight ``p`` by ``p (1 - p)`` times the error. A weight with a larger factor is
+#: corrected afterwards instead of requiring finer steps.
 _LARGE: Final = 0.05
-#: Levels of a number where the page has few of them, and where it has many.
+#: Levels of an element in a page with few elements, and in one with many.
 _FINE: Final = 27000
 _COARSE: Final = 600
 _MANY: Final = 2**20
-#: Twice what a corrected weight is off by at most: where no values are carried, and what 16 bits hold.
+#: Unit of a correction, twice the largest error after it: without values, and the least that 16 bits allow.
 _UNIT: Final = 1.1e-4
 _LEAST_UNIT: Final = 1 / 32000
 _ROWS: Final = 512
 _TRIES: Final = 7
-#: The largest fix that 16 bits hold.
+#: The largest correction in 16 bits.
 _MOST_FIX: Final = 32767
-#: Steps become at most so much finer at once.
+#: The smallest factor of a refinement of steps.
 _FINER: Final = 0.01
-#: ``exp`` of more than this is no number. The least weight that float32 holds: one that reads 0 may be as large.
+#: The largest argument of ``exp`` without overflow. The smallest float32: a weight that reads 0 may be this large.
 _MOST_OFF: Final = 700.0
 _LEAST: Final = 1.4e-45
-#: What float32 leaves of a weight's exactness beside the rounding that is measured.
+#: The float32 rounding error of a weight, besides the measured quantisation error.
 _FLOAT32: Final = 1e-6
 
 
 def checked(problem: Problem) -> int:
-    """How many of each row's largest weights ``fitted`` asks for; 0 where it asks for whole rows."""
+    """How many of each row's largest weights ``fitted`` needs; 0 if it needs whole rows."""
     return 0 if _short(problem) else _CHECKED
 
 
@@ -62,8 +62,8 @@ def _short(problem: Problem) -> bool:
 
 
 @dataclass
-class Named:
-    """Some weights of each row by the places of their keys, and what they are off by, in units."""
+class LargeWeights:
+    """Corrections of some weights of each row, in units, with the indices of their keys."""
 
     rows: NDArray[np.int64]
     places: NDArray[np.int64]
@@ -71,13 +71,13 @@ class Named:
     q_len: int
 
     def added(self, weights: Floats, rows: slice, unit: float) -> Floats:
-        """The weights of some rows, put right."""
+        """The corrected weights of some rows."""
         mine = (self.rows >= rows.start) & (self.rows < rows.start + weights.shape[0])
         weights[self.rows[mine] - rows.start, self.places[mine]] += self.fix[mine] * unit
         return np.maximum(weights, 0.0)
 
     def packed(self, unit: float) -> dict[str, Any]:
-        """Their object of the schema."""
+        """The corrections as an object of the schema."""
         kind = "u16" if self.places.max(initial=0) < 2**16 else "i32"
         counts = np.bincount(self.rows, minlength=self.q_len)
         return {
@@ -89,7 +89,7 @@ class Named:
 
 @dataclass
 class Carried:
-    """One query head as the page carries it."""
+    """One query head as stored in the page."""
 
     query: Rows
     lse: Floats
@@ -97,12 +97,12 @@ class Carried:
     table: Rows | None = None
     fix: Floats | None = None
     unit: float = _UNIT
-    near: Named | None = None
-    #: A bound for what the weights are off by that were not checked.
+    near: LargeWeights | None = None
+    #: A bound for the errors of the weights that were not checked.
     rest: float = 0.0
 
     def packed(self) -> dict[str, Any]:
-        """Its fields of the schema that do not depend on rules."""
+        """The head's fields of the schema that do not depend on rules."""
         record = {"query": self.query.packed(), "lse": pack(self.lse, "f32"), "error": self.error}
         if self.near is not None:
             record["near"] = self.near.packed(self.unit)
@@ -111,7 +111,7 @@ class Carried:
 
 @dataclass
 class Fitted:
-    """A key head with its query heads, as the page carries them."""
+    """A key head with its query heads, as stored in the page."""
 
     key: Rows
     heads: list[Carried]
@@ -126,32 +126,32 @@ class Fitted:
 
 
 @dataclass
-class Head:
-    """The heads of one sequence: what the library says of them, and what a page's numbers give."""
+class ShownHeads:
+    """The heads of one sequence: the library's statistics, and the weights that the page computes."""
 
     problem: Problem
-    seen: Observation
+    observation: Observation
     batch: int
 
     def top(self, head: int) -> tuple[Floats, Tensor]:
-        """The largest weights of each row, and where they are."""
-        weights, places = self.seen.top_weights, self.seen.top_indices
+        """The largest weights of each row, and the indices of their keys."""
+        weights, places = self.observation.top_weights, self.observation.top_indices
         assert weights is not None
         assert places is not None
         return np.nan_to_num(array_of(weights[self.batch, head])), places[self.batch, head].cpu()
 
     def lse(self, head: int) -> Floats:
         """The library's log-sum-exp of each row."""
-        assert self.seen.lse is not None
-        return array_of(self.seen.lse[self.batch, head])
+        assert self.observation.lse is not None
+        return array_of(self.observation.lse[self.batch, head])
 
     def exact(self, head: int) -> tuple[Floats, Floats]:
-        """Queries and keys as they are."""
+        """Queries and keys before quantisation."""
         group = self.problem.num_heads // self.problem.num_kv_heads
         return array_of(self.problem.query[self.batch, head]), array_of(self.problem.key[self.batch, head // group])
 
     def scores(self, head: int, query: Floats, key: Floats, rows: slice, places: Tensor | None = None) -> Floats:
-        """Scores after rules of some rows, at all keys or at some places of each."""
+        """Scores after rules of some rows, at all keys or at the keys ``places`` of each row."""
         if places is None:
             scores, at = query[rows] @ key.T, torch.arange(key.shape[0])[None]
         else:
@@ -179,11 +179,11 @@ class Head:
         return weights if carried.fix is None else np.maximum(weights + carried.fix[rows] * carried.unit, 0.0)
 
 
-def fitted(one: Head, key_head: int, heads: Sequence[int], numbers: int, largest: float) -> Fitted:
-    """A key head and its query heads, rounded so that no weight is off by more than the limit.
+def fitted(one: ShownHeads, key_head: int, heads: Sequence[int], numbers: int, largest: float) -> Fitted:
+    """A key head and its query heads, quantised so that no weight has an error above the limit.
 
-    ``numbers`` is how many queries and keys the whole page holds, ``largest`` the largest number of the values that
-    weights are multiplied with there.
+    ``numbers`` is the number of elements in all queries and keys of the page, ``largest`` the largest absolute value of
+    the values that the page multiplies with weights.
     """
     key = array_of(one.problem.key[one.batch, key_head])
     queries = [array_of(one.problem.query[one.batch, head]) for head in heads]
@@ -205,8 +205,8 @@ def fitted(one: Head, key_head: int, heads: Sequence[int], numbers: int, largest
     return _long(one, heads, queries, key, tables)
 
 
-def _table(one: Head, head: int, numbers: int) -> Rows | None:
-    """Scores in full, where a rule asks for them."""
+def _table(one: ShownHeads, head: int, numbers: int) -> Rows | None:
+    """All scores, if the page does not apply one of the rules."""
     if not in_full(one.problem):
         return None
     scores = scores_in_full(one.problem, one.batch, head)
@@ -215,16 +215,16 @@ def _table(one: Head, head: int, numbers: int) -> Rows | None:
     return Rows.in_levels(scores, _COARSE if numbers > _MANY else _FINE)
 
 
-def _corrected(one: Head, head: int, carried: Carried, key: Rows) -> Carried:
-    """The head with what its weights are off by, in units, and the log-sum-exp of its own rounded scores."""
-    assert one.seen.rows is not None
-    truth = array_of(one.seen.rows[one.batch, head])
+def _corrected(one: ShownHeads, head: int, carried: Carried, key: Rows) -> Carried:
+    """The head with corrections of its weights, in units, and the log-sum-exp of its quantised scores."""
+    assert one.observation.rows is not None
+    truth = array_of(one.observation.rows[one.batch, head])
     rows = slice(0, truth.shape[0])
     scores = one.scores(head, carried.query.values, key.values, rows) if carried.table is None else carried.table.values
     allowed = allowed_in(one.problem, one.batch, head, rows)
     exact = one.scores(head, *one.exact(head), rows)
     off = np.abs(np.where(allowed & np.isfinite(exact), scores - np.nan_to_num(exact, neginf=0.0), 0.0))
-    lse = _own_lse(np.where(allowed, scores, -np.inf), truth, carried.lse)
+    lse = _rounded_lse(np.where(allowed, scores, -np.inf), truth, carried.lse)
     carried.lse = np.where(np.isneginf(carried.lse), -np.inf, lse).astype(np.float32).astype(np.float64)
     near = one.weights(head, carried, key, rows)
     carried.fix = _fixes(near, truth, allowed, carried.unit)
@@ -234,7 +234,7 @@ def _corrected(one: Head, head: int, carried: Carried, key: Rows) -> Carried:
 
 
 def _fixes(near: Floats, truth: Floats, allowed: NDArray[np.bool_], unit: float) -> Floats:
-    """In units, what weights are off by; where that changes a row's sum, a few are rounded the other way."""
+    """Corrections of weights, in units; some are rounded the other way so that each row's sum is unchanged."""
     fixes: Floats = np.rint((truth - near) / unit) * allowed
     off = truth - np.maximum(near + fixes * unit, 0.0)
     missing = np.rint(off.sum(axis=1) / unit)
@@ -244,41 +244,45 @@ def _fixes(near: Floats, truth: Floats, allowed: NDArray[np.bool_], unit: float)
     return fixes
 
 
-def _own_lse(scores: Floats, weights: Floats, lse: Floats) -> Floats:
-    """Log-sum-exp of rounded scores, with what a sink has beside them."""
+def _rounded_lse(scores: Floats, weights: Floats, lse: Floats) -> Floats:
+    """Log-sum-exp of quantised scores and a sink's logit."""
     most = scores.max(axis=1, initial=-np.inf)
     safe = np.where(np.isneginf(most), 0.0, most)
     with np.errstate(divide="ignore", invalid="ignore"):
-        own = safe + np.log(np.exp(scores - safe[:, None]).sum(axis=1))
+        key_sums = safe + np.log(np.exp(scores - safe[:, None]).sum(axis=1))
         beside = 1.0 - weights.sum(axis=1)
         rest = np.where((beside > 1e-5) & np.isfinite(lse), np.log(np.maximum(beside, 1e-30)) + lse, -np.inf)
-    found: Floats = np.logaddexp(own, rest)
-    return found
+    combined: Floats = np.logaddexp(key_sums, rest)
+    return combined
 
 
-def _long(one: Head, heads: Sequence[int], queries: Sequence[Floats], key: Floats, tables: list[Rows | None]) -> Fitted:
-    """Rows rounded the finer the more weight they give, or are given, at most."""
+def _long(
+    one: ShownHeads, heads: Sequence[int], queries: Sequence[Floats], key: Floats, tables: list[Rows | None]
+) -> Fitted:
+    """A long call: rows are quantised more finely the larger the weights that they give or receive."""
     given, received = _needs(one, heads, queries, key)
     part, best = _ERROR / max(abs(one.problem.scale), 1e-30), None
     for _ in range(_TRIES):
         near = Rows.of(key, part / received)
         rows = [Rows.of(query, part / most) for query, most in zip(queries, given, strict=True)]
-        found = _measured(one, heads, near, rows, tables)
-        if found.error > _ERROR and best is not None:
+        candidate = _measured(one, heads, near, rows, tables)
+        if candidate.error > _ERROR and best is not None:
             break
-        if found.error <= _ERROR:
-            # One that holds tells how much coarser the next may be: bounds grow with the steps.
-            last, best = best is not None or found.rest >= _ERROR / 2, found
+        if candidate.error <= _ERROR:
+            # A candidate within the limit says how much coarser the next may be: bounds grow with the steps.
+            last, best = best is not None or candidate.rest >= _ERROR / 2, candidate
             if last:
                 break
-        wanted = (0.9 if best is not None else 0.6) * _ERROR / max(found.rest, 1e-12)
-        part *= min(3.0 if found.error <= _ERROR else 0.6, max(wanted, _FINER))
+        wanted = (0.9 if best is not None else 0.6) * _ERROR / max(candidate.rest, 1e-12)
+        part *= min(3.0 if candidate.error <= _ERROR else 0.6, max(wanted, _FINER))
     if best is not None:
         return best
     return _measured(one, heads, Rows.exactly(key), [Rows.exactly(query) for query in queries], tables)
 
 
-def _measured(one: Head, heads: Sequence[int], key: Rows, queries: list[Rows], tables: list[Rows | None]) -> Fitted:
+def _measured(
+    one: ShownHeads, heads: Sequence[int], key: Rows, queries: list[Rows], tables: list[Rows | None]
+) -> Fitted:
     near, made = key.values, []
     for head, query, table in zip(heads, queries, tables, strict=True):
         if table is None:
@@ -288,12 +292,11 @@ def _measured(one: Head, heads: Sequence[int], key: Rows, queries: list[Rows], t
     return Fitted(key, made)
 
 
-def _fit(one: Head, head: int, rounded: Rows, key: Floats) -> Carried:
-    """The head with each row's log-sum-exp as the page's own rounded scores have it, what its large weights are off by,
-    and how far its weights and scores are from the library's.
+def _fit(one: ShownHeads, head: int, rounded: Rows, key: Floats) -> Carried:
+    """The head with the log-sum-exp of its quantised scores, corrections of its large weights, and its errors.
 
-    A row's largest weights are computed as the browser does it. Any other is below the last of these, and its score
-    is off by at most ``|dq| |k| + |q'| |dk|``, times the scale.
+    A row's largest weights are computed as in the browser. Every other weight is below the smallest of these, and the
+    error of its score is at most ``|dq| |k| + |q'| |dk|``, times the scale.
     """
     query = rounded.values
     named: list[tuple[NDArray[np.int64], NDArray[np.int64], Floats]] = []
@@ -309,21 +312,21 @@ def _fit(one: Head, head: int, rounded: Rows, key: Floats) -> Carried:
         score = max(score, float(np.abs(off).max(initial=0.0)))
         lse[rows] = _moved_lse(lse[rows], top[rows], off).astype(np.float32)
         weights = np.exp(np.where(top[rows] > 0, scores - lse[rows, None], -np.inf))
-        # What is measured is what 16 bits keep: a page whose fixes do not fit says so, and finer steps are taken.
+        # Corrections are clipped to 16 bits before the error is measured; if they do not fit, steps are refined.
         fixes = np.clip(np.rint((top[rows] - weights) / _UNIT), -_MOST_FIX, _MOST_FIX)
         largest = max(largest, float(np.abs(np.maximum(weights + fixes * _UNIT, 0.0) - top[rows]).max(initial=0.0)))
         at, rank = np.nonzero(fixes)
         named.append((at + start, places[rows].numpy()[at, rank], fixes[at, rank]))
     of_row, place, fix = (np.concatenate(parts) for parts in zip(*named, strict=True))
-    near = Named(of_row, place, fix, top.shape[0])
+    near = LargeWeights(of_row, place, fix, top.shape[0])
     error = {"weight": max(largest, rest) + _FLOAT32, "score": score}
     return Carried(rounded, lse, error, near=near, rest=rest)
 
 
 def _moved_lse(lse: Floats, top: Floats, off: Floats) -> Floats:
-    """Log-sum-exp of rows whose largest weights ``top`` had scores that are off by ``off`` now.
+    """Log-sum-exp of rows after the scores of their largest weights ``top`` have changed by ``off``.
 
-    Roundings of the other keys' scores, each of little weight, leave their sum where it is.
+    The sum over the other keys, each of small weight, is taken as unchanged.
     """
     with np.errstate(divide="ignore"):
         logs = np.where(top > 0, np.log(top) + off, -np.inf)
@@ -332,20 +335,25 @@ def _moved_lse(lse: Floats, top: Floats, off: Floats) -> Floats:
     return np.where(np.isneginf(lse), lse, lse + moved)
 
 
-def _rest(one: Head, top: Floats, exact: tuple[Floats, Floats], near: tuple[Floats, Floats]) -> float:
-    """A bound for the weights that are not checked one by one."""
+def _rest(one: ShownHeads, top: Floats, exact: tuple[Floats, Floats], near: tuple[Floats, Floats]) -> float:
+    """A bound for the errors of the weights that are not checked individually."""
     if top.shape[1] >= one.problem.k_len:
         return 0.0
-    # Six deviations of a sum of independent roundings: one of head_dim terms is as good as normal.
+    # Six standard deviations of a sum of head_dim independent rounding errors, which is close to normal.
     deviation = 6 / np.sqrt(exact[0].shape[1])
     off = _norms(near[0] - exact[0]) * _norms(exact[1]).max() + _norms(near[0]) * _norms(near[1] - exact[1]).max()
     grown = np.expm1(np.minimum(abs(one.problem.scale) * deviation * off, _MOST_OFF))
     return float((np.maximum(top[:, -1], _LEAST) * grown).max(initial=0))
 
 
-def _needs(one: Head, heads: Sequence[int], queries: Sequence[Floats], key: Floats) -> tuple[list[Floats], Floats]:
-    """How far a weight moves at most with a rounding of each query, by head, and of each key: an error of a score
-    moves a weight by ``p (1 - p)`` times it, and is itself as large as the row on the other side is long."""
+def _needs(
+    one: ShownHeads, heads: Sequence[int], queries: Sequence[Floats], key: Floats
+) -> tuple[list[Floats], Floats]:
+    """The largest change of a weight per unit of rounding error in each query, by head, and in each key.
+
+    An error of a score moves a weight by ``p (1 - p)`` times the error, which is proportional to the norm of the other
+    factor, key or query.
+    """
     given, received = [], torch.full((key.shape[0],), 1e-6, dtype=torch.float64)
     keys = _norms(key)
     for head, query in zip(heads, queries, strict=True):
@@ -353,12 +361,12 @@ def _needs(one: Head, heads: Sequence[int], queries: Sequence[Floats], key: Floa
         moved = np.clip(weights * (1 - weights), 1e-4, _LARGE)
         given.append(np.maximum((moved * keys[places.numpy()]).max(axis=1), 1e-6))
         moved = moved * _norms(query)[:, None]
-        # Keys beyond a row's largest weights are given at most the last of these.
+        # Keys outside a row's largest weights receive at most the smallest of these.
         received = received.clamp(min=float(moved[:, -1].max()) if moved.shape[1] < key.shape[0] else 0.0)
         received = received.scatter_reduce(0, places.flatten(), torch.from_numpy(moved).flatten(), "amax")
     return given, received.numpy()
 
 
 def _norms(rows: Floats) -> Floats:
-    found: Floats = np.linalg.norm(rows, axis=1)
-    return found
+    norms: Floats = np.linalg.norm(rows, axis=1)
+    return norms

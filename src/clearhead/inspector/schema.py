@@ -4,66 +4,65 @@ One JSON object. Arrays are those of ``inspector.arrays``. With ``Q`` queries, `
 
 ==============================  ======================================================================
 ``format``, ``version``         ``"clearhead-view"``, ``2``
-``title``, ``made_by``          text for people
-``texts``                       lists of token texts, which layers name by their place in this list
-``masks``                       masks, which heads name likewise: ``{"kind": "runs", "start", "stop"}`` with ``i32``
+``title``, ``made_by``          texts to show
+``texts``                       lists of token texts, which layers refer to by index
+``masks``                       masks, which heads refer to by index: ``{"kind": "runs", "start", "stop"}`` with ``i32``
                                 ``[Q, runs]``, keys from ``start`` up to, not including, ``stop``; or ``{"kind":
                                 "table", "bits"}`` with ``u8`` ``[Q, ceil(K / 8)]``, the first key in the lowest bit
-``images``                      pictures, which layers name likewise: ``{"pixels"}`` ``u8`` ``[height, width, 1 or 3]``,
-                                and ``rows``, ``columns``, ``first``: key ``first`` is the patch at the upper left, the
-                                others follow row by row; so are queries where they are the same tokens
-``facts``                       results to show above all: ``[{"label", "value", "note"}]``, texts
-``runs``                        one object for each run of which layers are shown:
-``.name``, ``.says``            text; what there is to say of it
+``images``                      images, which layers refer to by index: ``{"pixels"}`` ``u8`` ``[height, width, 1|3]``,
+                                and ``rows``, ``columns``, ``first``: key ``first`` is the upper left patch, the others
+                                follow row by row; likewise for queries if they are the same tokens
+``facts``                       results to show at the top: ``[{"label", "value", "note"}]``, texts
+``runs``                        one object for each run:
+``.name``, ``.says``            text; description of the run
 ``.bars``                       optional, ``[{"label", "value"}]``: numbers from 0 to 1, such as probabilities
-``.start``                      optional, ``{"layer", "head", "query"}``: what to show of it first, the layer by its
-                                place in ``layers``, the head by its place in the layer
+``.start``                      optional, ``{"layer", "head", "query"}``: what to show first; the layer by its index in
+                                ``layers``, the head by its index in the layer
 ``layers``                      one object for each layer:
-``.run``, ``.image``            place in ``runs``; place in ``images`` or null
+``.run``, ``.image``            index in ``runs``; index in ``images`` or null
 ``.name``, ``.says``            text; texts that name the mask and the score rules
-``.queries``, ``.tokens``       places in ``texts``: of the queries, and of the keys
+``.queries``, ``.tokens``       indices in ``texts``: of the queries, and of the keys
 ``.first``                      position of the first query; keys count from 0
 ``.q_len``, ``.k_len``          ``Q`` and ``K``
 ``.head_dim``, ``.value_dim``   ``d``, and the width ``V`` of values
-``.scale``                      the factor on ``q . k``
+``.scale``                      the factor of ``q . k``
 ``.num_heads``                  how many heads the layer has, on the page or not
-``.keys``, ``.norms``           for each key head an array ``[K, d]``, and ``[K]``: the length of each value
-``.values``                     likewise ``[K, V]``; or none, where values are not carried
+``.keys``, ``.norms``           for each key head an array ``[K, d]``, and ``[K]``: the norm of each value
+``.values``                     for each key head an array ``[K, V]``; empty if values are not stored
 ``.heads``                      one object for each head on the page:
-``..head``, ``..key``           its number in the layer; place in ``keys``
-``..mask``                      place in ``masks``, or null: every key is allowed
+``..head``, ``..key``           its number in the layer; index in ``keys``
+``..mask``                      index in ``masks``, or null: every key is allowed
 ``..query``                     array ``[Q, d]``
-``..rules``                     what happens to scaled scores, in order: ``{"kind": "softcap", "cap"}`` or ``{"kind":
-                                "relative", "bias"}`` with ``f32`` ``[Q + K - 1]``, added at row ``q``, column ``k``
-                                from place ``q - k + K - 1``
-``..table``                     optional, ``[Q, K]``: scores after all rules, in their place
-``..lse``                       ``[Q]``: log-sum-exp of the row's scores, a sink's included, of the queries
-                                and keys as they are rounded here; -inf where a row is empty
-``..fix``                       optional, ``[Q, K]``: what to add to each weight that the mask allows
-``..near``                      optional, some of these for long rows: ``counts`` ``u8`` ``[Q]``, how many each row
-                                has, and of each its key in ``places`` and what to add in ``fix``
-``..rest``                      with ``values``, ``[Q, V]``: what to add to the sum of weighted values
-``..entropy``, ``..distance``   ``[Q]``; these and the next two only with an ``overview``: else read them from weights
+``..rules``                     the rules on scaled scores, in order: ``{"kind": "softcap", "cap"}`` or ``{"kind":
+                                "relative", "bias"}`` with ``f32`` ``[Q + K - 1]``, of which element
+                                ``q - k + K - 1`` is added at row ``q``, column ``k``
+``..table``                     optional, ``[Q, K]``: scores after all rules, which replace the computed ones
+``..lse``                       ``[Q]``: log-sum-exp of the row's scores, a sink's included, for the quantised queries
+                                and keys; -inf if the row is empty
+``..fix``                       optional, ``[Q, K]``: a correction, added to each weight that the mask allows
+``..near``                      optional, corrections of some weights of long rows: ``counts`` ``u8`` ``[Q]``, how many
+                                each row has, ``places``, their keys, and ``fix``, the corrections
+``..rest``                      with ``values``, ``[Q, V]``: a correction, added to the sum of weighted values
+``..entropy``, ``..distance``   ``[Q]``; these and the next two only with an ``overview``, else compute them
 ``..first``                     ``[Q]``: weight on the first key
 ``..received``                  ``[K]``: attention received
 ``..thumb``                     ``{side, cells}``: the largest weight of each block of ``side`` x ``side``, ``u8`` of
                                 255 times its square root; at most 32 x 32
 ``..overview``                  optional, the same in smaller blocks
 ``..scores``                    numbers that heads are sorted by: means over queries of entropy, distance and weight on
-                                the first key; ``previous``, ``following``, ``same``, and ``induction`` where the
-                                text repeats itself, by ``ch.observe.head_scores``;
-                                others by whoever made the page
-``..error``                     ``{weight, score}``: how far this page can be from the library
+                                the first key; ``previous``, ``following``, ``same``, and ``induction`` if the text
+                                repeats, from ``ch.observe.head_scores``; a page's author may add others
+``..error``                     ``{weight, score}``: the largest differences from the library
 ==============================  ======================================================================
 
-A weight is ``max(0, exp(score - lse) + fix)`` where the mask allows the key, else 0; a score is
+A weight is ``max(0, exp(score - lse) + fix)`` if the mask allows the key, else 0; a score is
 ``rules(scale * q . k)``; the output is ``sum_j weight_j value_j + rest``.
 
-Version 1 had no ``images``, ``facts``, ``runs``, and what is named ``run``, ``image``, ``value_dim``, ``norms``,
-``values``, ``fix``, ``near`` and ``rest`` above.
+Version 1 did not have the fields ``images``, ``facts``, ``runs``, ``run``, ``image``, ``value_dim``, ``norms``,
+``values``, ``fix``, ``near`` and ``rest``.
 
-A reader refuses a format or version that it does not know. A field that is added raises nothing; a field whose meaning
-changes raises the version, and readers go on reading the older ones.
+A reader refuses an unknown format or version. An added field keeps the version; a field whose meaning changes
+increases it, and readers continue to read older versions.
 """
 
 from __future__ import annotations
@@ -77,7 +76,9 @@ from clearhead.inspector.arrays import TYPES, unpack
 
 __all__ = ["FORMAT", "VERSION", "validate"]
 
+#: Name of the format of the JSON data in a page, its ``"format"`` field.
 FORMAT: Final = "clearhead-view"
+#: Version of the format that ``view`` writes; ``Page.open`` reads versions 1 and 2.
 VERSION: Final = 2
 _READ: Final = (1, 2)
 
@@ -87,7 +88,14 @@ _STATISTICS: Final = ("entropy", "distance", "first")
 
 
 def validate(data: object, *, function: str = "inspector.validate") -> None:
-    """Raise ``DataError`` naming the first field that does not follow the format.
+    """Check that ``data`` follows the format of an attention page.
+
+    Args:
+        data: the page's JSON object.
+        function: name of the calling function, for the error text.
+
+    Raises:
+        DataError: a field does not follow the format; the text names the first such field.
 
     >>> validate({"format": "clearhead-view", "version": 3}, function="view")
     Traceback (most recent call last):
@@ -98,7 +106,7 @@ def validate(data: object, *, function: str = "inspector.validate") -> None:
 
 
 class _Check:
-    """A walk along the format that stops at the first wrong field."""
+    """The checks of all fields; the first wrong field raises."""
 
     def __init__(self, function: str) -> None:
         self._function = function
@@ -124,7 +132,7 @@ class _Check:
             self._layer(layer, f"layers[{place}]", page)
 
     def _around(self, page: Mapping[str, Any]) -> None:
-        """What stands around the layers."""
+        """Check the fields besides the layers."""
         for place, image in enumerate(self._list(page.get("images"), "images")):
             self._image(image, f"images[{place}]")
         for place, fact in enumerate(self._list(page.get("facts"), "facts")):
@@ -252,16 +260,16 @@ class _Check:
         array = self._object(value, path)
         kind = array.get("type")
         self._is(isinstance(kind, str) and kind in TYPES, f"{path}.type", f"be one of {', '.join(TYPES)}", kind)
-        own = tuple(self._list(array.get("shape"), f"{path}.shape"))
-        self._is(shape is None or own == shape, f"{path}.shape", f"be {shape}", own)
+        listed_shape = tuple(self._list(array.get("shape"), f"{path}.shape"))
+        self._is(shape is None or listed_shape == shape, f"{path}.shape", f"be {shape}", listed_shape)
         self._is(isinstance(array.get("data"), str), f"{path}.data", "be text", array.get("data"))
         if "steps" in array:
-            self._array(array["steps"], own[:1], f"{path}.steps")
+            self._array(array["steps"], listed_shape[:1], f"{path}.steps")
         try:
             unpack(array)
         except (ValueError, TypeError) as failure:
             self._refuse(f"{path}.data", "be a whole array", str(failure))
-        return own
+        return listed_shape
 
     def _place(self, value: object, among: list[Any], path: str) -> Any:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(among):

@@ -1,5 +1,4 @@
-"""Values as a page carries them: their norms always, their channels where they are few, and what their weighted sum
-is off by then."""
+"""Values in a page: their norms, their channels if they are few, and corrections of their weighted sums."""
 
 from __future__ import annotations
 
@@ -10,47 +9,47 @@ import numpy as np
 
 from clearhead.inspector.arrays import Floats, Rows, pack, pack_part
 from clearhead.inspector.carried import array_of
-from clearhead.inspector.rounding import Fitted, Head
+from clearhead.inspector.rounding import Fitted, ShownHeads
 
 __all__ = ["AT_MOST", "largest_of", "norms_of", "outputs_of", "values_of"]
 
-#: Values of so many numbers are carried without being asked for.
+#: By default values are stored if they have at most this many elements.
 AT_MOST: Final = 2**19
 _LEVELS: Final = 27000
-#: Twice what a sum is off by at most, while the sums are of ordinary size.
+#: Unit of the corrections of sums, twice their largest error, unless the corrections are too large for 16 bits.
 _UNIT: Final = 1e-4
 _ROWS: Final = 512
 
 
-def _exact(one: Head, key_head: int) -> Floats:
+def _exact(one: ShownHeads, key_head: int) -> Floats:
     return array_of(one.problem.value[one.batch, key_head])
 
 
-def largest_of(one: Head, key_head: int) -> float:
-    """The largest number of a key head's values, 0 where one is not finite."""
+def largest_of(one: ShownHeads, key_head: int) -> float:
+    """The largest absolute value of a key head's values, 0 if one is NaN or infinite."""
     values = np.abs(_exact(one, key_head))
     return float(values.max(initial=0.0)) if np.isfinite(values).all() else 0.0
 
 
-def norms_of(one: Head, key_head: int) -> dict[str, Any]:
-    """The length of each key's value."""
+def norms_of(one: ShownHeads, key_head: int) -> dict[str, Any]:
+    """The norm of each key's value."""
     norms: Floats = np.linalg.norm(_exact(one, key_head), axis=1)
     return pack_part(norms)
 
 
-def values_of(one: Head, key_head: int) -> Rows:
-    """Each key's value."""
+def values_of(one: ShownHeads, key_head: int) -> Rows:
+    """The values of a key head, quantised if they are finite."""
     values = _exact(one, key_head)
     return Rows.in_levels(values, _LEVELS) if np.isfinite(values).all() else Rows.exactly(values)
 
 
-def outputs_of(one: Head, fitted: Fitted, heads: Sequence[int], values: Rows) -> list[dict[str, Any]]:
-    """For each query head, the library's output less the sum of the page's weighted values."""
+def outputs_of(one: ShownHeads, fitted: Fitted, heads: Sequence[int], values: Rows) -> list[dict[str, Any]]:
+    """For each query head, the library's output minus the sum of the page's weighted values."""
     return [_rest(one, fitted, place, head, values) for place, head in enumerate(heads)]
 
 
-def _rest(one: Head, fitted: Fitted, place: int, head: int, values: Rows) -> dict[str, Any]:
-    truth = array_of(one.seen.output[one.batch, head])
+def _rest(one: ShownHeads, fitted: Fitted, place: int, head: int, values: Rows) -> dict[str, Any]:
+    truth = array_of(one.observation.output[one.batch, head])
     sums = np.empty_like(truth)
     for start in range(0, truth.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)

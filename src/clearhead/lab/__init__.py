@@ -1,1 +1,1 @@
-"""The lab: a page of this machine to work with attention in."""
+"""The lab: a local web page to experiment with attention."""

@@ -1,4 +1,4 @@
-"""The lab's answers: its page's files from a fixed table, the views, and works as lines of JSON while they are done."""
+"""The lab's HTTP application: the page's files, stored views, and jobs that stream JSON lines."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ _TYPES: Final = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
 }
-#: Files of the viewer that the page uses too.
+#: Files of the viewer that the page shares.
 _SHARED: Final = ("dom.js", "colours.js")
 _BODY_SECONDS: Final = 15.0
-#: How often a running work is asked whether its time is over, and how long it may take to notice that itself.
+#: How often a running job's time limit is checked, and how long the job may take to notice the limit itself.
 _LOOK_EVERY, _GRACE = 0.25, 1.0
 
 
 def application(works: Iterable[Work], *, desk: Desk, views: Views, limits: Limits, token: str, port: int) -> Guard:
     """The lab as an ASGI application for one token and port."""
     table = {work.name: work for work in works}
-    kept = page_files()
+    page_table = page_files()
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "")
-        if name not in kept:
-            raise HTTPException(404, "lab: nothing is here.")
-        body, kind = kept[name]
+        if name not in page_table:
+            raise HTTPException(404, "lab: not found.")
+        body, kind = page_table[name]
         return Response(body, media_type=kind)
 
     async def view(request: Request) -> Response:
         html = views.get(request.path_params["name"])
         if html is None:
-            raise HTTPException(404, "lab: this view is no longer kept. Look again.")
+            raise HTTPException(404, "lab: this view is no longer stored. Press Look again.")
         headers = {"content-security-policy": policy_of(html)}
         return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
     async def work(request: Request) -> Any:
-        found = table.get(request.path_params["name"])
-        if found is None:
-            raise HTTPException(404, "lab: knows no such work.")
+        entry = table.get(request.path_params["name"])
+        if entry is None:
+            raise HTTPException(404, "lab: there is no such job.")
         params = await _params(request, limits.body)
-        return _Answer(found, params, desk, limits)
+        return _Answer(entry, params, desk, limits)
 
     routes = [
         Route("/", file, methods=["GET"]),
@@ -69,25 +69,25 @@ def application(works: Iterable[Work], *, desk: Desk, views: Views, limits: Limi
         Route("/works/{name}", work, methods=["POST"]),
         Route("/{name}", file, methods=["GET"]),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _told})
-    # A path is what it is: another with a slash more or less is none.
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+    # A path with an additional or missing slash is not found.
     app.router.redirect_slashes = False
     return Guard(app, token=token, port=port)
 
 
 def page_files() -> dict[str, tuple[bytes, str]]:
-    """Everything that the page is made of: content and type by the name that it is asked for by, "" the page itself.
+    """The files of the page: content and media type by name, with "" for the page itself.
 
-    It is read once; what a request names is looked up here and never becomes a path.
+    They are read once. A request's name is looked up in this table and never used as a file system path.
     """
     package = files("clearhead")
-    places = [*(package / "lab" / "page").iterdir(), *(package / "inspector" / "viewer" / name for name in _SHARED)]
-    found = {place.name: place for place in places if place.name.rpartition(".")[2] in _TYPES}
-    table = {name: (place.read_bytes(), _TYPES[name.rpartition(".")[2]]) for name, place in found.items()}
+    paths = [*(package / "lab" / "page").iterdir(), *(package / "inspector" / "viewer" / name for name in _SHARED)]
+    places_by_name = {place.name: place for place in paths if place.name.rpartition(".")[2] in _TYPES}
+    table = {name: (place.read_bytes(), _TYPES[name.rpartition(".")[2]]) for name, place in places_by_name.items()}
     return {"": table.pop("lab.html"), **table}
 
 
-async def _told(_: Request, failure: Exception) -> Any:
+async def _refused(_: Request, failure: Exception) -> Any:
     assert isinstance(failure, HTTPException)
     said = failure.detail if failure.detail.startswith("lab:") else f"lab: {failure.detail.lower()}."
 
@@ -98,12 +98,12 @@ async def _told(_: Request, failure: Exception) -> Any:
 
 
 async def _params(request: Request, most: int) -> Mapping[str, Any]:
-    """The request's JSON object, read no further than it may be long."""
+    """The request's JSON object, read up to the size limit."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "lab: takes application/json only.")
+        raise HTTPException(415, "lab: only application/json is accepted.")
     too_long = HTTPException(413, f"lab: a request must have at most {most:,} bytes. Send less.")
-    told = request.headers.get("content-length", "0")
-    if not told.isdecimal() or int(told) > most:
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > most:
         raise too_long
     body = bytearray()
     try:
@@ -113,13 +113,13 @@ async def _params(request: Request, most: int) -> Mapping[str, Any]:
                 if len(body) > most:
                     raise too_long
     except TimeoutError:
-        raise HTTPException(408, "lab: the request did not arrive whole in time.") from None
+        raise HTTPException(408, "lab: the request did not arrive in time.") from None
     try:
         params = json.loads(body, parse_constant=_no_number, parse_float=_finite)
-        # A half of a surrogate pair is no text, and would fail wherever it is written.
+        # Lone surrogates cannot be encoded.
         json.dumps(params, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise HTTPException(400, "lab: the request must be JSON; it is not.") from None
+        raise HTTPException(400, "lab: the request must be JSON.") from None
     if not isinstance(params, dict):
         raise HTTPException(400, "lab: the request must be one JSON object.")
     return params
@@ -135,7 +135,7 @@ def _finite(text: str) -> float:
 
 
 class _Answer:
-    """A work's answer as it comes; whoever leaves ends the work."""
+    """Streams a job's progress and result; the job is cancelled if the client disconnects."""
 
     def __init__(self, work: Work, params: Mapping[str, Any], desk: Desk, limits: Limits) -> None:
         self._work, self._params, self._desk, self._limits = work, params, desk, limits
@@ -147,7 +147,7 @@ class _Answer:
             try:
                 loop.call_soon_threadsafe(lines.put_nowait, line)
             except RuntimeError:
-                # The server has ended before the work did.
+                # The server has stopped before the job.
                 job.cancel()
 
         try:
@@ -172,7 +172,7 @@ class _Answer:
                 last = "progress" not in line
                 await send({"type": "http.response.body", "body": _encoded(line), "more_body": not last})
         except OSError:
-            # It left while it was written to.
+            # The client disconnected during a write.
             pass
         finally:
             self._desk.drop(job)
@@ -181,7 +181,7 @@ class _Answer:
     async def _next(
         self, job: Job, lines: asyncio.Queue[dict[str, Any]], gone: asyncio.Future[None]
     ) -> dict[str, Any] | None:
-        """The next line; None where there is none yet."""
+        """The next line; None if the client has disconnected."""
         asked, getting = time.monotonic(), asyncio.ensure_future(lines.get())
         either: set[asyncio.Future[Any]] = {getting, gone}
         try:
@@ -192,7 +192,7 @@ class _Answer:
                 if gone.done():
                     return None
                 if job.cancelled:
-                    # The lab ends; what the work itself would say may come too late.
+                    # The lab is stopping, and the job's own line may come too late.
                     return job.given_up()
                 if job.started is not None and time.monotonic() - job.started > job.seconds + _GRACE:
                     return job.too_long()
@@ -202,7 +202,7 @@ class _Answer:
             getting.cancel()
 
     def _busy(self) -> str:
-        return f"busy: {self._work.name} found no free place among {self._limits.works} works at once. Try again soon."
+        return f"busy: {self._work.name} cannot start, as {self._limits.works} jobs are running. Try again soon."
 
 
 async def _left(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""Reading what a page has sent: each field by its name and rule, or one line that says what is wrong with it."""
+"""Reads the fields of a request; a field that breaks its rule raises an error of one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FUNCTION = "lab"
 
 
 def text(params: Mapping[str, Any], name: str, most: int) -> str:
-    """A text of at most so many characters."""
+    """A text of at most ``most`` characters."""
     value = params.get(name)
     if not isinstance(value, str):
         raise DataError.about(_FUNCTION, name, must="be a text", got=_kind(value), then="Send one.")
@@ -35,7 +35,7 @@ def whole(params: Mapping[str, Any], name: str, low: int, high: int, default: in
 
 
 def wholes(params: Mapping[str, Any], name: str, most: int) -> tuple[int, ...]:
-    """Whole numbers from 0 to ``most``, none where the field is absent."""
+    """Whole numbers from 0 to ``most``; empty if the field is absent."""
     values = params.get(name, [])
     if not isinstance(values, list) or any(
         isinstance(each, bool) or not isinstance(each, int) or not 0 <= each <= most for each in values
@@ -57,17 +57,17 @@ def number(params: Mapping[str, Any], name: str, low: float, high: float, defaul
 
 
 def choice(params: Mapping[str, Any], name: str, among: Iterable[str], default: str) -> str:
-    """One of some words."""
-    value, known = params.get(name, default), list(among)
-    if value not in known:
+    """One of the words in ``among``."""
+    value, choices = params.get(name, default), list(among)
+    if value not in choices:
         raise DataError.about(
-            _FUNCTION, name, must=f"be one of {', '.join(known)}", got=_kind(value), then="Choose one."
+            _FUNCTION, name, must=f"be one of {', '.join(choices)}", got=_kind(value), then="Choose one."
         )
     return str(value)
 
 
 def records(params: Mapping[str, Any], name: str, most: int) -> Sequence[Mapping[str, Any]]:
-    """Objects, at most so many, none where the field is absent."""
+    """At most ``most`` objects; empty if the field is absent."""
     values = params.get(name, [])
     if not isinstance(values, list) or len(values) > most or not all(isinstance(each, dict) for each in values):
         raise DataError.about(

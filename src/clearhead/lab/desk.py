@@ -1,4 +1,4 @@
-"""Where works are done: a few threads, a short queue before them, and tickets by which a work is told to end."""
+"""Runs jobs in a few threads with a bounded queue; each job can be cancelled."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from clearhead.lab.work import Cancelled, Work
 
 __all__ = ["Busy", "Desk", "Job"]
 
-#: Progress is told at most this often.
+#: The least time in seconds between two progress lines.
 _EVERY: Final = 0.05
-#: How much of where it failed is printed.
+#: The number of printed traceback frames of a failed job.
 _FRAMES: Final = 20
-#: What is handed on of a failure's text.
+#: The largest length of an error text that is sent.
 _LONGEST: Final = 500
 
 
 class Busy(Exception):
-    """All works are taken, and all places to wait."""
+    """All threads are busy and the queue is full."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One work that was asked for; it is also the ticket that the work holds.
+    """One requested job; it is also the ``Ticket`` that its function receives.
 
     Attributes:
-        work: what to do.
-        params: with what.
-        tell: given each line of the answer, JSON without its end, in the thread that works.
-        seconds: how long it may run.
+        work: the kind of job.
+        params: the parameters of the request.
+        tell: called with each line of the answer, a JSON object, in the job's thread.
+        seconds: the time limit in seconds.
     """
 
     work: Work
@@ -48,65 +48,65 @@ class Job:
     started: float | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     _cancelled: threading.Event = field(default_factory=threading.Event)
-    _told: float = 0.0
+    _last_progress: float = 0.0
 
     def cancel(self) -> None:
-        """Nobody waits for it any longer: its next step ends it."""
+        """Cancel the job, which ends at its next step."""
         self._cancelled.set()
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was told to end."""
+        """Whether the job was cancelled."""
         return self._cancelled.is_set()
 
     @property
     def overdue(self) -> bool:
-        """Whether its time is over."""
+        """Whether the job has exceeded its time limit."""
         return self.started is not None and time.monotonic() - self.started > self.seconds
 
     def step(self, done: float, text: str = "") -> None:
-        """As ``Ticket.step``."""
+        """Report progress; raises ``Cancelled`` if the job was cancelled or is overdue."""
         if self.cancelled or self.overdue:
             raise Cancelled
         now = time.monotonic()
-        if now - self._told >= _EVERY:
-            self._told = now
+        if now - self._last_progress >= _EVERY:
+            self._last_progress = now
             self.tell({"progress": round(min(max(float(done), 0.0), 1.0), 4), "text": text})
 
     def too_long(self) -> dict[str, Any]:
-        """The line for a work whose time is over."""
-        return {"error": f"{self.work.name}: must end within {self.seconds:g} seconds; it did not. Ask for less."}
+        """The line for a job that exceeded its time limit."""
+        return {"error": f"{self.work.name}: exceeded its limit of {self.seconds:g} seconds. Request less."}
 
     def given_up(self) -> dict[str, Any]:
-        """The line for a work that was told to end."""
+        """The line for a cancelled job."""
         return {"error": f"{self.work.name}: was cancelled."}
 
     def run(self) -> None:
-        """Do it, and tell its end; what goes wrong is told, never raised."""
+        """Run the job and send its last line; errors are sent, never raised."""
         self.started = time.monotonic()
         if self.cancelled:
             return
         try:
             line = {"result": self.work.run(self.params, self)}
-            # What is no JSON is found here, where it can still be told.
+            # A result that is not JSON raises here, where the error can still be sent.
             json.dumps(line, allow_nan=False)
         except Cancelled:
             line = self.too_long() if self.overdue else self.given_up()
         except ClearheadError as failure:
             line = {"error": " ".join(str(failure).split())[:_LONGEST]}
         except MemoryError:
-            line = {"error": f"{self.work.name}: there is not enough memory. Ask for less."}
+            line = {"error": f"{self.work.name}: there is not enough memory. Request less."}
         except Exception as failure:
             traceback.print_exc(limit=-_FRAMES, file=sys.stderr)
             line = {
                 "error": f"{self.work.name}: failed inside the lab ({type(failure).__name__}). "
-                "The terminal that it runs in says where."
+                "The lab's terminal shows the traceback."
             }
         self.tell(line)
 
 
 class Desk:
-    """Does works, ``limits.works`` at once; as many threads are made, when they are first needed."""
+    """Runs up to ``limits.works`` jobs at once, in threads that start when they are first needed."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -117,16 +117,16 @@ class Desk:
         self._closed = False
 
     @property
-    def taken(self) -> int:
-        """How many works run or wait."""
+    def num_jobs(self) -> int:
+        """The number of running and waiting jobs."""
         with self._lock:
             return len(self._jobs)
 
     def take(self, work: Work, params: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> Job:
-        """Put a work in the queue.
+        """Put a job in the queue.
 
         Raises:
-            Busy: the queue is full, or the desk closed.
+            Busy: the queue is full, or the desk is closed.
         """
         job = Job(work, params, tell, min(work.seconds, self._limits.seconds))
         with self._lock:
@@ -135,7 +135,7 @@ class Desk:
             self._jobs.add(job)
             if len(self._threads) < min(self._limits.works, len(self._jobs)):
                 name = f"clearhead lab {len(self._threads)}"
-                # Daemons: a work that does not come to its next step keeps no process alive.
+                # Daemon threads, so that a job that does not reach its next step does not keep the process alive.
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -143,7 +143,7 @@ class Desk:
         return job
 
     def drop(self, job: Job) -> None:
-        """Nobody waits for it any longer: it ends at its next step, or leaves the queue if it has not begun."""
+        """Cancel a job: it ends at its next step, or leaves the queue if it has not started."""
         job.cancel()
         if job.started is None:
             with self._lock:
@@ -157,11 +157,11 @@ class Desk:
                 with self._lock:
                     self._jobs.discard(job)
                 job.ended.set()
-                # A waiting thread holds nothing of what it has done.
+                # A waiting thread must not keep its last job alive.
                 del job
 
     def close(self) -> None:
-        """End every work at its next step and every thread after it; no further work is taken."""
+        """Cancel all jobs and end all threads; no further job is accepted."""
         with self._lock:
             self._closed = True
             jobs, threads = list(self._jobs), len(self._threads)
@@ -171,7 +171,7 @@ class Desk:
             self._queue.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the threads to end; whether they did."""
+        """Wait up to ``seconds`` for the threads to end; returns whether they did."""
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

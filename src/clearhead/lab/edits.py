@@ -1,4 +1,4 @@
-"""What the page changes in a model while it runs: heads off, temperatures, masks, by layer."""
+"""The page's edits of a running model: heads switched off, temperatures and masks, by layer."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from clearhead.observe import Trace, attention_layers, trace
 from clearhead.statistics import Observation, Want
 from clearhead.watch import Attend, Call, watching
 
-__all__ = ["MASKS", "Edit", "edits_of", "traced"]
+__all__ = ["MASKS", "LayerEdit", "edits_of", "traced"]
 
 _MOST: Final = 1000
 _FARTHEST: Final = 10**6
 _TEMPERATURES: Final = (0.05, 20.0)
 
-#: What may be done with a layer's mask, which None is where all may attend to all: a function of it and of the number.
+#: Edits of a layer's mask (None for no mask): functions of the mask and the window's size.
 MASKS: Final[Mapping[str, Callable[[Mask | None, int], Mask | None]]] = {
-    "own": lambda own, _: own,
-    "none": lambda own, _: None,
-    "causal": lambda own, _: _both(own, Causal()),
-    "window": lambda own, reach: _both(own, Window(reach, reach)),
+    "own": lambda model_mask, _: model_mask,
+    "none": lambda model_mask, _: None,
+    "causal": lambda model_mask, _: _both(model_mask, Causal()),
+    "window": lambda model_mask, reach: _both(model_mask, Window(reach, reach)),
 }
 
 
-def _both(own: Mask | None, other: Mask) -> Mask:
-    return other if own is None else own & other
+def _both(model_mask: Mask | None, other: Mask) -> Mask:
+    return other if model_mask is None else model_mask & other
 
 
 @dataclass(frozen=True)
-class Edit:
+class LayerEdit:
     """The edits of one layer.
 
     Attributes:
-        layer: its number among the model's attention layers.
-        off: heads whose output is 0.
-        temperature: scores are divided by it.
+        layer: index among the model's attention layers.
+        off: heads whose output becomes 0.
+        temperature: divisor of the scores.
         mask: one of ``MASKS``.
-        reach: for ``"window"``, how many tokens away a key may be.
+        reach: for ``"window"``, the largest distance of a key in tokens.
     """
 
     layer: int
@@ -55,31 +55,31 @@ class Edit:
 
 
 @contextmanager
-def traced(model: nn.Module, edits: Sequence[Edit], ticket: Ticket, text: str) -> Iterator[Trace]:
-    """``trace`` of a model under edits; each layer tells the ticket, and so can be where the work ends."""
+def traced(model: nn.Module, edits: Sequence[LayerEdit], ticket: Ticket, text: str) -> Iterator[Trace]:
+    """``trace`` a model with edits; each layer reports progress, so the job can be cancelled between layers."""
     layers = list(attention_layers(model).values())
     for edit in edits:
         asked.whole({"layer": edit.layer}, "layer", 0, len(layers) - 1)
     masks = {layers[edit.layer]: edit for edit in edits if edit.mask != "own"}
-    # The newest watcher stands around the others: the trace sees, and a page shows, the mask that was put in.
-    with trace(model) as kept, watching(_Watched(masks, len(layers), ticket, text)):
+    # The newest watcher is the outermost, so the trace records the edited mask.
+    with trace(model) as record, watching(_Watched(masks, len(layers), ticket, text)):
         for edit in edits:
             if edit.temperature != 1.0:
-                kept.temperature(edit.temperature, layers=edit.layer)
+                record.temperature(edit.temperature, layers=edit.layer)
             if edit.off:
-                kept.switch_off(edit.off, layers=edit.layer)
-        yield kept
+                record.switch_off(edit.off, layers=edit.layer)
+        yield record
 
 
 class _Watched:
-    """Puts masks in, and says which layer it is at."""
+    """Replaces masks and reports the current layer."""
 
-    def __init__(self, masks: Mapping[nn.Module, Edit], count: int, ticket: Ticket, text: str) -> None:
+    def __init__(self, masks: Mapping[nn.Module, LayerEdit], count: int, ticket: Ticket, text: str) -> None:
         self._masks, self._count, self._ticket, self._text = masks, count, ticket, text
         self._called = 0
 
     def attend(self, owner: object, call: Call, want: Want, inner: Attend) -> Observation:
-        """The call under its layer's mask."""
+        """Compute the call with its layer's edited mask."""
         self._ticket.step(min(1.0, self._called / self._count), f"{self._text}, layer {self._called + 1}")
         self._called += 1
         edit = self._masks.get(owner) if isinstance(owner, nn.Module) else None
@@ -88,10 +88,10 @@ class _Watched:
         return inner(call, want)
 
 
-def edits_of(params: Mapping[str, Any]) -> list[Edit]:
-    """The edits that a page has sent."""
+def edits_of(params: Mapping[str, Any]) -> list[LayerEdit]:
+    """The edits of a request."""
     return [
-        Edit(
+        LayerEdit(
             layer=asked.whole(record, "layer", 0, _MOST),
             off=asked.wholes(record, "off", _MOST),
             temperature=asked.number(record, "temperature", *_TEMPERATURES, 1.0),

@@ -1,8 +1,8 @@
-"""A small model of our own to look at where there is none: it learns, in seconds, which verb takes an s.
+"""The lab's example: a small language model that learns subject-verb agreement in seconds.
 
-Its text is made up here: sentences in which a noun stands between a subject and its verb ("the dogs near the cat
-sleep"), so that the model has to look back past the nearer noun. Linzen et al. 2016, "Assessing the ability of LSTMs
-to learn syntax-sensitive dependencies", section 2, ask models the same.
+It trains on generated sentences with a noun between subject and verb ("the dogs near the cat sleep"), so the model has
+to attend past the nearer noun. The task is that of Linzen et al. 2016, "Assessing the ability of LSTMs to learn
+syntax-sensitive dependencies", section 2.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from clearhead.train.progress import Shown
 __all__ = ["ABOUT", "NAME", "TEXT", "VOCABULARY", "made", "sentences"]
 
 NAME: Final = "Small example"
-ABOUT: Final = "2 layers of 4 heads that learn in some seconds which verb takes an s"
-#: What the page begins with.
+ABOUT: Final = "2 layers of 4 heads, trained in seconds on subject-verb agreement"
+#: The initial text of the page.
 TEXT: Final = "the old birds behind the fox beside the cat"
 
 _NOUNS: Final = (
@@ -37,7 +37,7 @@ _NOUNS: Final = (
 )
 _VERBS: Final = (("sleeps", "sleep"), ("sings", "sing"), ("waits", "wait"), ("runs", "run"))
 _ADJECTIVES: Final = ("old", "young", "quiet", "red")
-_BETWEEN: Final = ("near", "behind", "beside")
+_PREPOSITIONS: Final = ("near", "behind", "beside")
 _PRONOUNS: Final = ("it", "they")
 VOCABULARY: Final = tuple(
     sorted(
@@ -46,7 +46,7 @@ VOCABULARY: Final = tuple(
             "the",
             "and",
             *_PRONOUNS,
-            *_BETWEEN,
+            *_PREPOSITIONS,
             *_ADJECTIVES,
             *(word for pair in (*_NOUNS, *_VERBS) for word in pair),
         }
@@ -61,7 +61,7 @@ _OPTIONS: Final = LanguageOptions(
 
 
 def sentences(count: int, seed: int) -> list[str]:
-    """So many sentences, drawn by ``seed``."""
+    """``count`` random sentences from ``seed``."""
     random = np.random.default_rng(seed)
 
     def noun(number: int) -> str:
@@ -72,7 +72,7 @@ def sentences(count: int, seed: int) -> list[str]:
     for _ in range(count):
         number = int(random.integers(2))
         words = [noun(number)]
-        words += [f"{random.choice(_BETWEEN)} {noun(int(random.integers(2)))}" for _ in range(random.integers(3))]
+        words += [f"{random.choice(_PREPOSITIONS)} {noun(int(random.integers(2)))}" for _ in range(random.integers(3))]
         words.append(_VERBS[random.integers(len(_VERBS))][number])
         if random.random() < 0.4:
             words.append(f"and {_PRONOUNS[number]} {_VERBS[random.integers(len(_VERBS))][number]}")
@@ -80,8 +80,8 @@ def sentences(count: int, seed: int) -> list[str]:
     return made
 
 
-class _Told:
-    """Tells a ticket how training goes."""
+class _TicketReporter:
+    """Reports the progress of training to a ticket."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -90,21 +90,21 @@ class _Told:
         self._ticket.step(shown.step / shown.steps, f"training the small example, step {shown.step} of {shown.steps}")
 
     def said(self, line: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def closed(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def made(ticket: Ticket) -> Reader:
-    """The example, trained.
+    """The trained example.
 
-    Cost: some seconds on one core.
+    Cost: a few seconds on one core.
     """
     parts = (sentences(_SENTENCES, _SEED), sentences(_HELD_OUT, _SEED + 1))
     train, held_out = (torch.tensor(_encode(" ".join(part))) for part in parts)
     trained = train_language_model(
-        train, held_out, vocab_size=len(VOCABULARY), options=_OPTIONS, watcher=_Told(ticket), function="lab"
+        train, held_out, vocab_size=len(VOCABULARY), options=_OPTIONS, watcher=_TicketReporter(ticket), function="lab"
     )
     model = trained.model
     return Reader(NAME, model, _encode, lambda ids: ids, _words, _OPTIONS.context, model)
@@ -114,13 +114,13 @@ def _encode(text: str) -> list[int]:
     words = text.lower().replace(".", " . ").split()
     unknown = sorted({word for word in words if word not in _PLACES})
     if unknown:
-        known = ", ".join(VOCABULARY)
+        vocabulary = ", ".join(VOCABULARY)
         raise DataError.about(
             "lab",
             "text",
-            must=f"have only words that the small example knows ({known})",
+            must=f"have only words in the vocabulary of the small example ({vocabulary})",
             got=", ".join(map(repr, unknown[:5])),
-            then="Use those, or start the lab with a model folder.",
+            then="Use those words, or start the lab with a model folder.",
         )
     return [_PLACES[word] for word in words]
 

@@ -1,8 +1,8 @@
-"""Small formulas that a reader types, as masks and score rules: parsed to nodes of our own table, never run as code.
+"""Typed formulas as masks and score rules: parsed to nodes of a fixed table, never run as code.
 
-A formula speaks of ``q_pos``, ``k_pos``, ``batch`` and ``head``, and where it is a score of ``score``. It has numbers,
+A formula has the names ``q_pos``, ``k_pos``, ``batch``, ``head`` and, in a score rule, ``score``; numbers,
 ``+ - * / // % **``, comparisons, ``and or not`` (or ``& | ~``), ``a if c else b`` and the functions in ``FUNCTIONS``.
-Python's own parser gives the tree; whatever is not in the tables below is refused by name and column.
+Python's parser builds the tree; anything outside the tables below raises an error with its column.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _DEEPEST: Final = 24
 _MOST_NODES: Final = 120
 _LARGEST: Final = 1e9
 _LARGEST_POWER: Final = 8
-#: A number with a letter right behind it, which Python would take apart with a warning.
+#: A number directly followed by a letter, which Python would split with a warning.
 _GLUED: Final = re.compile(r"(?<![\w.])(?>(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?)(?=[A-Za-z_])")
 _LETTERS: Final = frozenset(string.ascii_letters + string.digits + "_ .,+-*/%<>=!&|~()")
 
-#: Functions by name, with how few and how many arguments they take.
+#: Functions by name, with their least and largest number of arguments.
 FUNCTIONS: Final[Mapping[str, tuple[int, int]]] = {
     "abs": (1, 1),
     "floor": (1, 1),
@@ -55,11 +55,11 @@ _SIGNS: Final[Mapping[type[ast.AST], str]] = {
 
 @dataclass(frozen=True)
 class Expression:
-    """A formula that has been understood.
+    """A parsed formula.
 
     Attributes:
-        text: as it was typed.
-        tree: its nodes.
+        text: the formula as typed.
+        tree: the root of its nodes.
     """
 
     text: str
@@ -83,15 +83,15 @@ class Expression:
         return ScoreFunction(changed)
 
     def python(self, name: str) -> str:
-        """A function of this name that says the same in Python, for ``ch.MaskFunction`` or ``ch.ScoreFunction``."""
+        """An equivalent Python function with this name, for ``ch.MaskFunction`` or ``ch.ScoreFunction``."""
         return mask_function(self.tree, name) if self.tree.kind == TRUTH else score_function(self.tree, name)
 
 
 def mask_expression(text: str) -> Expression:
-    """Understand a formula that says who may attend.
+    """Parse a formula that is true where a query may attend.
 
     Raises:
-        MaskError: it holds something that formulas do not, named with its column.
+        MaskError: the formula is invalid; the text names the column.
 
     >>> mask_expression("k_pos <= q_pos and (q_pos - k_pos) % 2 == 0").mask().dense(3, 3).int().tolist()
     [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
@@ -100,10 +100,10 @@ def mask_expression(text: str) -> Expression:
 
 
 def score_expression(text: str) -> Expression:
-    """Understand a formula that gives a new score.
+    """Parse a formula for a new score.
 
     Raises:
-        ShapeError: it holds something that formulas do not, named with its column.
+        ShapeError: the formula is invalid; the text names the column.
 
     >>> print(score_expression("score - 0.1 * abs(q_pos - k_pos)").python("rule"))
     def rule(score, batch, head, q_pos, k_pos):
@@ -116,14 +116,14 @@ def score_expression(text: str) -> Expression:
 
 
 class _Reader:
-    """From Python's tree to nodes, one kind of piece at a time."""
+    """Converts Python's syntax tree to nodes."""
 
     def __init__(self, function: str, text: str, error: type[ClearheadError], names: tuple[str, ...]) -> None:
         self._function, self._error, self._names, self._count = function, error, names, 0
         if not isinstance(text, str) or not text.strip() or len(text) > LONGEST:
-            got = f"{len(text)} letters" if isinstance(text, str) else type(text).__name__
+            got = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
             raise error.about(
-                function, "text", must=f"have 1 to {LONGEST} letters", got=got, then="Keep it to one short formula."
+                function, "text", must=f"have 1 to {LONGEST} characters", got=got, then="Write one short formula."
             )
         self._whole = " ".join(text.splitlines()).replace("\t", " ")
         self._before = len(self._whole) - len(self._whole.lstrip())
@@ -132,21 +132,21 @@ class _Reader:
     def read(self, wanted: str, example: str) -> Expression:
         strange = next((at for at, letter in enumerate(self._text) if letter not in _LETTERS), None)
         if strange is not None:
-            self._refuse(strange, self._text[strange], "hold a letter that formulas use", f"Write e.g. {example}.")
+            self._refuse(strange, self._text[strange], "be a character of formulas", f"Write e.g. {example}.")
         glued = _GLUED.search(self._text)
         if glued is not None:
             piece = self._text[glued.start() : glued.end() + 1]
-            self._refuse(glued.start(), piece, "hold a number by itself", "Put a space or a sign behind it.")
+            self._refuse(glued.start(), piece, "be a number alone", "Put a space or an operator after it.")
         try:
             tree = ast.parse(self._text, mode="eval").body
         except SyntaxError as failure:
             at = min(max((failure.offset or 1) - 1, 0), len(self._text) - 1)
-            self._refuse(at, self._text[at : at + 12], f"make sense ({failure.msg})", f"Write e.g. {example}.")
+            self._refuse(at, self._text[at : at + 12], f"be valid syntax ({failure.msg})", f"Write e.g. {example}.")
         except (ValueError, MemoryError, RecursionError):
-            self._refuse(0, self._text[:12], "hold a formula", f"Write e.g. {example}.")
+            self._refuse(0, self._text[:12], "be a formula", f"Write e.g. {example}.")
         node = self._node(tree, 0)
         if node.kind != wanted:
-            self._refuse(0, self._text, f"hold what is {wanted} as a whole", f"Write e.g. {example}.", node.kind)
+            self._refuse(0, self._text, f"be {wanted}", f"Write e.g. {example}.", node.kind)
         return Expression(self._whole.strip(), node)
 
     def _refuse(self, at: int, piece: str, must: str, then: str, kind: str = "") -> NoReturn:
@@ -169,7 +169,7 @@ class _Reader:
             case ast.Name(id=name):
                 return self._named(tree, name)
             case ast.UnaryOp(op=ast.UAdd(), operand=part):
-                # Minus says the same of what it may stand before, and is there to be checked.
+                # Check the operand like that of a minus.
                 node = self._node(part, depth + 1)
                 self._made(tree, "minus", (node,))
                 return node
@@ -186,7 +186,7 @@ class _Reader:
             case ast.Call():
                 return self._called(tree, depth)
         kind = type(tree).__name__.lower()
-        self._against(tree, "hold a number, a name, a sign or a function of formulas", "Leave it out.", kind)
+        self._against(tree, "be a number, a name, an operator or a function of formulas", "Leave it out.", kind)
 
     def _parts(self, depth: int, *trees: ast.expr) -> list[Node]:
         return [self._node(tree, depth + 1) for tree in trees]
@@ -195,13 +195,13 @@ class _Reader:
         if isinstance(value, bool):
             return Node(CONSTANT, TRUTH, value=float(value))
         if not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
-            self._against(tree, f"hold a number of at most {_LARGEST:.0e}", "Write it smaller.")
+            self._against(tree, f"be a number of at most {_LARGEST:.0e}", "Use a smaller one.")
         return Node(CONSTANT, NUMBER, value=float(value) + 0.0)
 
     def _named(self, tree: ast.expr, name: str) -> Node:
         if name not in self._names:
-            known = ", ".join(self._names)
-            self._against(tree, f"hold one of {known}", "Those are the names that formulas know.")
+            names = ", ".join(self._names)
+            self._against(tree, f"be one of {names}", "Formulas have these names.")
         return Node(NAME, NUMBER, value=name)
 
     def _compared(self, tree: ast.Compare, depth: int) -> Node:
@@ -216,12 +216,12 @@ class _Reader:
     def _called(self, tree: ast.Call, depth: int) -> Node:
         name = tree.func.id if isinstance(tree.func, ast.Name) else None
         if name is None or name not in FUNCTIONS:
-            self._against(tree.func, f"hold one of {', '.join(FUNCTIONS)}", "Those are the functions.")
+            self._against(tree.func, f"be one of {', '.join(FUNCTIONS)}", "Formulas have these functions.")
         few, many = FUNCTIONS[name]
         given = len(tree.args)
         if tree.keywords or not few <= given <= many:
             wanted = str(few) if few == many else f"{few} to {many}"
-            self._against(tree, f"give {name} {wanted} plain arguments", "Separate them by commas.")
+            self._against(tree, f"pass {wanted} positional arguments to {name}", "Separate them by commas.")
         parts = self._parts(depth, *tree.args)
         if name == "where":
             return self._where(tree, parts)
@@ -237,26 +237,26 @@ class _Reader:
         return whole
 
     def _made(self, tree: ast.expr, operation: str, parts: tuple[Node, ...]) -> Node:
-        """The node of an operation, checked; a constant where all its parts are."""
-        known = OPERATIONS[operation]
-        for part, wanted in zip(parts, known.takes, strict=True):
+        """The checked node of an operation; a constant if all its parts are constants."""
+        rule = OPERATIONS[operation]
+        for part, wanted in zip(parts, rule.takes, strict=True):
             if part.kind != wanted:
-                then = "Put comparisons in brackets before & | ~, and compare numbers to make truths."
+                then = "Put comparisons in brackets before & | ~, and compare numbers to get true or false."
                 self._against(tree, f"combine parts that are {wanted}", then, f"a part of which is {part.kind}")
         power = parts[1].value if operation == "**" and parts[1].constant else None
         if operation == "**" and not (isinstance(power, float) and abs(power) <= _LARGEST_POWER):
             must = f"have a plain number of at most {_LARGEST_POWER} as its power"
             self._against(tree, must, "Multiply instead, or use exp.")
         if all(part.constant for part in parts):
-            return self._evaluated(tree, Node(operation, known.gives, parts))
+            return self._evaluated(tree, Node(operation, rule.gives, parts))
         if operation in ("min", "max") and any(part.constant for part in parts):
             parts = parts if parts[1].constant else (parts[1], parts[0])
             operation = "at most" if operation == "min" else "at least"
-        return Node(operation, known.gives, parts)
+        return Node(operation, rule.gives, parts)
 
     def _evaluated(self, tree: ast.expr, node: Node) -> Node:
-        # There is one zero: what is divided by it must not depend on a sign that nobody sees.
+        # Normalise -0.0, so that a division by it does not depend on an invisible sign.
         value = float(computed(node, {}).item()) + 0.0
         if not abs(value) <= _LARGEST:
-            self._against(tree, f"come to a number of at most {_LARGEST:.0e}", "Write it smaller.", f"{value:g}")
+            self._against(tree, f"evaluate to at most {_LARGEST:.0e}", "Use smaller numbers.", f"{value:g}")
         return Node(CONSTANT, node.kind, value=value)

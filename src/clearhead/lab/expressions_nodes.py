@@ -1,4 +1,4 @@
-"""The pieces of a typed formula: what each takes and gives, what it does to tensors, and how Python writes it."""
+"""The nodes of a typed formula: operand and result kinds, tensor function and Python text of each operation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CONSTANT: Final = "constant"
 
 @dataclass(frozen=True)
 class Operation:
-    """What a node does: its parts' kinds, its own, the tensors' function, and the same as Python.
+    """An operation: the kinds of its operands and result, its tensor function, and its Python text.
 
-    ``binds`` is how tightly Python's grammar holds it, so that brackets are written where they are needed only.
+    ``binds`` is its precedence in Python's grammar, so that brackets are written only where needed.
     """
 
     takes: tuple[str, ...]
@@ -82,13 +82,13 @@ class Node:
         return self.operation == CONSTANT
 
     def names(self) -> frozenset[str]:
-        """The names that it reads."""
-        own = {str(self.value)} if self.operation == NAME else set()
-        return frozenset(own).union(*(part.names() for part in self.parts))
+        """The names that the node reads."""
+        names = {str(self.value)} if self.operation == NAME else set()
+        return frozenset(names).union(*(part.names() for part in self.parts))
 
 
 def computed(node: Node, places: Mapping[str, Tensor]) -> Tensor:
-    """A node's value, in float64 or as truth, over tensors that broadcast."""
+    """A node's value, float64 or bool, over tensors that broadcast."""
     if node.operation == NAME:
         return places[str(node.value)].to(torch.float64)
     if node.constant:

@@ -1,4 +1,4 @@
-"""A typed formula as the Python that says the same with the public API."""
+"""A typed formula as equivalent Python with the public API."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from clearhead.lab.expressions_nodes import (
 
 __all__ = ["mask_function", "score_function"]
 
-#: Operations that keep whole numbers whole, in 64 bits as in float64.
+#: Operations that map integers to integers, in int64 as in float64.
 _WHOLE: Final = frozenset(
     {NAME, "+", "-", "*", "%", "//", "minus", "abs", "min", "max", "at most", "at least", "where"}
 )
 
 
 def mask_function(tree: Node, name: str) -> str:
-    """For ``ch.MaskFunction``."""
-    first = "" if _stays_whole(tree) else _conversion(tree, "double()")
+    """The Python of a mask, for ``ch.MaskFunction``."""
+    first = "" if _is_exact_in_integers(tree) else _conversion(tree, "double()")
     return f"def {name}(batch, head, q_pos, k_pos):\n{first}    return {_written(tree, 'torch.float64')[0]}"
 
 
 def score_function(tree: Node, name: str) -> str:
-    """For ``ch.ScoreFunction``."""
+    """The Python of a score rule, for ``ch.ScoreFunction``."""
     first, (text, binds) = _conversion(tree, "to(score.dtype)"), _written(tree, "score.dtype")
     if not _full(tree):
         text = f"torch.zeros_like(score) + {text if binds > PLUS else f'({text})'}"
@@ -40,23 +40,23 @@ def score_function(tree: Node, name: str) -> str:
 
 
 def _written(node: Node, dtype: str) -> tuple[str, int]:
-    """A node as Python, and how tightly it binds; ``dtype`` is what its numbers are computed in."""
+    """A node as Python, and its precedence; ``dtype`` is that of its constants."""
     if node.operation == NAME:
         return str(node.value), ATOM
     if node.constant:
         return _literal(node)
-    known = OPERATIONS[node.operation]
+    rule = OPERATIONS[node.operation]
     parts = []
     for place, part in enumerate(node.parts):
         text, binds = _written(part, dtype)
-        # Signs of one strength are read from the left; comparisons and powers are never left without brackets.
-        strict = place > 0 or known.binds in (COMPARE, POWER)
-        loose = binds <= known.binds if strict else binds < known.binds
-        parts.append(f"({text})" if known.binds != ATOM and loose else text)
+        # Operators of equal precedence associate to the left; nested comparisons and powers always get brackets.
+        strict = place > 0 or rule.binds in (COMPARE, POWER)
+        loose = binds <= rule.binds if strict else binds < rule.binds
+        parts.append(f"({text})" if rule.binds != ATOM and loose else text)
     if node.operation == "where" and all(part.constant for part in node.parts[1:]):
-        # Between two plain numbers torch would choose in float32, or in whole numbers.
+        # For two Python numbers torch.where would use float32 or int64.
         parts[1] = f"torch.tensor({parts[1]}, dtype={dtype})"
-    return known.python.format(*parts), known.binds
+    return rule.python.format(*parts), rule.binds
 
 
 def _literal(node: Node) -> tuple[str, int]:
@@ -67,14 +67,14 @@ def _literal(node: Node) -> tuple[str, int]:
     return text, SIGN if value < 0 else ATOM
 
 
-def _stays_whole(node: Node) -> bool:
-    """Whether int64 tensors give exactly what float64 gives, so that positions need no conversion."""
+def _is_exact_in_integers(node: Node) -> bool:
+    """Whether int64 tensors give exactly the results of float64, so that positions need no conversion."""
     if node.constant:
         return node.kind == TRUTH or float(node.value).is_integer()
     if node.operation in ("%", "//") and not (node.parts[1].constant and node.parts[1].value):
         return False
-    known = node.operation in _WHOLE or node.kind == TRUTH
-    return known and all(_stays_whole(part) for part in node.parts)
+    whole = node.operation in _WHOLE or node.kind == TRUTH
+    return whole and all(_is_exact_in_integers(part) for part in node.parts)
 
 
 def _conversion(node: Node, how: str) -> str:
@@ -85,7 +85,7 @@ def _conversion(node: Node, how: str) -> str:
 
 
 def _full(node: Node) -> bool:
-    """Whether a node surely has the score's shape and dtype."""
+    """Whether a node certainly has the score's shape and dtype."""
     if node.operation == "where":
         return all(_full(part) for part in node.parts[1:])
     return node.value == "score" or any(_full(part) for part in node.parts)

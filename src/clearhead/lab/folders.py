@@ -1,4 +1,4 @@
-"""Model folders that were named on the command line, and what is asked of one before anything of it is read."""
+"""Model folders of the command line, and the checks before one is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_HEADER: Final = 2**27
 
 
 def of_folder(named: Path) -> Path:
-    """The folder that holds the model: the one named, or the snapshot within one of Hugging Face's cache.
+    """The folder with the model: the named folder, or the snapshot in a folder of Hugging Face's cache.
 
     Raises:
         DataError: there is no such folder.
@@ -43,10 +43,10 @@ def of_folder(named: Path) -> Path:
 
 
 def check(named: Path, folder: Path) -> None:
-    """Refuse a folder from which a file leads out of the one that was named.
+    """Raise if a file of the folder is outside the named folder.
 
     Raises:
-        DataError: a link, or a name in an index or in the tokenizer's settings, leads out.
+        DataError: a link, or a name in an index or in the tokenizer's settings, is outside.
     """
     root = _resolved(named, named)
     for path in sorted(folder.iterdir()):
@@ -62,19 +62,19 @@ def _within(root: Path, path: Path, said: str) -> None:
     raise DataError.about(
         "lab",
         str(root),
-        must="hold its files itself",
-        got=f"{said}, which leads out of it",
-        then="Copy the model with 'cp -rL', or name the folder that holds it all.",
+        must="contain all its files",
+        got=f"{said}, which is outside",
+        then="Copy the model with 'cp -rL', or name the folder that contains all files.",
     )
 
 
 def _resolved(path: Path, root: Path) -> Path:
-    """Where a path leads; Python says of links in a loop that they are an error of one kind or another."""
+    """The resolved path; a loop of links raises ``OSError`` or ``RuntimeError``, depending on the Python version."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):
         raise DataError.about(
-            "lab", str(root), must="hold files", got=f"{path.name[:80]!r}, a link to itself", then="Remove it."
+            "lab", str(root), must="contain files", got=f"{path.name[:80]!r}, a link to itself", then="Remove it."
         ) from None
 
 
@@ -97,10 +97,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def parameters(folder: Path, most: int) -> int:
-    """How many numbers the weights in a folder are, by the headers of their files alone.
+    """The number of parameters in a folder, read from the headers of its safetensors files.
 
     Raises:
-        UnsupportedError: more than ``most``.
+        UnsupportedError: there are more than ``most``.
     """
     count = sum(_numbers(path) for path in folder.glob(_WEIGHTS))
     if count > most:
@@ -109,13 +109,13 @@ def parameters(folder: Path, most: int) -> int:
             str(folder),
             must=f"have at most {most:,} parameters",
             got=f"{count:,}",
-            then="Look at a smaller model here; ch.observe takes any.",
+            then="Use a smaller model here; ch.observe has no limit.",
         )
     return count
 
 
 def _numbers(path: Path) -> int:
-    # The format: eight bytes say how long the JSON header is that follows.
+    # The format starts with eight bytes, the length of the JSON header that follows.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= _LONGEST_HEADER else b""
@@ -126,7 +126,7 @@ def _numbers(path: Path) -> int:
         raise DataError.about(
             "lab",
             str(path),
-            must="be a whole safetensors file",
+            must="be a complete safetensors file",
             got="a damaged header",
             then="Fetch or train it again.",
         ) from None

@@ -1,4 +1,4 @@
-"""Who may talk to the lab: a page of its own address, with its token, on this machine."""
+"""Access control of the lab: requests from its own page, with its token, on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["Guard", "refusal"]
 
-#: What the lab's own pages may do: run and load what the lab serves, and nothing else.
+#: The content security policy of the lab's pages: only what the lab serves.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
@@ -25,14 +25,14 @@ _HEADERS: Final[Mapping[str, str]] = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
-#: Where a request may come from, as browsers say it: typed, or from this very origin.
+#: Accepted values of Sec-Fetch-Site: a typed address, or the same origin.
 _SITES: Final = ("none", "same-origin")
 
 
 class Guard:
-    """Lets a request through whose host, origin and token are the lab's, and hardens every answer.
+    """Accepts requests with the lab's host, origin and token, and adds security headers to every response.
 
-    Behind it paths begin after the token.
+    The wrapped application receives paths without the token.
     """
 
     def __init__(self, app: ASGIApp, *, token: str, port: int) -> None:
@@ -46,38 +46,38 @@ class Guard:
 
         async def hardened(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = {name.decode("latin-1").lower() for name, _ in message["headers"]}
-                more = [(name.encode(), value.encode()) for name, value in _HEADERS.items() if name not in own]
+                present = {name.decode("latin-1").lower() for name, _ in message["headers"]}
+                more = [(name.encode(), value.encode()) for name, value in _HEADERS.items() if name not in present]
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        found = self._against(scope)
-        if found is not None:
-            await refusal(hardened, *found)
+        reason = self._against(scope)
+        if reason is not None:
+            await refusal(hardened, *reason)
             return
         _, _, rest = scope["path"][1:].partition("/")
         await self._app({**scope, "path": f"/{rest}", "raw_path": None, "root_path": ""}, receive, hardened)
 
     def _against(self, scope: Scope) -> tuple[int, str] | None:
-        """Why a request is refused, as status and line; None where it is not."""
+        """The status and line of a refusal; None if the request is accepted."""
         host, origin, site = (_only(scope, name) for name in (b"host", b"origin", b"sec-fetch-site"))
         if host not in self._hosts:
-            return 421, "lab: answers to 127.0.0.1 and localhost only. Open the address that it printed."
+            return 421, "lab: only 127.0.0.1 and localhost are served. Open the printed address."
         if site is not None and site not in _SITES:
-            return 403, "lab: answers no other page. Open the address that it printed."
+            return 403, "lab: requests of other pages are refused. Open the printed address."
         if origin is not None and origin != f"http://{host}":
-            return 403, "lab: answers no page of another origin. Open the address that it printed."
+            return 403, "lab: requests of another origin are refused. Open the printed address."
         token, slash, _ = scope["path"][1:].partition("/")
         if not hmac.compare_digest(token.encode(), self._token.encode()) or not slash:
-            return 404, "lab: nothing is here. Open the whole address that it printed, up to its last slash."
+            return 404, "lab: not found. Open the whole printed address, with its last slash."
         return None
 
 
 def _only(scope: Scope, name: bytes) -> str | None:
-    """A header's value, "" where it is there twice; None where it is absent."""
+    """A header's value; "" if it occurs twice, None if it is absent."""
     values = [value for key, value in scope["headers"] if key == name]
     if not values:
         return None
@@ -85,7 +85,7 @@ def _only(scope: Scope, name: bytes) -> str | None:
 
 
 async def refusal(send: Send, status: int, line: str) -> None:
-    """Answer with one line, as the page reads it."""
+    """Send an error as one JSON line."""
     body = json.dumps({"error": line}).encode() + b"\n"
     headers: list[Any] = [(b"content-type", b"application/x-ndjson"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,4 +1,4 @@
-"""How much the lab does for whoever asks, in one place."""
+"""The limits of the lab."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a page may ask for; more is answered with one line that names the limit.
+    """Limits of requests; a request beyond a limit gets an error of one line that names it.
 
     Attributes:
-        works: how many works run at once.
-        waiting: how many more may wait for their turn.
-        patience: seconds that one waits at most.
-        seconds: seconds that one runs at most, less where the work itself says so.
+        works: number of jobs that run at once.
+        waiting: number of further jobs in the queue.
+        patience: longest wait in the queue in seconds.
+        seconds: longest run time of a job in seconds; a kind of job may have a lower limit.
         body: bytes of a request.
-        characters: of a text.
-        tokens: of a text, at once.
-        parameters: of a model.
-        numbers: of queries and keys on one page of attention.
-        views: pages of attention that are kept.
-        view_bytes: bytes that they may have together.
-        models: models kept in memory.
+        characters: characters of a text.
+        tokens: tokens of a text.
+        parameters: parameters of a model.
+        numbers: elements of queries and keys on one attention page.
+        views: number of stored attention pages.
+        view_bytes: total bytes of the stored pages.
+        models: number of models in memory.
     """
 
     works: int = 2

@@ -1,4 +1,4 @@
-"""The models that the lab was given, and those of them that are in memory."""
+"""The models of the lab, and a cache of loaded ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from clearhead.lab.outlook import Outlook, outlook_of
 from clearhead.lab.work import Ticket
 from clearhead.readers import reader_of
 
-__all__ = ["Choice", "Loaded", "Models"]
+__all__ = ["Loaded", "ModelChoice", "Models"]
 
 _TURN: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A model that the page may name by its place; ``named`` None is the example."""
+class ModelChoice:
+    """A model that the page can select by index; ``named`` is its folder, or None for the example."""
 
     name: str
     about: str
@@ -33,18 +33,18 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model in memory. Who runs it holds its ``turn``: one at a time, as each run hangs hooks on its modules."""
+    """A loaded model. A run holds the lock ``turn``, as each run registers hooks on the modules."""
 
-    choice: Choice
+    choice: ModelChoice
     outlook: Outlook
     turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Models:
-    """The example and the folders named on the command line; the last few used are kept in memory.
+    """The example and the folders of the command line; the most recently used models stay in memory.
 
     Raises:
-        DataError: a folder is none, or a file in it leads out of it.
+        DataError: a folder does not exist, or one of its files is outside of it.
     """
 
     def __init__(self, named: Sequence[Path], limits: Limits) -> None:
@@ -52,44 +52,44 @@ class Models:
         for path in named:
             folders.check(path, folders.of_folder(path))
         self.choices = (
-            Choice(example.NAME, example.ABOUT),
-            *(Choice(path.resolve().name, str(path), path) for path in named),
+            ModelChoice(example.NAME, example.ABOUT),
+            *(ModelChoice(path.resolve().name, str(path), path) for path in named),
         )
         self._loaded: OrderedDict[int, Loaded] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
     def get(self, place: int, ticket: Ticket) -> Loaded:
-        """A model by its place among the choices, read if it is not in memory; one is read at a time."""
-        found = self._kept(place)
-        if found is not None:
-            return found
+        """A model by index, loaded if it is not in memory; one model is loaded at a time."""
+        loaded = self._cached(place)
+        if loaded is not None:
+            return loaded
         with waited(self._loading, ticket, "waiting for another model to be read"):
-            found = self._kept(place)
-            if found is None:
+            loaded = self._cached(place)
+            if loaded is None:
                 self._forget(self._limits.models - 1)
                 ticket.step(0.0, f"reading {self.choices[place].name}")
-                found = self._read(self.choices[place], ticket)
+                loaded = self._read(self.choices[place], ticket)
                 with self._lock:
-                    self._loaded[place] = found
-            return found
+                    self._loaded[place] = loaded
+            return loaded
 
-    def _kept(self, place: int) -> Loaded | None:
+    def _cached(self, place: int) -> Loaded | None:
         with self._lock:
             if place in self._loaded:
                 self._loaded.move_to_end(place)
             return self._loaded.get(place)
 
     def _forget(self, most: int) -> None:
-        """Let go of the models that were not used for the longest, until ``most`` are left."""
+        """Drop the least recently used models until ``most`` are left."""
         with self._lock:
             while len(self._loaded) > most:
                 self._loaded.popitem(last=False)
 
-    def _read(self, choice: Choice, ticket: Ticket) -> Loaded:
+    def _read(self, choice: ModelChoice, ticket: Ticket) -> Loaded:
         if choice.named is None:
             return Loaded(choice, outlook_of(example.made(ticket), None))
         folder = folders.of_folder(choice.named)
-        # Once more: what lies in it may have changed since the lab began.
+        # Check again, as the folder may have changed since the start of the lab.
         folders.check(choice.named, folder)
         folders.parameters(folder, self._limits.parameters)
         try:
@@ -108,7 +108,7 @@ class Models:
 
 @contextmanager
 def waited(lock: threading.Lock, ticket: Ticket, text: str) -> Iterator[None]:
-    """Hold a lock, waiting for it as one that can be told to go."""
+    """Hold a lock; the wait for it can be cancelled by the ticket."""
     while not lock.acquire(timeout=_TURN):
         ticket.step(0.0, text)
     try:

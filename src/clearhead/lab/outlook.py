@@ -1,4 +1,4 @@
-"""What a model says of a text: the next token, a masked one, a class; or, without a head, its last states."""
+"""The output of a model: the next token, a masked token, a class, or without a head its last hidden states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Outlook", "outlook_of", "read_out"]
 
 _TOP: Final = 10
 _MOST_CLASSES: Final = 50
-#: What the last part of a class's name in transformers says of its head.
+#: The kind of head by the suffix of a class name in transformers.
 _HEADS: Final[Mapping[str, str]] = {
     "LMHeadModel": "next",
     "ForCausalLM": "next",
@@ -35,11 +35,12 @@ class Outlook:
     """A model with the way its output is read.
 
     Attributes:
-        reader: the model, its head included, with the way a text goes into it.
+        reader: the model with its head, and its tokenizer.
         kind: ``"next"``, ``"mask"``, ``"class"`` or ``"states"``.
         labels: names of classes.
-        mask: id of the token that a masked language model fills in, and ``mask_text`` how it is written.
-        sparing: whether the model computes only those scores that it is asked for.
+        mask: id of the mask token of a masked language model, or None.
+        mask_text: text of the mask token.
+        sparing: whether the model can compute the logits of chosen tokens only.
     """
 
     reader: Reader
@@ -50,17 +51,17 @@ class Outlook:
     sparing: bool = False
 
     def place(self, ids: Sequence[int], wanted: int | None) -> int:
-        """The token whose prediction is shown: the one wanted, else the mask's, else the last."""
+        """The token whose prediction is shown: ``wanted`` if given, else the mask token, else the last token."""
         if wanted is not None and 0 <= wanted < len(ids):
             return wanted
         masks = [place for place, each in enumerate(ids) if each == self.mask]
         if masks:
             return masks[0]
-        # The last token of an encoder is its own mark of the end.
+        # The last token of an encoder's input is its end marker.
         return len(ids) // 2 if self.kind == "mask" else len(ids) - 1
 
     def run(self, ids: Tensor, place: int) -> Tensor:
-        """Run the model on ``[1, len]``: probabilities ``[n]``, or states ``[len, dim]`` where it has no head."""
+        """Run the model on ids ``[1, len]``: probabilities ``[n]``, or states ``[len, dim]`` without a head."""
         options = {"logits_to_keep": torch.tensor([place])} if self.sparing else {}
         output = self.reader.model(ids, **options)
         if self.kind == "states":
@@ -71,7 +72,7 @@ class Outlook:
 
 
 def outlook_of(reader: Reader, folder: Path | None) -> Outlook:
-    """How the model in a folder is read; with its head, where its settings name one that transformers has."""
+    """The outlook of a model in a folder, with its head if its settings name one that transformers has."""
     settings = _settings(folder)
     if isinstance(reader.model, LanguageModel):
         return Outlook(reader, "next")
@@ -102,7 +103,7 @@ def _settings(folder: Path | None, name: str = "config.json") -> dict[str, Any]:
 
 
 def _with_head(reader: Reader, folder: Path, settings: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The class that the settings name, from the module that the bare model's class is of, and its weights."""
+    """The model with its head: the class that the settings name, from the base model's module, with its weights."""
     from clearhead.bridges import swap
 
     named = settings.get("architectures")
@@ -118,18 +119,18 @@ def _with_head(reader: Reader, folder: Path, settings: Mapping[str, Any]) -> tup
     except ClearheadError:
         raise
     except Exception:
-        # A head that cannot be read leaves the model, which can.
+        # Without a readable head, the base model is used.
         return None
     return kind, model
 
 
 def _mask_text(folder: Path) -> str:
-    """How the mask's token is written, by the tokenizer's settings."""
+    """The text of the mask token, from the tokenizer's settings."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        found = _settings(folder, name).get("mask_token")
-        found = found.get("content") if isinstance(found, dict) else found
-        if isinstance(found, str):
-            return found
+        token = _settings(folder, name).get("mask_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
     return ""
 
 
@@ -145,33 +146,33 @@ def read_out(
     ids: Sequence[int],
     place: int,
     before: Tensor,
-    after: Tensor | None,
+    edited: Tensor | None,
 ) -> dict[str, Any]:
-    """What two runs said, side by side, as the page shows it; ``after`` None where there was but one."""
+    """The outputs of two runs side by side, for the page; ``edited`` is None for a single run."""
     texts = words(list(ids))
     if outlook.kind == "states":
-        return {"kind": "states", **_moved_states(texts, before, after)}
-    moved = None if after is None else float((after - before).abs().sum() / 2)
+        return {"kind": "states", **_moved_states(texts, before, edited)}
+    moved = None if edited is None else float((edited - before).abs().sum() / 2)
     if outlook.kind == "class":
         shown = list(range(min(len(before), _MOST_CLASSES)))
         names = [outlook.labels[each] if each < len(outlook.labels) else str(each) for each in shown]
     else:
-        runs = [before] if after is None else [before, after]
+        runs = [before] if edited is None else [before, edited]
         shown = list(dict.fromkeys(each for run in runs for each in run.topk(min(_TOP, len(run))).indices.tolist()))
         names = words(shown)
     rows = [
-        {"text": name, "before": float(before[each]), "after": None if after is None else float(after[each])}
+        {"text": name, "before": float(before[each]), "after": None if edited is None else float(edited[each])}
         for name, each in zip(names, shown, strict=True)
     ]
-    found = {"kind": outlook.kind, "moved": moved, "rows": rows}
-    return found if outlook.kind == "class" else found | {"place": place, "at": texts[place]}
+    facts = {"kind": outlook.kind, "moved": moved, "rows": rows}
+    return facts if outlook.kind == "class" else facts | {"place": place, "at": texts[place]}
 
 
-def _moved_states(texts: Sequence[str], before: Tensor, after: Tensor | None) -> dict[str, Any]:
-    """How far each token's last state has moved, as a part of its length."""
-    if after is None:
+def _moved_states(texts: Sequence[str], before: Tensor, edited: Tensor | None) -> dict[str, Any]:
+    """The relative change of each token's last hidden state."""
+    if edited is None:
         return {"moved": None, "rows": []}
-    far = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-30)
-    whole = float((after - before).norm() / before.norm().clamp(min=1e-30))
+    far = (edited - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-30)
+    whole = float((edited - before).norm() / before.norm().clamp(min=1e-30))
     most = far.topk(min(_TOP, len(far))).indices.tolist()
     return {"moved": whole, "rows": [{"text": texts[each], "place": each, "moved": float(far[each])} for each in most]}

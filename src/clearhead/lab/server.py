@@ -1,4 +1,4 @@
-"""The lab on a port of this machine, from its start until Ctrl-C."""
+"""The lab's HTTP server on a local port."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from clearhead.errors import DataError
 from clearhead.lab.app import application
 from clearhead.lab.desk import Desk
 from clearhead.lab.limits import Limits
-from clearhead.lab.rooms import works_of
 from clearhead.lab.views import Views
 from clearhead.lab.work import Work
+from clearhead.lab.works import works_of
 
 __all__ = ["Lab"]
 
 _HOST: Final = "127.0.0.1"
 _LAST_PORT: Final = 65535
-#: Connections at once; further ones are told that the server is busy.
+#: The largest number of connections; further ones get status 503.
 _CONNECTIONS: Final = 256
-#: How long works may take to notice that the lab ends.
+#: How long jobs may take to notice that the lab stops.
 _LAST_SECONDS: Final = 1.0
 
 
 @dataclass(eq=False)
 class Lab:
-    """A lab over some model folders, its port taken, ready to ``run``.
+    """A lab with its port bound, ready to ``run``.
 
     Attributes:
-        folders: what it may read models from.
-        port: where it listens; 0 takes any free port.
-        limits: how much it does.
-        more: works besides those of its rooms.
-        token: what a request's path begins with.
-        still_working: after ``run``, whether a thread is in the middle of one long computation all the same.
+        folders: model folders that it may read.
+        port: the port; 0 for any free port.
+        limits: limits of requests.
+        more: kinds of jobs besides those of the tabs.
+        token: the first part of every path.
+        still_working: after ``run``, whether a thread is still in a long computation.
 
     Raises:
-        DataError: the port is taken, or a folder is none that may be read.
+        DataError: the port is in use, or a folder cannot be used.
     """
 
     folders: Sequence[Path] = ()
@@ -68,11 +68,11 @@ class Lab:
 
     @property
     def url(self) -> str:
-        """The page's address, its token included."""
+        """The page's URL, with the token."""
         return f"http://{_HOST}:{self.port}/{self.token}/"
 
     def run(self) -> None:
-        """Serve until ``stop`` or Ctrl-C, which is raised as KeyboardInterrupt once all is put away."""
+        """Serve until ``stop`` or Ctrl-C, which raises KeyboardInterrupt after the cleanup."""
         try:
             self._server.run(sockets=[self._socket])
         finally:
@@ -81,12 +81,12 @@ class Lab:
             self.still_working = not self.desk.join(_LAST_SECONDS)
 
     def stop(self) -> None:
-        """Let ``run`` return."""
+        """Make ``run`` return."""
         self._server.should_exit = True
 
 
 class _Server(uvicorn.Server):
-    """One whose works are told to end before it waits for their answers to be sent."""
+    """A server that cancels jobs before it waits for open responses."""
 
     def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
         super().__init__(config)
@@ -100,13 +100,13 @@ class _Server(uvicorn.Server):
 def _listening(port: int) -> socket.socket:
     if not 0 <= port <= _LAST_PORT:
         raise DataError.about(
-            "lab", "--port", must=f"be from 0 to {_LAST_PORT}", got=port, then="0 takes any free one."
+            "lab", "--port", must=f"be from 0 to {_LAST_PORT}", got=port, then="0 selects any free port."
         )
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((_HOST, port))
-        # From here on clients may come; they wait until the server runs.
+        # Clients may connect from here on; they wait until the server runs.
         made.listen(_CONNECTIONS)
     except OSError as failure:
         made.close()

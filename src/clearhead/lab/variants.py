@@ -1,4 +1,4 @@
-"""The lab's variants: a mask and score rules, chosen or typed, their shape, and what they do to a head."""
+"""The jobs of the tab "Variants": a mask and score rules, selected or typed, and their effect on a head."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["WORKS", "compute"]
 
 FUNCTION: Final = "variants"
 _MOST_PARTS: Final = 5
-_TOKENS: Final = Field(name="count", kind="whole", start=24, says="how many tokens to look at", low=4, high=64)
+_TOKENS: Final = Field(name="count", kind="whole", start=24, says="number of tokens", low=4, high=64)
 _TEMPERATURE: Final = Field(
-    name="temperature", kind="number", start=1.0, says="what scores are divided by", low=0.01, high=100
+    name="temperature", kind="number", start=1.0, says="divisor of the scores", low=0.01, high=100
 )
-#: Scores that a rule's answer is drawn for.
+#: Scores at which the rules' result is drawn.
 _SCORES: Final = torch.linspace(-6, 6, 61, dtype=torch.float64)
 _PROBES: Final = (-1.5, 0.0, 1.5)
 
 
 class _Refused(Exception):
-    """A part that cannot be made; says which."""
+    """A part is invalid; ``place`` says which."""
 
     def __init__(self, place: str, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """What was asked for: a mask and rules, made, and the Python that says the same."""
+    """The requested mask and rules, and the equivalent Python."""
 
     tokens: int
     head: int
@@ -66,7 +66,7 @@ class Variant:
 
 
 def menu(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
-    """What can be chosen."""
+    """The available masks, rules, heads and presets."""
     return {
         "starts": [start.as_json() for start in STARTS],
         "masks": [kind.as_json() for kind in MASKS.values()],
@@ -78,7 +78,7 @@ def menu(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
 
 
 def compute(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
-    """The variant's shape, what it does to a head, and its Python; or ``refused``, the part that cannot be made."""
+    """The variant's mask, its effect on a head, and its Python; or ``refused``, the invalid part."""
     try:
         variant = _read(params)
     except _Refused as refused:
@@ -91,14 +91,14 @@ def compute(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
     _check(scores[0, variant.head], allowed[variant.head])
     want = Want(entropy=True, distance=True, rows=range(variant.tokens))
     before = observe_attention(query, key, value, want=want)
-    after = observe_attention(query, key, value, want=want, **options)
+    changed = observe_attention(query, key, value, want=want, **options)
     plain = (query @ key.transpose(-2, -1)) / math.sqrt(DIM)
     report = explain_dispatch(query.float(), key.float(), value.float(), **options)
     return {
         "words": words(variant.tokens),
         "mask": _shape(variant, allowed, indices),
-        "before": _seen(before, plain, torch.ones_like(allowed), variant.head),
-        "after": _seen(after, scores, allowed, variant.head),
+        "before": _shown(before, plain, torch.ones_like(allowed), variant.head),
+        "after": _shown(changed, scores, allowed, variant.head),
         "curve": _curve(variant, indices),
         "dispatch": {
             "choice": report.choice,
@@ -120,7 +120,7 @@ def _read(params: Mapping[str, Any]) -> Variant:
     masks = _parts("mask", params.get("mask", []), MASKS, tokens)
     rules = _parts("rule", params.get("rules", []), RULES, tokens)
     if len([part for _, part in rules if isinstance(part.made, Sink)]) > 1:
-        raise ShapeError.about(FUNCTION, "rules", must="hold one Sink at most", got="several", then="Take one away.")
+        raise ShapeError.about(FUNCTION, "rules", must="have at most one Sink", got="several", then="Remove one.")
     mask, mask_python = _combined(masks)
     return Variant(
         tokens=tokens,
@@ -141,7 +141,7 @@ def _parts(what: str, given: object, kinds: Mapping[str, Kind], tokens: int) -> 
             what,
             must=f"be a list of at most {_MOST_PARTS} parts",
             got=repr(given)[:40],
-            then="Take some away.",
+            then="Remove some.",
         )
     made = []
     for place, asked in enumerate(given):
@@ -162,22 +162,22 @@ def _parts(what: str, given: object, kinds: Mapping[str, Kind], tokens: int) -> 
 
 
 def _combined(masks: Sequence[tuple[Mapping[str, Any], Part]]) -> tuple[Mask | None, str]:
-    """The parts from the first to the last, each joined to all before it."""
+    """The mask of all parts, each combined with the mask of those before it."""
     whole: Mask | None = None
     text, last = "None", ""
     for asked, part in masks:
-        one, own = (~part.made, f"~{part.python}") if asked.get("not") is True else (part.made, part.python)
+        one, python = (~part.made, f"~{part.python}") if asked.get("not") is True else (part.made, part.python)
         if whole is None:
-            whole, text = one, own
+            whole, text = one, python
         elif asked.get("join") == "|":
-            whole, text, last = whole | one, f"{text} | {own}", "|"
+            whole, text, last = whole | one, f"{text} | {python}", "|"
         else:
-            whole, text, last = whole & one, f"({text}) & {own}" if last == "|" else f"{text} & {own}", "&"
+            whole, text, last = whole & one, f"({text}) & {python}" if last == "|" else f"{text} & {python}", "&"
     return whole, text
 
 
 def _allowed(variant: Variant) -> Tensor:
-    """``[heads, tokens, tokens]``."""
+    """The allowed pairs, bool ``[heads, tokens, tokens]``."""
     shape = (len(HEADS), variant.tokens, variant.tokens)
     if variant.mask is None:
         return torch.ones(shape, dtype=torch.bool)
@@ -196,7 +196,7 @@ def _ruled(scores: Tensor, variant: Variant, indices: tuple[Tensor, ...]) -> Ten
 
 
 def _check(scores: Tensor, allowed: Tensor) -> None:
-    """Minus infinity forbids; what is no number, or infinite, would only give rows that are none."""
+    """Raise for NaN or +inf in allowed scores, which would give NaN rows; -inf forbids and is valid."""
     wrong = allowed & (scores.isnan() | (scores == torch.inf))
     if bool(wrong.any()):
         query, key = wrong.nonzero()[0].tolist()
@@ -205,13 +205,13 @@ def _check(scores: Tensor, allowed: Tensor) -> None:
             "rules",
             must="give finite scores where the mask allows",
             got=f"{float(scores[query, key])} at q_pos {query}, k_pos {key}",
-            then="Keep log and sqrt above 0, and do not divide by 0; a mask can leave such places out.",
+            then="Keep log and sqrt above 0, and do not divide by 0; a mask can exclude such pairs.",
         )
 
 
 def _shape(variant: Variant, allowed: Tensor, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    own = allowed[variant.head]
-    counts = own.sum(dim=1)
+    of_head = allowed[variant.head]
+    counts = of_head.sum(dim=1)
     side = 8 if variant.tokens >= 16 else 4
     mask = variant.mask
     if mask is None:
@@ -222,8 +222,8 @@ def _shape(variant: Variant, allowed: Tensor, indices: tuple[Tensor, Tensor, Ten
     runs = mask is None or mask.intervals(indices[0], indices[1], indices[2], variant.tokens) is not None
     return {
         "python": variant.mask_python,
-        "allowed": ["".join("1" if may else "0" for may in row) for row in own.tolist()],
-        "fraction": float(own.double().mean()),
+        "allowed": ["".join("1" if may else "0" for may in row) for row in of_head.tolist()],
+        "fraction": float(of_head.double().mean()),
         "counts": counts.tolist(),
         "empty": [query for query, count in enumerate(counts.tolist()) if count == 0],
         "runs": runs,
@@ -238,28 +238,28 @@ def _shape(variant: Variant, allowed: Tensor, indices: tuple[Tensor, Tensor, Ten
 
 
 def _numbers(values: Tensor) -> Any:
-    """Nested lists, to nine places; None for what is not finite."""
+    """Nested lists, rounded to nine places; None for NaN and infinity."""
     if values.ndim > 1:
         return [_numbers(row) for row in values]
     return [round(value, 9) if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _seen(seen: Observation, scores: Tensor, allowed: Tensor, head: int) -> dict[str, Any]:
-    assert seen.rows is not None
-    assert seen.entropy is not None
-    assert seen.distance is not None
-    weights = seen.rows[0, head]
+def _shown(observation: Observation, scores: Tensor, allowed: Tensor, head: int) -> dict[str, Any]:
+    assert observation.rows is not None
+    assert observation.entropy is not None
+    assert observation.distance is not None
+    weights = observation.rows[0, head]
     return {
         "weights": _numbers(weights),
         "scores": _numbers(scores[0, head].masked_fill(~allowed[head], -torch.inf)),
-        "entropy": _numbers(seen.entropy[0, head]),
-        "distance": _numbers(seen.distance[0, head]),
+        "entropy": _numbers(observation.entropy[0, head]),
+        "distance": _numbers(observation.distance[0, head]),
         "mass": _numbers(weights.sum(dim=1)),
     }
 
 
 def _curve(variant: Variant, indices: tuple[Tensor, ...]) -> dict[str, Any]:
-    """What the rules make of a score: over the distance where that decides, and over the score itself."""
+    """The rules' result for a score: over the distance, if it depends on that alone, and over the score."""
     if not variant.elementwise:
         return {"relative": None}
     tokens, head = variant.tokens, variant.head
@@ -283,7 +283,7 @@ def _curve(variant: Variant, indices: tuple[Tensor, ...]) -> dict[str, Any]:
 
 
 def _along_diagonals(square: Tensor) -> bool:
-    """Whether all places of one distance hold the same."""
+    """Whether all elements of each diagonal are equal."""
     return torch.allclose(square[1:, 1:], square[:-1, :-1], rtol=1e-9, atol=1e-9, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""The heads to try a variant on: small, seeded, each with one habit that is easy to see."""
+"""The heads on which a variant is tried: small, seeded, each with one visible pattern."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SENTENCE: Final = _TEXT.split()
 
 @dataclass(frozen=True)
 class Head:
-    """One head: its name, its habit, and its queries and keys ``[tokens, DIM]``."""
+    """One head: its name, its pattern, and its queries and keys ``[tokens, DIM]``."""
 
     name: str
     says: str
@@ -33,7 +33,7 @@ class Head:
 
 
 def words(tokens: int) -> list[str]:
-    """The text that the heads read."""
+    """The words of the heads' text."""
     return [_SENTENCE[place % len(_SENTENCE)] for place in range(tokens)]
 
 
@@ -50,9 +50,9 @@ def _generator() -> torch.Generator:
 
 
 def _waves(places: Tensor, strength: float) -> Tensor:
-    """Features of a position: their products fall like a bell with the distance of two positions.
+    """Features of positions, whose dot products are a Gaussian of the distance.
 
-    Speeds are spread like a normal distribution, whose transform is a bell (Rahimi and Recht 2007, section 3).
+    Frequencies are quantiles of a normal distribution, whose transform is a Gaussian (Rahimi and Recht 2007, sec. 3).
     """
     shares = (torch.arange(DIM // 2, dtype=torch.float64) + 0.5) / (DIM // 2)
     angle = places[:, None] * (0.9 * torch.erfinv(shares))
@@ -70,9 +70,9 @@ def _before(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _same_word(tokens: int) -> tuple[Tensor, Tensor]:
-    known = sorted(set(_SENTENCE))
-    table = 1.2 * torch.randn(len(known), DIM, generator=_generator(), dtype=torch.float64)
-    rows = table[[known.index(word) for word in words(tokens)]]
+    vocabulary = sorted(set(_SENTENCE))
+    table = 1.2 * torch.randn(len(vocabulary), DIM, generator=_generator(), dtype=torch.float64)
+    rows = table[[vocabulary.index(word) for word in words(tokens)]]
     return rows, rows
 
 
@@ -89,9 +89,9 @@ def _first(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 HEADS: Final = (
-    Head("near tokens", "looks at its own place and around it", _near),
-    Head("token before", "looks one place back", _before),
-    Head("same word", "looks for its own word, wherever it stands", _same_word),
-    Head("first token", "puts much of its weight on the first token, the rest on words like its own", _first),
-    Head("uniform", "has queries of zero, so that every key scores the same", _uniform),
+    Head("near tokens", "attends to its own position and those around it", _near),
+    Head("token before", "attends to the previous position", _before),
+    Head("same word", "attends to occurrences of its own word", _same_word),
+    Head("first token", "puts much of its weight on the first token, the rest on its own word", _first),
+    Head("uniform", "has zero queries, so every key has the same score", _uniform),
 )

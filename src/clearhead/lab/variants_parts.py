@@ -1,4 +1,4 @@
-"""What the variants room offers, as data: masks and score rules by kind, with their numbers, and the heads to try."""
+"""The masks and score rules of the tab "Variants", as data: kinds with their fields."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ FUNCTION: Final = "variants"
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One thing that a reader fills in.
+    """One input field.
 
     Attributes:
-        name: of the argument, as the public API calls it.
+        name: name of the argument in the public API.
         kind: "whole", "number", "wholes", "numbers" (lists) or "text".
-        start: what stands there first.
-        low: the smallest number, and ``high`` the largest; for lists of each entry.
-        says: what it means, in a few words.
+        start: the initial value.
+        low: the smallest number; for lists, of each entry.
+        high: the largest number; for lists, of each entry.
+        says: a short description.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Field:
     high: float = 0.0
 
     def read(self, owner: str, value: object) -> Any:
-        """The value that the page sent, checked."""
+        """The checked value of a request."""
         where = f"{owner} {self.name}"
         if self.kind == "text":
             return value
@@ -67,7 +68,7 @@ def _wrong(argument: str, must: str, got: object, then: str) -> ShapeError:
 
 @dataclass(frozen=True)
 class Part:
-    """A mask or rule that was made, with the Python that makes it: an expression, and the functions that it names."""
+    """A mask or rule, with its Python: an expression, and the functions that it uses."""
 
     made: Any
     python: str
@@ -79,9 +80,10 @@ class Kind:
     """One kind of mask or rule.
 
     Attributes:
-        name: what the page calls it by.
-        says: what it does, in one sentence.
-        make: from the fields' values, the number of tokens, and a name for a function, to the part.
+        name: name on the page.
+        says: a description in one sentence.
+        fields: its input fields.
+        make: a function from the fields' values, the number of tokens and a name for a function to the part.
     """
 
     name: str
@@ -90,21 +92,21 @@ class Kind:
     make: Callable[[Mapping[str, Any], int, str], Part]
 
     def part(self, values: object, tokens: int, function: str) -> Part:
-        """The part from what the page sent."""
+        """The part of a request."""
         if not isinstance(values, Mapping):
-            raise _wrong(self.name, "come with its fields", values, "Send an object.")
+            raise _wrong(self.name, "have its fields", values, "Send an object.")
         return self.make(
             {each.name: each.read(self.name, values.get(each.name)) for each in self.fields}, tokens, function
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What the page draws its fields from."""
+        """The description from which the page builds the fields."""
         shown = [{"name": each.name, "kind": each.kind, "start": each.start, "says": each.says} for each in self.fields]
         return {"name": self.name, "says": self.says, "fields": shown}
 
 
 def _plain(cls: Callable[..., Any]) -> Callable[[Mapping[str, Any], int, str], Part]:
-    """A kind whose fields are the arguments of a public class."""
+    """The ``make`` of a kind whose fields are the arguments of a public class."""
 
     def make(values: Mapping[str, Any], tokens: int, function: str) -> Part:
         written = ", ".join(f"{name}={value!r}" for name, value in values.items())
@@ -119,12 +121,12 @@ def _documents(values: Mapping[str, Any], tokens: int, function: str) -> Part:
 
 
 def _fitting(lengths: Sequence[int], tokens: int) -> list[int]:
-    """Lengths that add up to the tokens: what is over is cut, what is missing is a last document."""
-    kept: list[int] = []
+    """Lengths that sum to ``tokens``: truncated, or with an additional last document."""
+    fitting: list[int] = []
     for length in lengths:
-        kept.append(min(length, tokens - sum(kept)))
-    rest = tokens - sum(kept)
-    return [length for length in (*kept, rest) if length > 0]
+        fitting.append(min(length, tokens - sum(fitting)))
+    rest = tokens - sum(fitting)
+    return [length for length in (*fitting, rest) if length > 0]
 
 
 def _padding(values: Mapping[str, Any], tokens: int, function: str) -> Part:
@@ -156,40 +158,43 @@ def _far(name: str, start: int, says: str, low: int = 0) -> Field:
 
 
 def _formula(start: str, more: str = "") -> Field:
-    says = f"at most {LONGEST} letters, of q_pos, k_pos, batch, head{more}"
+    says = f"at most {LONGEST} characters, with q_pos, k_pos, batch, head{more}"
     return Field(name="formula", kind="text", start=start, says=says)
 
 
 MASKS: Final[Mapping[str, Kind]] = {
     kind.name: kind
     for kind in (
-        Kind(name="Causal", says="Each query sees its own position and those before.", fields=(), make=_plain(Causal)),
+        Kind(
+            name="Causal", says="Each query attends to its own position and those before.", fields=(),
+            make=_plain(Causal),
+        ),
         Kind(
             name="Window", says="Keys from q_pos − before to q_pos + after, both ends included.", make=_plain(Window),
-            fields=(_far("before", 4, "how many positions back"), _far("after", 0, "how many positions ahead")),
+            fields=(_far("before", 4, "positions before the query"), _far("after", 0, "positions after the query")),
         ),
         Kind(
-            name="Prefix", says="Every query sees the first keys.", make=_plain(Prefix),
-            fields=(_far("length", 3, "how many keys"),),
+            name="Prefix", says="Every query attends to the first keys.", make=_plain(Prefix),
+            fields=(_far("length", 3, "number of keys"),),
         ),
         Kind(
-            name="Global", says="The first tokens see all and are seen by all.", make=_plain(Global),
-            fields=(_far("num_tokens", 2, "how many tokens"),),
+            name="Global", says="The first tokens attend to all and are attended to by all.", make=_plain(Global),
+            fields=(_far("num_tokens", 2, "number of tokens"),),
         ),
         Kind(
             name="Strided", says="Every stride-th key, counted from the query's own.", make=_plain(Strided),
-            fields=(_far("stride", 3, "from one key to the next", low=1),),
+            fields=(_far("stride", 3, "distance from one key to the next", low=1),),
         ),
         Kind(
-            name="Documents", says="Tokens see their own document of a packed sequence.", make=_documents,
-            fields=(Field(name="lengths", kind="wholes", start=[7, 5, 6], says="how long each is", low=1, high=64),),
+            name="Documents", says="Tokens attend to their own document of a packed sequence.", make=_documents,
+            fields=(Field(name="lengths", kind="wholes", start=[7, 5, 6], says="length of each", low=1, high=64),),
         ),
         Kind(
             name="Padding", says="Keys end at the sequence's length.", make=_padding,
-            fields=(_far("length", 15, "how many tokens are real"),),
+            fields=(_far("length", 15, "number of real tokens"),),
         ),
         Kind(
-            name="Expression", says="A formula of your own that is true where a query may attend.", make=_typed_mask,
+            name="Expression", says="A formula that is true where a query may attend.", make=_typed_mask,
             fields=(_formula("k_pos <= q_pos and (q_pos - k_pos) % 3 == 0"),),
         ),
     )
@@ -200,7 +205,7 @@ RULES: Final[Mapping[str, Kind]] = {
     for kind in (
         Kind(
             name="Alibi", says="score − slope × |q_pos − k_pos| (Press et al. 2022, section 3).", make=_alibi,
-            fields=(Field(name="slope", kind="number", start=0.25, says="what a step away costs", low=-10, high=10),),
+            fields=(Field(name="slope", kind="number", start=0.25, says="penalty per position", low=-10, high=10),),
         ),
         Kind(
             name="SoftCap", says="cap × tanh(score / cap): scores stay within ± cap (Gemma 2 report, section 2).",
@@ -208,22 +213,22 @@ RULES: Final[Mapping[str, Kind]] = {
             fields=(Field(name="cap", kind="number", start=2.0, says="the bound", low=1e-3, high=1e4),),
         ),
         Kind(
-            name="RelativeBias", says="score + table[q_pos − k_pos], held at its ends (Shaw et al. 2018, section 3.2).",
+            name="RelativeBias", says="score + table[q_pos − k_pos], clipped at the ends (Shaw et al. 2018, sec. 3.2).",
             make=_relative,
             fields=(
                 Field(
                     name="table", kind="numbers", start=[-1.0, -0.5, 0.0, 0.0, 2.0, 1.0, -1.0], low=-100, high=100,
-                    says="an odd count; the middle is distance 0, the keys further back stand right of it",
+                    says="an odd number of values; the middle is distance 0, earlier keys are to its right",
                 ),
             ),
         ),
         Kind(
-            name="Sink", says="A logit that takes part in the softmax and has no value: weights add up to less than 1.",
+            name="Sink", says="A logit in the softmax without a value, so weights sum to less than 1.",
             make=lambda values, tokens, function: Part(Sink(values["logit"]), f"ch.Sink({values['logit']!r})"),
             fields=(Field(name="logit", kind="number", start=1.0, says="its score", low=-100, high=100),),
         ),
         Kind(
-            name="Expression", says="A formula of your own that gives the new score.", make=_typed_rule,
+            name="Expression", says="A formula for the new score.", make=_typed_rule,
             fields=(_formula("score - 0.3 * sqrt(abs(q_pos - k_pos))", ", score"),),
         ),
     )

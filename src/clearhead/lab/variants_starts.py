@@ -1,4 +1,4 @@
-"""Variants to start from, as data."""
+"""Presets of the tab "Variants", as data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ __all__ = ["STARTS", "Start"]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A variant that the page can begin with, as it would send it.
+    """A preset variant, as the page sends it.
 
     Attributes:
-        name: what a reader sees.
-        source: where it is from.
-        head: the head that shows it best.
+        name: the title on the page.
+        source: where the variant is from.
+        head: the head that shows its effect best.
+        mask: the parts of the mask.
+        rules: the score rules.
     """
 
     name: str
@@ -26,7 +28,7 @@ class Start:
     rules: tuple[Mapping[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields."""
+        """The fields, for JSON."""
         return asdict(self)
 
 
@@ -59,7 +61,7 @@ STARTS: Final = (
         rules=(_part("Alibi", slope=0.25),),
     ),
     Start(
-        name="Soft cap", source="Gemma 2 report, section 2, with a cap low enough to be seen", head="same word",
+        name="Soft cap", source="Gemma 2 report, section 2, with a lower cap to show its effect", head="same word",
         mask=(_part("Causal"),), rules=(_part("SoftCap", cap=2.0),),
     ),
     Start(
@@ -67,7 +69,7 @@ STARTS: Final = (
         rules=(_part("Sink", logit=2.0),),
     ),
     Start(
-        name="Formulas of your own", source="typed, parsed, never run as code", head="uniform",
+        name="Typed formulas", source="typed, parsed, never run as code", head="uniform",
         mask=(_part("Expression", formula="k_pos <= q_pos and (q_pos - k_pos < 4 or k_pos % 4 == 0)"),),
         rules=(_part("Expression", formula="score - 0.2 * min(q_pos - k_pos, 8)"),),
     ),

@@ -1,4 +1,4 @@
-"""Pages of attention that the lab has made, the newest few, each under a name that nobody guesses."""
+"""A store of the most recent attention pages, under random names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN_POLICY: Final = re.compile(r'<meta http-equiv="Content-Security-Policy" con
 
 
 class Views:
-    """The pages kept; the one that was not looked at for the longest goes first."""
+    """The stored pages; the least recently used one is dropped first."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -30,14 +30,14 @@ class Views:
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
+        """The total number of bytes."""
         return sum(map(len, self._pages.values()))
 
     def add(self, page: Page) -> str:
-        """Keep a page; its name.
+        """Store a page and return its name.
 
         Raises:
-            UnsupportedError: it is larger than all of them may be.
+            UnsupportedError: the page is larger than the limit of all pages.
         """
         html = page.html.encode()
         if len(html) > self._limits.view_bytes:
@@ -56,7 +56,7 @@ class Views:
         return name
 
     def get(self, name: str) -> bytes | None:
-        """A page by name, if it is kept."""
+        """A page by name, or None if it is not stored."""
         with self._lock:
             if name in self._pages:
                 self._pages.move_to_end(name)
@@ -64,7 +64,7 @@ class Views:
 
 
 def policy_of(html: bytes) -> str:
-    """A page's own policy, and the sandbox that keeps its script away from the lab's."""
-    found = _OWN_POLICY.search(html[:4096].decode("utf-8", "replace"))
-    assert found is not None
-    return f"sandbox allow-scripts allow-downloads; frame-ancestors 'self'; {found[1]}"
+    """A page's content security policy, with a sandbox that isolates its script from the lab."""
+    match = _OWN_POLICY.search(html[:4096].decode("utf-8", "replace"))
+    assert match is not None
+    return f"sandbox allow-scripts allow-downloads; frame-ancestors 'self'; {match[1]}"

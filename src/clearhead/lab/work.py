@@ -1,4 +1,4 @@
-"""What the lab's page can ask for, as data: a name, a function from JSON to JSON, and how long it may take."""
+"""Kinds of jobs that the lab's page can request: a name, a function from JSON to JSON, and a time limit."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ __all__ = ["Cancelled", "Ticket", "Work"]
 
 
 class Cancelled(Exception):
-    """The work is no longer wanted, or its time is over; raised by ``Ticket.step`` inside the work."""
+    """The job was cancelled or exceeded its time limit; raised by ``Ticket.step`` within the job."""
 
 
 class Ticket(Protocol):
-    """What running work holds: a way to say how far it is, and to be told that nobody waits any longer."""
+    """Reports progress from a running job, and cancels it."""
 
     def step(self, done: float, text: str = "") -> None:
-        """Say that ``done`` of the work (0 to 1) is behind, ``text`` being what comes next.
+        """Report that the share ``done`` of the job (0 to 1) is complete; ``text`` describes the next part.
 
         Raises:
-            Cancelled: nobody waits for the result any longer. Let it pass.
+            Cancelled: the job was cancelled; the exception must propagate.
         """
 
 
 @dataclass(frozen=True)
 class Work:
-    """One question of the page.
+    """One kind of job that the page can request.
 
     Attributes:
-        name: what the page asks for, ``POST works/<name>``.
-        run: from the page's JSON object and a ticket to a JSON value. A ``ClearheadError`` becomes the message that
-            the page shows.
-        seconds: the longest it may take.
+        name: its name in the request ``POST works/<name>``.
+        run: a function from the request's JSON object and a ticket to a JSON value. The page shows the text of a
+            ``ClearheadError``.
+        seconds: the time limit in seconds.
     """
 
     name: str

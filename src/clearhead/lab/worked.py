@@ -1,4 +1,4 @@
-"""The lab's worked example: attention over a small sheet, every step of it with its formula and its shapes."""
+"""The jobs of the tab "Worked example": attention on a small worksheet, each step with its formula and shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from clearhead.lab.work import Ticket, Work
 from clearhead.lab.worked_presets import PRESETS
 from clearhead.lab.worked_script import script
-from clearhead.lab.worked_sheet import LIMITS, Sheet
+from clearhead.lab.worked_sheet import LIMITS, Worksheet
 from clearhead.observe import trace
 from clearhead.observe.points import Points
 
@@ -23,38 +23,38 @@ _BELOW: Final = "₁₂₃₄₅₆₇₈"
 
 
 def start(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
-    """The sheets to start from, and how large one may become."""
+    """The preset worksheets, and the size limits."""
     return {"presets": [preset.as_json() for preset in PRESETS], "limits": dict(LIMITS)}
 
 
 def compute(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
-    """Every step of the sheet, computed by the library's own module in float64.
+    """Every step of the worksheet, computed by ``MultiHeadAttention`` in float64.
 
     Returns:
         ``steps``: for each its ``id``, ``symbol``, ``title``, ``formula``, ``shapes``, ``head``, ``values`` (rows; null
-        for minus infinity) and ``recipe``: what a cell is made from. ``scale``; ``mask`` by name; ``empty``: queries
-        that may attend to nothing; ``difference``: between the output of the kernel that ran and ``weights · V``.
+        for minus infinity) and ``recipe``, the inputs of a cell. ``scale``; ``mask`` by name; ``empty``: queries that
+        may attend to nothing; ``difference``: between the module's output and ``weights · V``.
     """
-    sheet = Sheet.of(params)
+    sheet = Worksheet.of(params)
     module = sheet.module()
     with torch.no_grad(), trace(module) as traced:
         output = module(sheet.X, mask=sheet.mask)
     points = traced[0]
     steps = [*_projections(sheet, points), *_heads(sheet, points), *_joined(sheet, output)]
-    again = points.weights @ points.value
+    recomputed = points.weights @ points.value
     return {
         "steps": steps,
         "scale": sheet.scale,
         "head_dim": sheet.head_dim,
         "mask": "none" if sheet.mask is None else type(sheet.mask).__name__,
         "empty": [row for row, any_key in enumerate(sheet.allowed.any(dim=1).tolist()) if not any_key],
-        "difference": float((again - points.head_outputs).abs().max()),
+        "difference": float((recomputed - points.head_outputs).abs().max()),
     }
 
 
 def exported(params: Mapping[str, Any], ticket: Ticket) -> dict[str, str]:
-    """The sheet as a Python script that prints the same numbers."""
-    return {"name": "worked_example.py", "script": script(Sheet.of(params))}
+    """The worksheet as a Python script that prints the same values."""
+    return {"name": "worked_example.py", "script": script(Worksheet.of(params))}
 
 
 def _side_by_side(heads: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _shape(table: Tensor) -> str:
     return f"{table.shape[0]}×{table.shape[1]}"
 
 
-def _projections(sheet: Sheet, points: Points) -> Iterator[Step]:
+def _projections(sheet: Worksheet, points: Points) -> Iterator[Step]:
     for letter, title, heads in (
         ("q", "queries", points.query),
         ("k", "keys", points.key),
@@ -108,36 +108,36 @@ def _projections(sheet: Sheet, points: Points) -> Iterator[Step]:
         )
 
 
-def _heads(sheet: Sheet, points: Points) -> Iterator[Step]:
+def _heads(sheet: Worksheet, points: Points) -> Iterator[Step]:
     for head in range(sheet.heads):
         if sheet.heads > 1:
             yield from _split(sheet, points, head)
         yield from _attention(sheet, points, head)
 
 
-def _split(sheet: Sheet, points: Points, head: int) -> Iterator[Step]:
+def _split(sheet: Worksheet, points: Points, head: int) -> Iterator[Step]:
     first = head * sheet.head_dim
     for symbol, title, heads in (
         ("Q", "queries", points.query),
         ("K", "keys", points.key),
         ("V", "values", points.value),
     ):
-        own = f"{symbol}{_BELOW[head]}"
-        formula = f"{own} = columns {first + 1} to {first + sheet.head_dim} of {symbol}"
+        of_head = f"{symbol}{_BELOW[head]}"
+        formula = f"{of_head} = columns {first + 1} to {first + sheet.head_dim} of {symbol}"
         whole = f"{sheet.X.shape[0]}×{sheet.heads * sheet.head_dim}"
         recipe = {"kind": "columns", "of": symbol, "first": first}
-        yield _step(symbol, own, f"{title} of head {head + 1}", formula, whole, heads[0, head], recipe, head)
+        yield _step(symbol, of_head, f"{title} of head {head + 1}", formula, whole, heads[0, head], recipe, head)
 
 
-def _attention(sheet: Sheet, points: Points, head: int) -> Iterator[Step]:
+def _attention(sheet: Worksheet, points: Points, head: int) -> Iterator[Step]:
     many = sheet.heads > 1
-    below, behind = (_BELOW[head], f".{head}") if many else ("", "")
+    subscript, suffix = (_BELOW[head], f".{head}") if many else ("", "")
     query, key, value = (part[0, head] for part in (points.query, points.key, points.value))
     square = f"{query.shape[0]}×{query.shape[0]}"
     root = f"√{sheet.head_dim}" if sheet.own_scale is None else None
 
     def symbol(name: str) -> str:
-        return f"{name}{below}"
+        return f"{name}{subscript}"
 
     yield _step(
         "scores",
@@ -146,7 +146,7 @@ def _attention(sheet: Sheet, points: Points, head: int) -> Iterator[Step]:
         f"{symbol('S')} = {symbol('Q')} · {symbol('K')}ᵀ",
         f"{_shape(query)} · {key.shape[1]}×{key.shape[0]}",
         points.scores[0, head],
-        {"kind": "dots", "left": f"Q{behind}", "right": f"K{behind}"},
+        {"kind": "dots", "left": f"Q{suffix}", "right": f"K{suffix}"},
         head,
     )
     yield _step(
@@ -186,12 +186,12 @@ def _attention(sheet: Sheet, points: Points, head: int) -> Iterator[Step]:
         f"{symbol('O')} = {symbol('A')} · {symbol('V')}",
         f"{square} · {_shape(value)}",
         points.head_outputs[0, head],
-        {"kind": "product", "left": f"weights.{head}", "right": f"V{behind}", "bias": None},
+        {"kind": "product", "left": f"weights.{head}", "right": f"V{suffix}", "bias": None},
         head,
     )
 
 
-def _joined(sheet: Sheet, output: Tensor) -> Iterator[Step]:
+def _joined(sheet: Worksheet, output: Tensor) -> Iterator[Step]:
     if sheet.heads == 1:
         return
     parts = [f"O{_BELOW[head]}" for head in range(sheet.heads)]

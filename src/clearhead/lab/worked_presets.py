@@ -1,4 +1,4 @@
-"""The tables that the worked example starts from: the lessons' own numbers."""
+"""Preset worksheets with the numbers of the source lessons."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Table = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A sheet to start from.
+    """A preset worksheet.
 
-    ``W_q``, ``W_k`` and ``W_v`` are ``[width of a token, heads * width of a head]``, heads side by side, as the lessons
-    write them (``nn.Linear`` holds the transpose). The lessons draw them from a seed; here they stand as drawn, to
-    eight places, because the four that a lesson prints would not give the four that it prints next.
+    ``W_q``, ``W_k`` and ``W_v`` are ``[embed_dim, heads * head_dim]``, heads side by side, as in the lessons
+    (``nn.Linear`` stores the transpose). The lessons draw them from a seed; they are listed to eight decimal places, as
+    the four places that a lesson prints do not reproduce its next results.
 
     Attributes:
-        name: what the page calls it by.
-        title: what a reader sees.
-        source: the lesson it is from, and the document that the lesson follows.
-        scale: the factor on scores, or None for one over the root of a head's width.
+        name: identifier in requests.
+        title: title on the page.
+        source: the lesson, and the document that the lesson follows.
+        scale: factor of scores, or None for ``1 / sqrt(head_dim)``.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Preset:
     heads: int = 1
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields, and the causal mask or the full one written out."""
+        """The fields for JSON, with the causal or full mask as a table."""
         places = range(len(self.X))
         allowed = [[key <= query or not self.causal for key in places] for query in places]
         return {**asdict(self), "allowed": allowed}
@@ -50,7 +50,7 @@ _X: Final = ((1.16, 0.23), (0.57, 1.36), (4.41, -2.16))
 _W_Q: Final = ((0.54061037, -0.16565566), (0.58690423, 0.64955628))
 _W_K: Final = ((-0.15492962, -0.34425849), (0.14268756, 0.41527155))
 _W_V: Final = ((0.62334496, 0.61461449), (-0.51875341, 0.13234161))
-# The second head of lesson 4, drawn after the first from the same seed.
+# The second head of lesson 4, drawn after the first one from the same seed.
 _W_Q_2: Final = ((0.52241677, 0.34095848), (0.09576388, -0.09983712))
 _W_K_2: Final = ((0.54509860, -0.33010566), (0.10451668, 0.18024032))
 _W_V_2: Final = ((-0.32578999, -0.28719729), (-0.08292443, 0.46907410))
@@ -67,7 +67,7 @@ PRESETS: Final = (
         X=_X, W_q=_W_Q, W_k=_W_K, W_v=_W_V,
     ),
     Preset(
-        name="lesson-3", title="Three tokens, the future hidden (3 × 2)",
+        name="lesson-3", title="Three tokens, causal mask (3 × 2)",
         source="Lesson 3, document 003, “Coding Masked Self-Attention in PyTorch”: lesson 0 under a causal mask",
         X=_X, W_q=_W_Q, W_k=_W_K, W_v=_W_V, causal=True,
     ),

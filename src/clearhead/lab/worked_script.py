@@ -1,4 +1,4 @@
-"""The worked example as a Python script that prints the numbers of the sheet."""
+"""The worked example as a Python script that prints the values of the worksheet."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Final
 
 from torch import Tensor
 
-from clearhead.lab.worked_sheet import WEIGHTS, Sheet
+from clearhead.lab.worked_sheet import WEIGHTS, Worksheet
 from clearhead.masks import Causal
 
 __all__ = ["script"]
 
-_START: Final = '''"""Self-attention over a small sheet: every step by hand, then the same from clearhead's module."""
+_START: Final = '''"""Self-attention on a small worksheet: every step by hand, then with clearhead's module."""
 
 import torch
 
@@ -38,9 +38,9 @@ show("V", V)
 
 outputs = []
 for head in range(heads):
-    # Heads stand side by side: each has its own columns.
-    own = slice(head * head_dim, (head + 1) * head_dim)
-    query, key, value = Q[:, own], K[:, own], V[:, own]
+    # Each head has its own columns.
+    columns = slice(head * head_dim, (head + 1) * head_dim)
+    query, key, value = Q[:, columns], K[:, columns], V[:, columns]
     scores = query @ key.T
     scaled = scores * scale
     masked = scaled.masked_fill(~allowed, -torch.inf)
@@ -58,12 +58,12 @@ with torch.no_grad():
     torch.testing.assert_close(module(X, mask={mask}), output, rtol=1e-9, atol=1e-9)
 """
 _SOFTMAX: Final = "torch.softmax(masked, dim=-1)"
-#: Softmax of nothing is 0 / 0; the library gives such a query weights and output of 0.
+#: The softmax of an empty row is 0 / 0; the library defines weights and output of such a query as 0.
 _SOFTMAX_OF_NOTHING: Final = f"{_SOFTMAX}.nan_to_num(0.0)  # a query without keys attends to nothing"
 
 
-def script(sheet: Sheet) -> str:
-    """Python that needs torch and clearhead, prints every step to four places, and checks the module against them."""
+def script(sheet: Worksheet) -> str:
+    """A script that prints every step to four places and compares the module with them; needs torch and clearhead."""
     lines = [_START, f"X = {_numbers(sheet.X)}"]
     lines += [f"{name} = {_numbers(sheet.weights[name])}" for name in WEIGHTS]
     lines += [f"{name} = {_numbers(bias[None])}[0]" for name, bias in sheet.biases.items()]
@@ -82,7 +82,7 @@ def _numbers(table: Tensor) -> str:
     return f"table({', '.join(rows)})" if len(rows) == 1 else "table(\n    " + ",\n    ".join(rows) + ",\n)"
 
 
-def _mask(sheet: Sheet) -> str:
+def _mask(sheet: Worksheet) -> str:
     places = sheet.allowed.shape[0]
     if sheet.mask is None:
         return f"torch.ones({places}, {places}, dtype=torch.bool)"
@@ -92,15 +92,15 @@ def _mask(sheet: Sheet) -> str:
     return f"torch.tensor([{', '.join(rows)}]) == 1"
 
 
-def _library_mask(sheet: Sheet) -> str:
+def _library_mask(sheet: Worksheet) -> str:
     if sheet.mask is None:
         return "None"
     return "ch.Causal()" if isinstance(sheet.mask, Causal) else "ch.Dense(allowed)"
 
 
-def _one_head(sheet: Sheet) -> str:
+def _one_head(sheet: Worksheet) -> str:
     """The weights of each head in ``nn.Linear``'s order, as an expression of the script."""
-    columns, places = ("", "") if sheet.heads == 1 else ("[:, own]", "[own]")
+    columns, places = ("", "") if sheet.heads == 1 else ("[:, part]", "[part]")
     form = "(W_{0}{1}.T, b_{0}{2})" if sheet.biases else "W_{0}{1}.T"
     head = f"({', '.join(form.format(letter, columns, places) for letter in 'qkv')})"
-    return head if sheet.heads == 1 else f"\n    {head}\n    for own in torch.arange(len(Q[0])).split(head_dim)\n"
+    return head if sheet.heads == 1 else f"\n    {head}\n    for part in torch.arange(len(Q[0])).split(head_dim)\n"

@@ -1,4 +1,4 @@
-"""The worked example's sheet: what the page sends, checked once and held as numbers."""
+"""The worksheet of the worked example: the request, checked and converted to tensors."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from clearhead.masks import Causal, Dense, Mask
 from clearhead.nn import MultiHeadAttention
 from clearhead.shapes import Bool, Float
 
-__all__ = ["LIMITS", "WEIGHTS", "Sheet"]
+__all__ = ["LIMITS", "WEIGHTS", "Worksheet"]
 
 FUNCTION: Final = "worked example"
 WEIGHTS: Final = ("W_q", "W_k", "W_v")
 BIASES: Final = ("b_q", "b_k", "b_v")
-#: Tokens, width of a token, width of all heads together, and how large a number may be.
+#: Largest number of tokens, width of a token, width of all heads, and absolute value.
 LIMITS: Final = {"tokens": 12, "width": 8, "columns": 8, "number": 1e6}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sheet:
-    """Everything that a reader can edit, in float64.
+class Worksheet:
+    """All editable values, in float64.
 
     Attributes:
-        X: tokens, one a row.
+        X: tokens, ``[tokens, width]``.
         weights: ``W_q``, ``W_k`` and ``W_v``, ``[width, heads * head_dim]``.
-        biases: ``b_q``, ``b_k`` and ``b_v``, ``[heads * head_dim]``; empty where there are none.
+        biases: ``b_q``, ``b_k`` and ``b_v``, ``[heads * head_dim]``; empty without biases.
         allowed: which query (row) may attend to which key (column).
-        own_scale: the factor on scores, or None for the usual one.
-        heads: how many.
+        own_scale: factor of scores, or None for ``1 / sqrt(head_dim)``.
+        heads: number of heads.
     """
 
     X: Float[Tensor, "tokens width"]
@@ -45,11 +45,11 @@ class Sheet:
     heads: int
 
     @classmethod
-    def of(cls, params: Mapping[str, Any]) -> Sheet:
-        """The sheet that the page sent.
+    def of(cls, params: Mapping[str, Any]) -> Worksheet:
+        """The worksheet of a request.
 
         Raises:
-            ShapeError: a number that is none, or a table of another shape; names the cell.
+            ShapeError: a number is invalid, or a table has another shape; the text names the cell.
         """
         tokens = _table("X", params.get("X"))
         _size("X", tokens, "rows", 0, "tokens")
@@ -64,7 +64,7 @@ class Sheet:
                     name,
                     f"be {wanted[0]} × {wanted[1]}, X's columns by W_q's columns",
                     f"{weight.shape[0]} × {weight.shape[1]}",
-                    "Add or take away rows and columns of all three.",
+                    "Add or remove rows and columns of all three.",
                 )
         return cls(
             X=tokens,
@@ -85,7 +85,7 @@ class Sheet:
 
     @property
     def mask(self) -> Mask | None:
-        """The mask by its own name where it has one."""
+        """The mask: None, ``Causal`` or ``Dense``."""
         if bool(self.allowed.all()):
             return None
         causal = Causal()
@@ -93,7 +93,7 @@ class Sheet:
         return causal if torch.equal(self.allowed, causal.dense(places, places)) else Dense(self.allowed)
 
     def module(self) -> MultiHeadAttention:
-        """The production module with the sheet's weights."""
+        """A ``MultiHeadAttention`` with the worksheet's weights."""
         parts = [slice(head * self.head_dim, (head + 1) * self.head_dim) for head in range(self.heads)]
         one_head = [tuple(self._projection(name, part) for name in WEIGHTS) for part in parts]
         module = MultiHeadAttention.from_heads(one_head, scale=self.own_scale)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def _number(place: str, value: object) -> float:
 
 
 def _table(name: str, value: object) -> Tensor:
-    """A table of numbers; its errors name the cell, counted from 1 as the page does."""
+    """A table of numbers; errors name the cell, counted from 1 as on the page."""
     if not isinstance(value, list) or not value or not all(isinstance(row, list) and row for row in value):
         raise _wrong(name, "be a table, rows of numbers", _shown(value), "Send a list of lists.")
     if len(value) > LIMITS["tokens"] or any(len(row) != len(value[0]) or len(row) > LIMITS["columns"] for row in value):
@@ -131,7 +131,7 @@ def _table(name: str, value: object) -> Tensor:
             name,
             f"have rows of one length, at most {LIMITS['tokens']:.0f} × {LIMITS['columns']:.0f}",
             f"{len(value)} rows of {sorted({len(row) for row in value})[:4]}",
-            "Take some away.",
+            "Remove some.",
         )
     rows = [
         [_number(f"{name} row {at + 1} column {place + 1}", cell) for place, cell in enumerate(row)]
@@ -142,7 +142,7 @@ def _table(name: str, value: object) -> Tensor:
 
 def _size(name: str, table: Tensor, what: str, axis: int, limit: str) -> None:
     if table.shape[axis] > LIMITS[limit]:
-        raise _wrong(name, f"have at most {LIMITS[limit]:.0f} {what}", table.shape[axis], "Take some away.")
+        raise _wrong(name, f"have at most {LIMITS[limit]:.0f} {what}", table.shape[axis], "Remove some.")
 
 
 def _biases(params: Mapping[str, Any], columns: int) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def _biases(params: Mapping[str, Any], columns: int) -> dict[str, Tensor]:
     biases = {}
     for name, value in given.items():
         if not isinstance(value, list) or len(value) != columns:
-            raise _wrong(name, f"have {columns} numbers, one a column", _shown(value), "Send null for none.")
+            raise _wrong(name, f"have {columns} numbers, one per column", _shown(value), "Send null for none.")
         cells = [_number(f"{name} column {place + 1}", cell) for place, cell in enumerate(value)]
         biases[name] = torch.tensor(cells, dtype=torch.float64)
     return biases
@@ -165,7 +165,7 @@ def _allowed(value: object, tokens: int) -> Tensor:
     if not good or not all(isinstance(row, list) and len(row) == tokens for row in value):  # type: ignore[attr-defined]
         raise _wrong("mask", f"be {tokens} × {tokens}, a row per query", _shown(value), "True means may attend.")
     if not all(isinstance(cell, bool) for row in value for cell in row):  # type: ignore[attr-defined]
-        raise _wrong("mask", "hold true and false", _shown(value), "True means may attend.")
+        raise _wrong("mask", "have true and false", _shown(value), "True means may attend.")
     return torch.tensor(value, dtype=torch.bool)
 
 

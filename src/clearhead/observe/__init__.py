@@ -1,7 +1,6 @@
-"""Looking inside an attention while it runs.
+"""Look inside attention while it runs: statistics, inner tensors, edits and measures of heads.
 
-The package can be called: ``clearhead.observe(model, want)`` is the function ``observe`` in it, so that the verb and
-the place where its relatives live share a name.
+The package is callable: ``clearhead.observe(model, want)`` calls the function ``clearhead.observe.observe``.
 """
 
 import inspect
@@ -44,11 +43,11 @@ __all__ = [
 ]
 
 
-class _Verb(ModuleType):
-    """This package, called as the function of its name."""
+class _ObserveModule(ModuleType):
+    """The package, made callable as the function of the same name."""
 
     __call__ = staticmethod(observe)
     __signature__ = inspect.signature(observe)
 
 
-sys.modules[__name__].__class__ = _Verb
+sys.modules[__name__].__class__ = _ObserveModule

@@ -1,4 +1,4 @@
-"""Head ablation: what a model loses without one of its heads."""
+"""Head ablation: how a model's output changes without one of its heads."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ def head_effects(
     layers: Layers = None,
     **options: Any,
 ) -> dict[str, Float[Tensor, " heads"]]:
-    """What changes when each head alone is switched off, its output set to 0.
+    """Measure the effect of switching off each head alone, by setting the head's output to 0.
 
     Args:
-        model: called as ``model(*inputs, **options)``, as in ``eval()`` and without gradients.
-        inputs: what it is called with.
-        measure: a number made of what the model returns, such as a loss; the effect is then ``measure(without the
-            head) - measure(with it)``. By default the effect is how far the output moves, ``|| y' - y || / || y ||``.
-        layers: which attention layers, as in ``trace``.
-        options: what it is called with by name.
+        model: a module, called as ``model(*inputs, **options)`` in evaluation mode and without gradients.
+        inputs: positional arguments of the model.
+        measure: a function from the model's output to a number, such as a loss; the effect is then ``measure(output
+            without the head) - measure(output)``. By default the effect is ``|| y' - y || / || y ||``, the relative
+            change of the output.
+        layers: which attention layers, by number, name or glob such as ``"encoder.*"``, or several; by default all.
+        options: keyword arguments of the model.
 
     Returns:
-        For each layer by name a float64 ``[heads]``.
+        A dictionary from each layer's name to its effects, float64 ``[heads]``.
 
     Raises:
         UnsupportedError: the model has no attention that can be observed, or returns no tensor to compare.
         ShapeError: no such layer; the text lists those that exist.
 
-    Cost: a forward pass for each head, and one more.
+    Cost: one forward pass per head, and one more.
 
     Paper: Michel et al. 2019, "Are sixteen heads really better than one?", section 3.2.
 
@@ -69,12 +70,12 @@ def head_effects(
         effects: dict[str, Tensor] = {}
         with trace(model, layers=layers, record=False) as traced:
             for name, count in heads.items():
-                found = []
+                changes = []
                 for head in range(count):
                     off = traced.switch_off(head, layers=name)
-                    found.append(of(model(*inputs, **options)))
+                    changes.append(of(model(*inputs, **options)))
                     off.undo()
-                effects[name] = torch.tensor(found, dtype=torch.float64)
+                effects[name] = torch.tensor(changes, dtype=torch.float64)
         return effects
 
 

@@ -1,4 +1,4 @@
-"""What one attention module was given and gave while a model ran once: a trace of that module alone."""
+"""The inputs, problem and outputs of one attention module in one run of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Captured", "attention_modules", "capture", "find_layer"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
-    """One call of an attention module: what went in, the problem, the heads side by side, and what came out."""
+    """One call of an attention module: its inputs, its problem, the concatenated head outputs and its output."""
 
     module: MultiHeadAttention
     inputs: tuple[Any, ...]
@@ -32,23 +32,23 @@ class Captured:
 
 
 def attention_modules(model: nn.Module) -> dict[str, MultiHeadAttention]:
-    """Every attention module of clearhead in a model by its dotted name, in the order of registration."""
+    """Every ``MultiHeadAttention`` of a model by its dotted name, in the order of registration."""
     return {name: part for name, part in model.named_modules() if isinstance(part, MultiHeadAttention)}
 
 
 def find_layer(function: str, model: nn.Module, layer: int | str | None) -> str:
-    """The name of the attention module meant by a number, a name, or nothing (the first).
+    """The name of the attention module that ``layer`` selects by number or name; the first one for None.
 
     Raises:
         ShapeError: there is no such layer; the text lists those that exist.
-        UnsupportedError: the model holds no attention module of clearhead.
+        UnsupportedError: the model contains no attention module of clearhead.
     """
     names = list(attention_modules(model))
     if not names:
         raise UnsupportedError.about(
             function,
             "model",
-            must="hold a ch.nn.MultiHeadAttention",
+            must="contain a ch.nn.MultiHeadAttention",
             got=type(model).__name__,
             then="Convert torch's modules with MultiHeadAttention.from_torch.",
         )
@@ -64,7 +64,7 @@ def find_layer(function: str, model: nn.Module, layer: int | str | None) -> str:
 def capture(
     model: nn.Module, module: MultiHeadAttention, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Captured:
-    """Run ``model(*inputs, **options)`` once, as in ``eval()`` and without gradients; what ``module`` saw and gave.
+    """Run ``model(*inputs, **options)`` once in evaluation mode without gradients, and record the call of ``module``.
 
     Raises:
         UnsupportedError: the model never called the module, or the model itself failed.
@@ -106,7 +106,7 @@ def capture(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every part of the model as in ``eval()``, and afterwards each as it was."""
+    """Put every part of the model in evaluation mode, and restore each part's mode at the end."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:

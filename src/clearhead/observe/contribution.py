@@ -1,4 +1,4 @@
-"""Norm-weighted contribution: what a key adds to a query's output, not only how much it is looked at."""
+"""Norm-weighted contributions: how much a key adds to a query's output, its weight times its projected value's norm."""
 
 from __future__ import annotations
 
@@ -27,19 +27,25 @@ Projection = Tensor | nn.Module
 
 
 def value_norms(points: Points, projection: Projection) -> Float[Tensor, "batch heads k_len"]:
-    """How long each value is once it has been projected to the output, for each query head.
+    """The norm of each value after the output projection, for each query head.
 
     ``|| Wo_h v_j ||``, with ``v_j`` as the layer computed it, its bias included.
 
     Args:
-        points: of a layer, from ``trace``.
-        projection: the attention module, or its last projection, or that one's weight
+        points: the ``Points`` of one layer, from ``ch.trace``.
+        projection: the attention module, its output projection, or the projection's weight
             ``[embed_dim, heads * value_dim]``.
 
+    Returns:
+        ``[batch, heads, k_len]``.
+
     Raises:
-        UnsupportedError: the module has no projection that is known by name. ShapeError: its width does not fit.
+        UnsupportedError: the module has no output projection under a recognised name.
+        ShapeError: the projection's width is not ``heads * value_dim``.
 
     Cost: ``k_len * heads * value_dim * embed_dim`` operations, one head at a time.
+
+    Paper: Kobayashi et al. 2020, "Attention is not only a weight: analyzing transformers with vector norms", section 3.
     """
     check_points("value_norms", "points", points)
     return _norms(points.padded, projection)
@@ -68,16 +74,18 @@ def _weight(projection: Projection) -> Tensor:
     if isinstance(projection, Tensor):
         return projection
     if isinstance(projection, nn.Module):
-        held = [getattr(projection, name) for name in _NAMES if isinstance(getattr(projection, name, None), nn.Module)]
-        layer = held[0] if held else projection
+        projections = [
+            getattr(projection, name) for name in _NAMES if isinstance(getattr(projection, name, None), nn.Module)
+        ]
+        layer = projections[0] if projections else projection
         weight = getattr(layer, "weight", None)
         if isinstance(weight, Tensor) and weight.ndim == 2:
-            # GPT-2's layer holds its weight the other way round.
+            # GPT-2's Conv1D stores its weight transposed.
             return weight.T if type(layer).__name__.endswith("Conv1D") else weight
     raise UnsupportedError.about(
         "contributions",
         "projection",
-        must="be the projection that mixes heads, or hold it",
+        must="be the projection that mixes heads, or a module that has it",
         then="Pass its weight.",
         got=type(projection).__name__,
     )
@@ -86,22 +94,24 @@ def _weight(projection: Projection) -> Tensor:
 def contributions(
     points: Points, projection: Projection, queries: int | Sequence[int]
 ) -> Float[Tensor, "batch heads n k_len"]:
-    """How much each key adds to the output of some queries: the length of its projected value times its weight.
+    """How much each key adds to the output of chosen queries: its weight times the norm of its projected value.
 
-    ``p_ij || Wo_h v_j ||``, for each head apart.
+    ``p_ij || Wo_h v_j ||``, for each head separately.
 
     Args:
-        points: of a layer, from ``trace``.
-        projection: as in ``value_norms``.
-        queries: rows, counted within the call.
+        points: the ``Points`` of one layer, from ``ch.trace``.
+        projection: the attention module, its output projection, or the projection's weight
+            ``[embed_dim, heads * value_dim]``.
+        queries: index of one query within the call, or ``n`` of them.
 
     Returns:
         ``[batch, heads, n, k_len]``.
 
     Raises:
-        ShapeError: no such query; and as in ``value_norms``.
+        UnsupportedError: the module has no output projection under a recognised name.
+        ShapeError: there is no such query, or the projection's width is not ``heads * value_dim``.
 
-    Cost: the rows' weights and ``value_norms``; memory ``n * k_len`` per head.
+    Cost: the weights of ``n`` rows and ``value_norms``; memory ``n * k_len`` per head.
 
     Paper: Kobayashi et al. 2020, "Attention is not only a weight: analyzing transformers with vector norms", section 3.
 
@@ -126,15 +136,27 @@ def contributions(
 def received_contributions(points: Points, projection: Projection) -> Float[Tensor, "batch heads k_len"]:
     """How much each key adds to the outputs of all queries together.
 
-    ``(sum_i p_ij) || Wo_h v_j ||``.
+    ``(sum_i p_ij) || Wo_h v_j ||``, for each head separately; queries at padding do not count.
 
-    Arguments, errors and paper as in ``contributions``.
+    Args:
+        points: the ``Points`` of one layer, from ``ch.trace``.
+        projection: the attention module, its output projection, or the projection's weight
+            ``[embed_dim, heads * value_dim]``.
 
-    Cost: a pass for ``received`` and ``value_norms``; memory grows with the length.
+    Returns:
+        ``[batch, heads, k_len]``.
+
+    Raises:
+        UnsupportedError: the module has no output projection under a recognised name.
+        ShapeError: the projection's width is not ``heads * value_dim``.
+
+    Cost: one pass for the column sums, and ``value_norms``; memory is linear in the length.
+
+    Paper: Kobayashi et al. 2020, "Attention is not only a weight: analyzing transformers with vector norms", section 3.
     """
     check_points("received_contributions", "points", points)
     problem = points.padded
-    # Padding asks too, where a batch was not packed; what it asks for is nobody's output.
+    # In a batch that was not packed, padding has queries too; they must not count.
     real = points.real.to(problem.work_dtype)[:, None, None]
     sums = run("contributions", _narrow(problem), Want(row_weights=real)).row_weights
     assert sums is not None
@@ -142,5 +164,5 @@ def received_contributions(points: Points, projection: Projection) -> Float[Tens
 
 
 def _narrow(problem: Problem) -> Problem:
-    """The problem for its weights alone."""
+    """The problem with values of one channel, enough to compute weights."""
     return replace(problem, value=problem.value[..., :1], dropout=0.0)

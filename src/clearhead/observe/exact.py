@@ -1,7 +1,7 @@
-"""Attention for one query once more, in NumPy and float64, written from the formula.
+"""Attention for one query, recomputed in NumPy and float64 from the formula.
 
-This is the second opinion behind ``explain``: it shares no arithmetic with the backends, the masks or the rules.
-Only what a user wrote (a mask, a rule or a function of their own) has to be called as it is.
+``explain`` compares with this recomputation; it shares no arithmetic with the backends, the masks or the rules.
+Only a user's mask, rule or function is called directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clearhead.masks.base import Both, Either, Not
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 
 __all__ = [
-    "Array", "Place", "allowed", "as_array", "project", "rotated", "ruled", "sink_logit", "softmax",
+    "Array", "ScoreRow", "allowed", "as_array", "project", "rotated", "ruled", "sink_logit", "softmax",
     "weighted_sum",
 ]  # fmt: skip
 
@@ -30,8 +30,8 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a row of scores stands: sequence, query head, absolute position of the query, number of keys."""
+class ScoreRow:
+    """A row of scores: sequence, query head, absolute position of the query, number of keys."""
 
     batch: int
     head: int
@@ -45,7 +45,7 @@ class Place:
 
 
 def as_array(tensor: Tensor) -> Array:
-    """The numbers of a tensor in float64."""
+    """The elements of a tensor in float64."""
     array: Array = tensor.detach().to("cpu", torch.float64).numpy()
     return array
 
@@ -57,30 +57,30 @@ def project(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def rotated(x: Array, positions: npt.NDArray[np.int64], base: float) -> Array:
-    """Rows turned by position, channel ``i`` with channel ``i + d / 2`` as one complex number (Su et al. 2021, 3.2)."""
+    """Rows rotated by position, channels ``i`` and ``i + d / 2`` as one complex number (Su et al. 2021, 3.2)."""
     half = x.shape[-1] // 2
     angle = positions[:, None] * np.power(base, -np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    rotated_pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([rotated_pairs.real, rotated_pairs.imag], axis=-1)
 
 
-def ruled(scores: Array, rule: ScoreRule, place: Place) -> Array:
+def ruled(scores: Array, rule: ScoreRule, place: ScoreRow) -> Array:
     """The scores after one rule."""
-    own = _RULES.get(type(rule))
-    return own(rule, scores, place) if own is not None else _as_given(rule, scores, place)
+    formula = _RULES.get(type(rule))
+    return formula(rule, scores, place) if formula is not None else _as_given(rule, scores, place)
 
 
-def allowed(mask: Mask | None, place: Place) -> Flags:
+def allowed(mask: Mask | None, place: ScoreRow) -> Flags:
     """Which keys the query may attend to."""
     if mask is None:
         return np.ones(place.num_keys, dtype=np.bool_)
-    own = _MASKS.get(type(mask))
-    found = own(mask, place) if own is not None else _asked(mask, place)
-    return np.broadcast_to(found, (place.num_keys,)).copy()
+    formula = _MASKS.get(type(mask))
+    flags = formula(mask, place) if formula is not None else _asked(mask, place)
+    return np.broadcast_to(flags, (place.num_keys,)).copy()
 
 
 def softmax(masked: Array, sink: float | None) -> Array:
-    """``exp(s) / sum exp(s)``, a sink's logit in the sum; all 0 where every key is masked."""
+    """``exp(s) / sum exp(s)``, with a sink's logit in the sum; all 0 if every key is masked."""
     terms = masked if sink is None else np.append(masked, sink)
     largest = terms.max(initial=-np.inf)
     if largest == -np.inf:
@@ -90,29 +90,29 @@ def softmax(masked: Array, sink: float | None) -> Array:
 
 
 def weighted_sum(weights: Array, values: Array, may: Flags) -> Array:
-    """``sum_j p_j v_j`` over the keys that may be attended; a masked value never counts, not even a NaN."""
+    """``sum_j p_j v_j`` over the allowed keys; a masked value never counts, not even a NaN."""
     total: Array = np.einsum("j,jd->d", weights[may], values[may])
     return total
 
 
-def _as_given(rule: ScoreRule, scores: Array, place: Place) -> Array:
+def _as_given(rule: ScoreRule, scores: Array, place: ScoreRow) -> Array:
     result = rule.apply(torch.as_tensor(scores).view(1, 1, 1, -1), *_indices(place))
     return as_array(result.reshape(-1))
 
 
-def _asked(mask: Mask, place: Place) -> Flags:
+def _asked(mask: Mask, place: ScoreRow) -> Flags:
     answer: Flags = mask.allows(*_indices(place)).cpu().numpy().reshape(-1)
     return answer
 
 
-def _indices(place: Place) -> list[Tensor]:
+def _indices(place: ScoreRow) -> list[Tensor]:
     """Index tensors of the one row, as a rule or a mask is called with them."""
     single = (torch.full((1, 1, 1, 1), at) for at in (place.batch, place.head, place.query))
     return [*single, torch.arange(place.num_keys).view(1, 1, 1, -1)]
 
 
-def _own(table: Tensor, *index: int | npt.NDArray[np.int64]) -> Any:
-    """An entry of a table in which an axis of 1 stands for every index."""
+def _entry(table: Tensor, *index: int | npt.NDArray[np.int64]) -> Any:
+    """An entry of a table whose axes of size 1 broadcast."""
     return (
         table.detach()
         .cpu()
@@ -120,30 +120,30 @@ def _own(table: Tensor, *index: int | npt.NDArray[np.int64]) -> Any:
     )
 
 
-def _documents(mask: Any, place: Place) -> Flags:
+def _documents(mask: Any, place: ScoreRow) -> Flags:
     ids = mask.ids.cpu().numpy()
     ids = ids[place.batch if ids.shape[0] > 1 else 0]
     same: Flags = (ids[: place.num_keys] == ids[place.query]) & (ids[place.query] >= 0)
     return same
 
 
-_MASKS: dict[type[Mask], Callable[[Any, Place], Flags]] = {
+_MASKS: dict[type[Mask], Callable[[Any, ScoreRow], Flags]] = {
     Causal: lambda mask, at: at.keys <= at.query,
     Window: lambda mask, at: (at.keys >= at.query - mask.before) & (at.keys <= at.query + mask.after),
     Prefix: lambda mask, at: at.keys < mask.length,
     Global: lambda mask, at: (at.keys < mask.num_tokens) | (at.query < mask.num_tokens),
     Strided: lambda mask, at: (at.query - at.keys) % mask.stride == 0,
-    Padding: lambda mask, at: at.keys < _own(mask.lengths, at.batch),
+    Padding: lambda mask, at: at.keys < _entry(mask.lengths, at.batch),
     Documents: _documents,
-    Blocks: lambda mask, at: _own(mask.table, at.batch, at.head, at.query // mask.size, at.keys // mask.size),
-    Dense: lambda mask, at: _own(mask.allowed, at.batch, at.head, at.query - mask.first, at.keys),
+    Blocks: lambda mask, at: _entry(mask.table, at.batch, at.head, at.query // mask.size, at.keys // mask.size),
+    Dense: lambda mask, at: _entry(mask.allowed, at.batch, at.head, at.query - mask.first, at.keys),
     Both: lambda mask, at: allowed(mask.left, at) & allowed(mask.right, at),
     Either: lambda mask, at: allowed(mask.left, at) | allowed(mask.right, at),
     Not: lambda mask, at: ~allowed(mask.part, at),
 }
 
 
-def _relative_bias(rule: Any, scores: Array, place: Place) -> Array:
+def _relative_bias(rule: Any, scores: Array, place: ScoreRow) -> Array:
     table = as_array(rule.table)
     reach = table.shape[1] // 2
     distance = np.clip(place.query - place.keys, -reach, reach)
@@ -151,18 +151,18 @@ def _relative_bias(rule: Any, scores: Array, place: Place) -> Array:
     return biased
 
 
-_RULES: dict[type[ScoreRule], Callable[[Any, Array, Place], Array]] = {
-    Alibi: lambda rule, s, at: s - float(_own(rule.slopes, at.head)) * np.abs(at.query - at.keys),
+_RULES: dict[type[ScoreRule], Callable[[Any, Array, ScoreRow], Array]] = {
+    Alibi: lambda rule, s, at: s - float(_entry(rule.slopes, at.head)) * np.abs(at.query - at.keys),
     RelativeBias: _relative_bias,
     SoftCap: lambda rule, s, at: rule.cap * np.tanh(s / rule.cap),
-    DenseBias: lambda rule, s, at: s + _own(rule.bias.double(), at.batch, at.head, at.query - rule.first, at.keys),
+    DenseBias: lambda rule, s, at: s + _entry(rule.bias.double(), at.batch, at.head, at.query - rule.first, at.keys),
     Sink: lambda rule, s, at: s,
 }
 
 
 def sink_logit(rules: tuple[ScoreRule, ...], head: int) -> float | None:
-    """The logit of the head's sink, where there is one."""
+    """The logit of the head's sink, or None without a sink."""
     for rule in rules:
         if isinstance(rule, Sink):
-            return float(_own(rule.logits.double(), head))
+            return float(_entry(rule.logits.double(), head))
     return None

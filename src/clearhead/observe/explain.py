@@ -15,7 +15,7 @@ from clearhead.masks import Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.observe.capture import Captured, attention_modules, capture, find_layer
 from clearhead.observe.explanation import Explanation
-from clearhead.observe.steps import Subject, steps_of
+from clearhead.observe.steps import AttentionRun, steps_of
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Want
@@ -38,44 +38,45 @@ def explain(
     query_offset: int | None = None,
     backend: str = "auto",
 ) -> Explanation:
-    """What one token sees in one head: every step of the formula, and each one checked against float64.
+    """Explain one token's attention in one head: every step of the formula, each compared with float64.
 
     ``explain(query, key, value, token=2)`` explains a call of ``attention``; ``explain(module, x, token=2)`` one of
-    a ``MultiHeadAttention``; ``explain(model, ids, token=2, layer=0)`` runs a model once and explains the attention
-    of one layer as it happened there.
+    a ``MultiHeadAttention``; ``explain(model, ids, token=2, layer=0)`` runs a model once and explains the call of
+    one of its attention layers.
 
     Args:
         subject: query ``[batch, heads, q_len, head_dim]``, leading axes optional; or a module; or a model.
-        inputs: key and value; or what the module or model is called with. A model is given one sequence,
-            ``[1, len]`` or ``[1, len, embed_dim]``, without padding.
-        token: index of the query, or its text where ``tokens`` says it and holds it once.
-        head: query head.
-        layer: in a model, which attention module: its number in order, or its name; the first by default.
-        batch: which sequence, in a call on tensors or on an attention module.
-        tokens: text of each query, and of each key where the lengths agree.
-        key_tokens: text of each key, where keys are other tokens.
-        mask: as in ``attention``; passed on to a module or model.
-        scores: as in ``attention``; a module has its own.
-        scale: as in ``attention``; a module has its own.
-        query_offset: as in ``attention``.
-        backend: as in ``attention``; a module has its own.
+        inputs: key ``[batch, kv_heads, k_len, head_dim]`` and value ``[batch, kv_heads, k_len, value_dim]``; or the
+            positional arguments of the module or model. A model takes one sequence, ``[1, len]`` or
+            ``[1, len, embed_dim]``, without padding.
+        token: index of the query, or its text if ``tokens`` contains that text exactly once.
+        head: query head, 0 by default.
+        layer: in a model, the attention module by number or name; by default the first.
+        batch: which sequence of a call on tensors or on an attention module, 0 by default.
+        tokens: text of each query, and of each key if ``q_len == k_len``; by default the indices.
+        key_tokens: text of each key, if keys are other tokens than queries.
+        mask: which keys each query may attend to, a ``Mask`` or None for all; passed on to a module or model.
+        scores: one or more score rules on scaled scores, only with tensors; a module has its own.
+        scale: factor of the scores, ``1 / sqrt(head_dim)`` by default, only with tensors; a module has its own.
+        query_offset: position of the first query among the keys.
+        backend: name of the backend, ``"auto"`` by default, only with tensors; a module has its own.
 
     Returns:
-        An ``Explanation``: ``str`` of it is a table, a notebook shows a page, its fields are the numbers.
+        An ``Explanation``: ``str()`` gives a table, a notebook shows HTML, and its fields are the values.
 
     Raises:
         ShapeError: no such token, head, layer or sequence; the text lists what exists.
         UnsupportedError: the model has no attention module of clearhead, or fails on the input.
 
-    Cost: one call of the subject, and for the token ``num_heads`` rows in float64.
+    Cost: one call of the subject, and ``num_heads`` rows in float64 for the token.
 
     >>> import torch
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> from clearhead.masks import Causal
-    >>> seen = explain(x, x, x, token=0, mask=Causal(), tokens=["good", "day"])
-    >>> seen.weights.tolist()
+    >>> explanation = explain(x, x, x, token=0, mask=Causal(), tokens=["good", "day"])
+    >>> explanation.weights.tolist()
     [1.0, 0.0]
-    >>> seen.difference < 1e-6
+    >>> explanation.difference < 1e-6
     True
     """
     if isinstance(subject, Tensor):
@@ -94,9 +95,9 @@ def explain(
             raise UnsupportedError.about(
                 "explain",
                 "scores",
-                must="be left to the module, and so scale and backend",
-                got="another",
-                then="A module carries its own.",
+                must="be left out for a module, as must scale and backend",
+                got="one of them",
+                then="A module has its own.",
             )
         ran, name = _from_module(subject, inputs, layer, {"mask": mask, "query_offset": query_offset})
     else:
@@ -110,13 +111,13 @@ def explain(
     return _explanation(ran, name, token, head, batch, _texts(ran.problem, tokens, key_tokens))
 
 
-def _from_tensors(tensors: tuple[Tensor, ...], options: dict[str, Any], backend: str) -> Subject:
+def _from_tensors(tensors: tuple[Tensor, ...], options: dict[str, Any], backend: str) -> AttentionRun:
     if len(tensors) != 3:
         raise ShapeError.about(
             "explain",
             "inputs",
-            must="be key and value behind query",
-            got=f"{len(tensors)} tensors",
+            must="be key and value, after query",
+            got=f"{len(tensors)} tensors with query",
             then="Pass explain(query, key, value, token=0).",
         )
     problem = Problem.of("explain", *tensors, **options)
@@ -124,12 +125,12 @@ def _from_tensors(tensors: tuple[Tensor, ...], options: dict[str, Any], backend:
     chosen = choose("explain", problem, want, backend)
     with torch.no_grad():
         heads = chosen.run(problem, want).output
-    return Subject(problem=problem, heads=heads, backend=chosen.name)
+    return AttentionRun(problem=problem, heads=heads, backend=chosen.name)
 
 
 def _from_module(
     model: nn.Module, inputs: tuple[Tensor, ...], layer: int | str | None, options: dict[str, Any]
-) -> tuple[Subject, str | None]:
+) -> tuple[AttentionRun, str | None]:
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(model, MultiHeadAttention):
         if layer is not None and whole_number(layer) != 0:
@@ -140,7 +141,7 @@ def _from_module(
                 got=repr_of(layer),
                 then="Pass a model.",
             )
-        return _subject(capture(model, model, inputs, given)), None
+        return _attention_run(capture(model, model, inputs, given)), None
     name = find_layer("explain", model, layer)
     for value in inputs:
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] != 1:
@@ -151,51 +152,51 @@ def _from_module(
                 got=f"shape {tuple(value.shape)}",
                 then="Pass x[i:i+1] without its padding.",
             )
-    return _subject(capture(model, attention_modules(model)[name], inputs, given)), name
+    return _attention_run(capture(model, attention_modules(model)[name], inputs, given)), name
 
 
-def _subject(seen: Captured) -> Subject:
-    """The captured call with what its projections were given."""
-    module, options = seen.module, dict(seen.options)
+def _attention_run(captured: Captured) -> AttentionRun:
+    """The captured call with the inputs of its projections."""
+    module, options = captured.module, dict(captured.options)
     if options.get("cache") is not None:
         raise UnsupportedError.about(
             "explain", "cache", must="be left out", got="a KVCache", then="Explain the whole sequence in one call."
         )
-    given = [*seen.inputs, *(options[name] for name in ("query", "key", "value") if name in options)]
+    given = [*captured.inputs, *(options[name] for name in ("query", "key", "value") if name in options)]
     given += [None] * (3 - len(given))
     query = given[0]
     key = query if given[1] is None else given[1]
     value = key if given[2] is None else given[2]
     sources = tuple(part if part.ndim == 3 else part[None] for part in (query, key, value))
-    problem = seen.problem
-    heads = seen.heads.reshape(*sources[0].shape[:2], module.num_heads, module.head_dim).transpose(1, 2)
+    problem = captured.problem
+    heads = captured.heads.reshape(*sources[0].shape[:2], module.num_heads, module.head_dim).transpose(1, 2)
     with torch.no_grad():
         chosen = choose("explain", problem, Want(), module.backend)
-    return Subject(
+    return AttentionRun(
         problem=problem,
         heads=heads,
         backend=chosen.name,
         module=module,
         sources=sources,
-        output=seen.output.reshape(*sources[0].shape[:2], -1),
+        output=captured.output.reshape(*sources[0].shape[:2], -1),
     )
 
 
 def _texts(
     problem: Problem, tokens: Sequence[str] | None, key_tokens: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The text of each query and of each key; the index where there is none."""
+    """The text of each query and of each key; the index if there is none."""
     if key_tokens is None and tokens is not None and problem.q_len == problem.k_len:
         key_tokens = tokens
     texts = []
     for name, given, count in (("tokens", tokens, problem.q_len), ("key_tokens", key_tokens, problem.k_len)):
-        told = range(count) if given is None else given
-        texts.append(texts_of("explain", name, told, count, "Leave it out to see indices."))
+        names = range(count) if given is None else given
+        texts.append(texts_of("explain", name, names, count, "Leave it out to see indices."))
     return texts[0], texts[1]
 
 
 def _explanation(
-    ran: Subject,
+    ran: AttentionRun,
     layer: str | None,
     token: int | str,
     head: int,
@@ -217,10 +218,15 @@ def _explanation(
 
 
 def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
-    """The index of a token given by index or by text.
+    """The index of a token that is given by index or by text.
+
+    Args:
+        function: name of the calling function, for error texts.
+        texts: text of each token.
+        token: an index, or a text that occurs exactly once in ``texts``.
 
     Raises:
-        ShapeError: there is none, or several; the text lists them.
+        ShapeError: no token or several tokens match; the text lists them.
 
     >>> find_token("explain", ["The", "cat"], "cat")
     1
@@ -234,7 +240,7 @@ def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
             raise ShapeError.about(
                 function,
                 "token",
-                must="stand once in the text",
+                must="occur exactly once in the text",
                 got=f"{token!r} at {', '.join(map(str, places))}",
                 then="Pass the index.",
             )
@@ -248,8 +254,8 @@ def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
 
 
 def _in_range(name: str, value: int, count: int) -> int:
-    found = whole_number(value)
-    if found is None or not 0 <= found < count:
+    index = whole_number(value)
+    if index is None or not 0 <= index < count:
         raise ShapeError.about(
             "explain",
             name,
@@ -257,4 +263,4 @@ def _in_range(name: str, value: int, count: int) -> int:
             got=repr_of(value),
             then=f"There {'is one' if count == 1 else f'are {count}'}, counted from 0.",
         )
-    return found
+    return index

@@ -1,4 +1,4 @@
-"""What ``explain`` gives back: the steps of one token's view, each computed twice."""
+"""The result of ``explain``: the steps of one token's attention, each computed twice."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Explanation", "Step", "largest_difference"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """One step of the formula: what clearhead computed, and the same in float64.
+    """One step of the formula: the value that clearhead computed, and the same value in float64.
 
     Attributes:
-        name: a word for the step.
-        formula: what it does, as text; ``i`` is the token, ``j`` runs over keys.
+        name: a short name of the step, such as ``"scores"`` or ``"softmax"``.
+        formula: the formula as text; ``i`` is the token, ``j`` runs over keys.
         by: the part of clearhead that computed ``value``.
-        value: what clearhead computed, in its dtype.
-        exact: the same from the input and the weights, in float64 and apart from clearhead's arithmetic.
-        difference: the largest ``|value - exact|``; infinite where one of them alone is not finite.
+        value: the value that clearhead computed, in its dtype.
+        exact: the value recomputed from input and weights in float64, independently of clearhead's arithmetic.
+        difference: the largest ``|value - exact|``; infinite if only one of the two is NaN or infinite at some element.
     """
 
     name: str
@@ -42,11 +42,12 @@ class Step:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of ``value``."""
         return tuple(self.value.shape)
 
 
 def largest_difference(value: Tensor, exact: Tensor) -> float:
-    """The largest ``|value - exact|`` of two tensors that must not be finite in different places.
+    """The largest ``|value - exact|``; infinite if the tensors differ in which elements are NaN or infinite.
 
     >>> largest_difference(torch.tensor([1.0, -torch.inf]), torch.tensor([1.5, -torch.inf]))
     0.5
@@ -62,15 +63,16 @@ def largest_difference(value: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Explanation:
-    """One token's view in one head, step by step.
+    """One token's attention in one head, step by step.
 
-    ``str()`` is a table for terminals, a notebook shows a small page, ``to_dict()`` is ready for JSON.
+    ``str()`` gives a table for terminals, a notebook shows HTML, ``to_dict()`` gives values for JSON.
 
     Attributes:
         token: index of the query within the call.
         label: its text.
         position: its absolute position.
-        head: query head, of ``num_heads``.
+        head: query head.
+        num_heads: how many query heads the layer has.
         layer: name of the attention module within the model, or None.
         batch: sequence within the call.
         tokens: text of each key.
@@ -78,6 +80,7 @@ class Explanation:
         mask: the mask in words, or None.
         rules: the score rules in words.
         backend: which backend computed the output.
+        allowed: which keys the token may attend to, bool ``[k_len]``.
         steps: the steps, in order.
     """
 
@@ -97,7 +100,7 @@ class Explanation:
     steps: tuple[Step, ...]
 
     def step(self, name: str) -> Step | None:
-        """The step of that name, where there is one."""
+        """The step with this name, or None if there is none."""
         return next((step for step in self.steps if step.name == name), None)
 
     def _value(self, name: str) -> Tensor:
@@ -117,7 +120,7 @@ class Explanation:
 
     @property
     def masked(self) -> Float[Tensor, " k_len"]:
-        """Scores after rules and mask; ``-inf`` where the token may not attend."""
+        """Scores after rules and mask; ``-inf`` for keys that the token may not attend to."""
         return self._value("mask")
 
     @property
@@ -132,7 +135,7 @@ class Explanation:
 
     @property
     def part(self) -> Float[Tensor, " embed_dim"] | None:
-        """What the head adds to the module's output; None without an output projection."""
+        """The head's term in the module's output, before the bias; None without an output projection."""
         step = self.step("head's part")
         return None if step is None else step.value
 
@@ -147,7 +150,7 @@ class Explanation:
         return self.worst.difference
 
     def text(self, *, all_rows: bool = False) -> str:
-        """The steps as a table of plain text; of many keys only the heaviest, unless ``all_rows``."""
+        """The steps as a plain text table, with the 24 keys of largest weight; with ``all_rows=True``, all keys."""
         from clearhead.observe.text import as_text
 
         return as_text(self, all_rows=all_rows)
@@ -165,7 +168,7 @@ class Explanation:
         return as_html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values; what is not finite (a masked score) becomes None, as JSON has no word for it."""
+        """Everything as plain values for JSON; NaN and infinity (such as a masked score) become None."""
         return {
             "token": self.token, "label": self.label, "position": self.position, "head": self.head,
             "num_heads": self.num_heads, "layer": self.layer, "batch": self.batch, "tokens": list(self.tokens),

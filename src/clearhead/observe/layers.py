@@ -1,4 +1,4 @@
-"""Which modules of a model attend, which of them and of their heads are meant, and what was kept of each."""
+"""The attention modules of a model, the choice of layers and heads among them, and records by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clearhead.torch_private import WRAPPED_MODULE, is_compiled_module
 from clearhead.watch import attends, recognise
 
 __all__ = [
-    "Kept",
+    "LayerRecords",
     "Layers",
     "attention_layers",
     "check_model",
@@ -36,7 +36,13 @@ recognise(lambda module: isinstance(module, MultiHeadAttention))
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module whose attention can be watched by its dotted name, in the order of registration.
+    """Every module of a model whose attention can be observed, by dotted name, in the order of registration.
+
+    Args:
+        model: a module, which may be an attention layer itself (its name is then ``""``).
+
+    Raises:
+        UnsupportedError: ``model`` is not a ``torch.nn.Module``.
 
     >>> from clearhead.nn import Encoder
     >>> list(attention_layers(Encoder(8, num_heads=2, num_layers=2)))
@@ -51,24 +57,24 @@ def _plain(name: str) -> str:
 
 
 def choose_layers(function: str, model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
-    """The attention layers that ``layers`` means, in the model's order.
+    """The attention layers that ``layers`` selects, in the model's order.
 
     Raises:
-        UnsupportedError: no module of the model can be watched.
+        UnsupportedError: the attention of no module can be observed.
         ShapeError: there is no such layer; the text lists those that exist.
     """
     check_model(function, model)
-    known = attention_layers(model)
-    if not known:
+    attention = attention_layers(model)
+    if not attention:
         raise UnsupportedError.about(
             function,
             "model",
             must="have attention that can be observed",
             got=_without(model),
-            then="Modules of clearhead can, and torch's and transformers' after ch.swap(model).",
+            then="Use modules of clearhead, or call ch.swap(model) for those of torch and transformers.",
         )
-    names = list(known)
-    return {name: known[name] for name in meant(function, names, names, layers)}
+    names = list(attention)
+    return {name: attention[name] for name in meant(function, names, names, layers)}
 
 
 def check_model(function: str, model: object) -> None:
@@ -80,30 +86,30 @@ def check_model(function: str, model: object) -> None:
 
 
 def meant(function: str, existing: Sequence[str], chosen: Sequence[str], layers: Layers) -> list[str]:
-    """Which of the ``chosen`` names ``layers`` means; numbers count all that exist.
+    """The ``chosen`` names that ``layers`` selects; numbers count all ``existing`` layers.
 
     Raises:
-        ShapeError: one of them means none; the text lists those that there are.
+        ShapeError: an entry of ``layers`` selects none; the text lists the existing layers.
     """
     if layers is None:
         return list(chosen)
-    found: set[str] = set()
+    matches: set[str] = set()
     named = several(layers)
     if not named:
         must, got = f"name at least one of {_listed(existing, chosen)}", "none"
         raise ShapeError.about(function, "layers", must=must, got=got, then="Leave it out for all of them.")
     for layer in named:
-        own = set(_named(existing, layer)) & set(chosen)
-        if not own:
+        matching = set(_named(existing, layer)) & set(chosen)
+        if not matching:
             listed = _listed(existing, chosen)
             must, got = f"be one of {listed}", repr_of(layer)
             raise ShapeError.about(function, "layers", must=must, got=got, then="Pass numbers, names or globs.")
-        found |= own
-    return [name for name in chosen if name in found]
+        matches |= matching
+    return [name for name in chosen if name in matches]
 
 
 def _named(names: Sequence[str], layer: object) -> list[str]:
-    """The names that one choice means, none where there is no such layer."""
+    """The names that one number, name or glob selects; empty if there is no such layer."""
     if isinstance(layer, str):
         return [layer] if layer in names else [name for name in names if fnmatchcase(name, layer)]
     number = whole_number(layer)
@@ -116,34 +122,34 @@ def whole_numbers(
     """One whole number or several.
 
     Raises:
-        ShapeError: something else is among them.
+        ShapeError: an entry is not a whole number.
     """
-    found = []
+    numbers = []
     for value in several(given):
         number = whole_number(value)
         if number is None:
             raise ShapeError.about(function, argument, must="be whole numbers", got=repr_of(value), then=then)
-        found.append(number)
-    return tuple(found)
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def _listed(existing: Sequence[str], chosen: Sequence[str]) -> str:
-    """Layers by number and name; of very many the first and the last."""
+    """Layers by number and name; the first 40 and the last if there are more."""
     texts = [f"{place} ({name})" if name else str(place) for place, name in enumerate(existing) if name in chosen]
     return ", ".join(texts) if len(texts) <= _SHOWN else f"{', '.join(texts[:_SHOWN])}, up to {texts[-1]}"
 
 
 def _without(model: nn.Module) -> str:
-    """What a model without layers is, for the error."""
+    """A description of a model without attention layers, for the error."""
     foreign = {type(part).__name__ for part in model.modules() if type(part).__name__.endswith("ttention")}
     return f"{type(model).__name__} with {', '.join(sorted(foreign))}" if foreign else type(model).__name__
 
 
 def not_called(function: str, model: nn.Module, names: Sequence[str]) -> UnsupportedError:
-    """The error for a block that has ended without a call of the layers chosen, with what may be the reason."""
+    """The error for a block that ended without a call of the chosen layers, with the likely reason."""
     compiled = any(map(is_compiled_module, model.modules()))
     why = (
-        "Graphs of torch.compile pass by unseen; use the model before it is compiled."
+        "Graphs of torch.compile cannot be observed; use the model before it is compiled."
         if compiled
         else "Run the model within the block, in the same thread."
     )
@@ -154,7 +160,7 @@ def not_called(function: str, model: nn.Module, names: Sequence[str]) -> Unsuppo
 
 
 def choose_heads(function: str, heads: int | Sequence[int] | None, num_heads: int) -> tuple[int, ...]:
-    """The heads meant, all of them for None.
+    """The chosen heads, all of them for None.
 
     Raises:
         ShapeError: there is no such head.
@@ -165,22 +171,22 @@ def choose_heads(function: str, heads: int | Sequence[int] | None, num_heads: in
 
 
 def places(function: str, argument: str, chosen: object, count: int, then: str) -> tuple[int, ...]:
-    """One place or several among ``count``.
+    """One index or several below ``count``.
 
     Raises:
-        ShapeError: there is no such place.
+        ShapeError: an index is not a whole number from 0 to ``count - 1``.
     """
-    found = []
+    indices = []
     for given in several(chosen):
         place = whole_number(given)
         if place is None or not 0 <= place < count:
             raise ShapeError.about(function, argument, must=f"lie from 0 to {count - 1}", got=repr_of(given), then=then)
-        found.append(place)
-    return tuple(found)
+        indices.append(place)
+    return tuple(indices)
 
 
 class _NotSeen(ShapeError, KeyError):
-    """No record of a layer: an error of the user's, and what a mapping raises."""
+    """There is no record of a layer; also a ``KeyError``, as for any mapping."""
 
     __str__ = Exception.__str__
 
@@ -188,36 +194,36 @@ class _NotSeen(ShapeError, KeyError):
 Record = TypeVar("Record")
 
 
-class Kept(Mapping[str, Record], Generic[Record]):
-    """Records by layer, of its last call or of all its calls; also found by the layer's number in the model."""
+class LayerRecords(Mapping[str, Record], Generic[Record]):
+    """A mapping from layers, by name or by number in the model, to records of their last call or of all calls."""
 
     def __init__(self, function: str, chosen: Sequence[str], existing: Sequence[str], keep: str) -> None:
-        kept = one_of(function, "keep", keep, ("last", "all"), "'last' keeps the newest call.")
-        self._function, self._existing, self._all = function, list(existing), kept == "all"
+        mode = one_of(function, "keep", keep, ("last", "all"), "'last' keeps the newest call.")
+        self._function, self._existing, self._all = function, list(existing), mode == "all"
         self._records: dict[str, list[Record]] = {name: [] for name in chosen}
 
     def __getitem__(self, layer: str | int) -> Record:
-        """The last call's record; by the layer's name, or its number among all layers of the model."""
+        """The record of the last call of a layer, given by name or by number among all layers of the model."""
         return self.calls(layer)[-1]
 
     def calls(self, layer: str | int) -> tuple[Record, ...]:
-        """Every record that was kept of a layer, oldest first.
+        """Every record of a layer, oldest first; with ``keep="last"`` there is one.
 
         Raises:
-            ShapeError: nothing is known of such a layer; the text lists those of which something is.
+            ShapeError: there is no record of the layer; the text lists the layers with records.
         """
-        found = _named(self._existing, layer)
-        kept = tuple(self._records.get(found[0], ())) if len(found) == 1 else ()
-        if not kept:
-            known = _listed(self._existing, list(self)) or "none"
-            why = "was not called" if len(found) == 1 and found[0] in self._records else "was not watched"
-            got = f"{repr_of(layer)}, which {why if found else 'does not exist'}"
-            must, then = f"be one of {known}", "Choose one of them."
+        names = _named(self._existing, layer)
+        records = tuple(self._records.get(names[0], ())) if len(names) == 1 else ()
+        if not records:
+            existing = _listed(self._existing, list(self)) or "none"
+            why = "was not called" if len(names) == 1 and names[0] in self._records else "was not observed"
+            got = f"{repr_of(layer)}, which {why if names else 'does not exist'}"
+            must, then = f"be one of {existing}", "Choose one of them."
             raise _NotSeen.about(self._function, "layer", must=must, got=got, then=then)
-        return kept
+        return records
 
     def every_call(self) -> Iterator[tuple[str, Record]]:
-        """Every record that was kept, layer by layer, with what to name it by: the layer, and which of its calls."""
+        """Every record, layer by layer, as ``(name, record)``; the name says which call if a layer has several."""
         for name, records in self._records.items():
             for place, record in enumerate(records, start=1):
                 yield name if len(records) == 1 else f"{name} (call {place} of {len(records)})", record

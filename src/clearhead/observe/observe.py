@@ -1,4 +1,4 @@
-"""``observe``: statistics of a model's attention while it runs."""
+"""``observe``: statistics of the attention of a running model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clearhead.arguments import flag, repr_of, several, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.observe.layers import (
-    Kept,
+    LayerRecords,
     Layers,
     attention_layers,
     choose_heads,
@@ -35,16 +35,29 @@ _BY_QUERY: Final = frozenset({"lse", "max_score", "entropy", "top_indices", "top
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Observed:
-    """Statistics of one call of one attention layer; those not asked for are None.
+    """Statistics of one call of one attention layer; those that were not requested are None.
 
-    ``heads`` and ``q_len`` are those that were chosen, in the order given. A packed batch is told apart: ``batch``
-    counts its sequences, and rows at padding are those of queries that may attend to nothing.
+    The axes ``heads`` and ``q_len`` contain the chosen heads and queries, in the order given. A packed batch is
+    unpacked: ``batch`` counts its sequences, and rows at padding are those of queries that may attend to nothing.
+    Statistics describe the weights ``p`` before dropout.
 
     Attributes:
         layer: the module's dotted name.
-        heads: which query heads.
+        heads: indices of the query heads.
         queries: position of each query in its sequence.
-        lengths: tokens of each sequence where the call was packed, else None.
+        lengths: number of tokens of each sequence if the call was packed, else None.
+        lse: log-sum-exp of each row of scores, ``[batch, heads, q_len]``.
+        max_score: largest score of each row, ``[batch, heads, q_len]``.
+        entropy: ``-sum p log p`` of each row in nats, ``[batch, heads, q_len]``.
+        top_indices: keys of the largest weights of each row, ``[batch, heads, q_len, k]``.
+        top_weights: the largest weights of each row, ``[batch, heads, q_len, k]``.
+        received: attention that each key receives, summed over queries, ``[batch, heads, k_len]``.
+        row_weights: ``w @ weights`` for the ``w`` of ``ch.Want``, ``[batch, heads, n, k_len]``.
+        heatmap_max: largest weight of each tile, ``[batch, heads, q_tiles, k_tiles]``.
+        heatmap_mean: mean weight of each tile, ``[batch, heads, q_tiles, k_tiles]``.
+        sink: weight on the first keys, ``[batch, heads, q_len]``.
+        distance: ``sum p |q_pos - k_pos|`` of each row, ``[batch, heads, q_len]``.
+        rows: attention weights of the chosen rows, ``[batch, heads, rows, k_len]``.
     """
 
     layer: str
@@ -66,7 +79,7 @@ class Observed:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Those that were asked for, by name."""
+        """The requested statistics by name."""
         return {name: value for name in _STATISTICS if (value := getattr(self, name)) is not None}
 
     def __repr__(self) -> str:
@@ -77,10 +90,10 @@ class Observed:
 _STATISTICS: Final = tuple(each.name for each in fields(Observation) if each.name != "output")
 
 
-class Seen(Kept[Observed]):
-    """What was observed, by layer: ``seen["encoder.blocks.3.attention"].received``, or ``seen[3]``.
+class Seen(LayerRecords[Observed]):
+    """A mapping from layers to ``Observed``: ``seen["encoder.blocks.3.attention"].received``, or ``seen[3]``.
 
-    ``calls(layer)`` has every call that was kept. ``str`` of it is a table of shapes.
+    ``calls(layer)`` gives every recorded call of a layer. ``str()`` gives a table of shapes.
     """
 
     def __str__(self) -> str:
@@ -106,37 +119,37 @@ def observe(
     keep: str = "last",
     detach: bool = True,
 ) -> Iterator[Seen]:
-    """Statistics of every attention layer of a model, while it runs within the block.
+    """Compute statistics of every attention layer of a model while it runs within a ``with`` block.
 
-    What the model computes stays as it is, bit for bit, and so do its gradients. Nothing is put on a module; what was
-    observed can be read within the block and after it.
+    The model's outputs and gradients are bitwise identical to those without ``observe``. No hook is added to a module;
+    the statistics can be read within the block and after it.
 
-    Every call of the thread counts, also those in ``generate``: the prompt is one call, each token one more, and
-    positions go on from call to call. A batch that a model packs is told apart into its sequences. A model that runs
-    as a graph of ``torch.compile`` cannot be observed: the graph passes by without a word. If nothing was observed by
-    the end of the block, it raises, and says why.
+    Every call in this thread is observed, including those of ``generate``: the prompt is one call, each new token
+    another, and positions continue from call to call. A batch that the model packs is unpacked into its sequences.
+    Graphs of ``torch.compile`` cannot be observed. A block that ends without an observed call raises an error with the
+    likely reason.
 
     Args:
-        model: holds modules of clearhead, or was given to ``ch.swap``.
-        want: which statistics. Its ``rows`` are positions here; each call gives those that it holds.
+        model: a model with modules of clearhead, or one that was passed to ``ch.swap``.
+        want: which statistics. Its ``rows`` are positions in the sequence; each call gives the rows that it computes.
         layers: which attention layers, by number, name or glob such as ``"encoder.*"``, or several; by default all.
         heads: which query heads; by default all.
-        queries: positions of the queries whose statistics are kept; by default all. Sums over queries (``received``,
-            ``row_weights``, heatmaps) are over all.
-        keep: of a layer's calls ``"last"`` or ``"all"``.
-        detach: whether statistics are cut off from the graph. With False they can be part of a loss, which takes
-            another pass; not within an activation checkpoint.
+        queries: positions of the queries whose statistics are recorded; by default all. Sums over queries
+            (``received``, ``row_weights``, heatmaps) include all queries.
+        keep: ``"last"`` records the last call of each layer, ``"all"`` every call.
+        detach: whether statistics are detached from the autograd graph. With False they can be part of a loss, at the
+            cost of another pass; not within an activation checkpoint.
 
     Returns:
         A ``Seen``: an ``Observed`` for each layer by its dotted name.
 
     Raises:
-        UnsupportedError: the model has no attention that can be observed, or none was called; or a module's own
-            ``backend`` cannot give a statistic.
-        ShapeError: no such layer, head or query; the text lists what exists.
+        UnsupportedError: the model has no attention that can be observed, none was called, or a module's ``backend``
+            cannot compute a statistic.
+        ShapeError: there is no such layer, head or query; the text lists what exists.
 
-    Cost: that of ``observe_attention`` for all heads, whatever is kept of it; where gradients are recorded or a batch
-    is packed, attention is computed once more for the statistics. Memory only for what was asked, of chosen heads.
+    Cost: that of ``observe_attention`` for all heads. If gradients are recorded or the batch is packed, attention is
+    computed once more for the statistics. Memory only for the requested statistics of the chosen heads.
 
     >>> import torch, clearhead as ch
     >>> model = ch.nn.Encoder(8, num_heads=2, num_layers=2)
@@ -149,19 +162,19 @@ def observe(
     if not isinstance(want, Want) or not want.names:
         got = repr(want)[:80] if isinstance(want, Want) else type(want).__name__
         raise UnsupportedError.about(
-            _FUNCTION, "want", must="be a ch.Want that asks for something", got=got, then="Pass ch.Want(entropy=True)."
+            _FUNCTION, "want", must="be a ch.Want with a statistic", got=got, then="Pass ch.Want(entropy=True)."
         )
     observer = _Observer(model, want, layers=layers, heads=heads, queries=queries, keep=keep, detach=detach)
     try:
         with watching(observer):
-            yield observer.seen
+            yield observer.records
     finally:
         observer.close()
     observer.check(model)
 
 
 class _Observer:
-    """The watcher behind ``observe``."""
+    """The ``Watcher`` of ``observe``."""
 
     edits = False
 
@@ -180,7 +193,7 @@ class _Observer:
         for module in chosen.values():
             if isinstance(num_heads := getattr(module, "num_heads", None), int):
                 choose_heads(_FUNCTION, heads, num_heads)
-        self.seen = Seen(_FUNCTION, list(chosen), list(attention_layers(model)), keep)
+        self.records = Seen(_FUNCTION, list(chosen), list(attention_layers(model)), keep)
         self._names: dict[nn.Module, str] = {module: name for name, module in chosen.items()}
         self._want, self._heads, self._detach = want, heads, flag(_FUNCTION, "detach", detach)
         self._queries = _positions("queries", queries)
@@ -188,40 +201,40 @@ class _Observer:
         self._most = 0
 
     def attend(self, owner: object, call: Call, want: Want, inner: Attend) -> Observation:
-        """The call's answer, with a record kept where the layer was chosen."""
+        """Compute the call, and record its statistics if the layer was chosen."""
         name = self._names.get(owner) if isinstance(owner, nn.Module) else None
         if name is None or call.silent:
             return inner(call, want)
         packed = sequences_of(call)
-        own = call if packed is None else packed.call(call)
-        first = own.options.get("query_offset") or 0
-        mine = self._wanted(first, own.query.shape[-2])
+        unpacked = call if packed is None else packed.call(call)
+        first = unpacked.options.get("query_offset") or 0
+        mine = self._wanted(first, unpacked.query.shape[-2])
         if packed is None and not want.names and not torch.is_grad_enabled():
-            answer = seen = inner(call, mine)
+            answer = statistics = inner(call, mine)
         else:
             answer = inner(call, want)
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach):
-                seen = inner(replace(own, silent=True).with_options(dropout=0.0), mine)
+                statistics = inner(replace(unpacked, silent=True).with_options(dropout=0.0), mine)
         lengths = None if packed is None else packed.lengths
-        self.seen._add(name, self._observed(name, own, seen, lengths))
+        self.records._add(name, self._observed(name, unpacked, statistics, lengths))
         return answer
 
     def _wanted(self, first: int, q_len: int) -> Want:
-        """What to ask of a call: rows counted within it."""
+        """The statistics to compute in a call, with rows as indices within it."""
         self._most = max(self._most, first + q_len)
         if self._rows is None:
             return self._want
-        held = [place - first for place in self._rows if first <= place < first + q_len]
-        return replace(self._want, rows=held or None)
+        rows = [place - first for place in self._rows if first <= place < first + q_len]
+        return replace(self._want, rows=rows or None)
 
-    def _observed(self, name: str, call: Call, seen: Observation, lengths: tuple[int, ...] | None) -> Observed:
+    def _observed(self, name: str, call: Call, observation: Observation, lengths: tuple[int, ...] | None) -> Observed:
         first, q_len = call.options.get("query_offset") or 0, call.query.shape[-2]
         heads = choose_heads(_FUNCTION, self._heads, call.query.shape[-3])
         places = range(first, first + q_len)
         queries = tuple(places) if self._queries is None else tuple(each for each in self._queries if each in places)
-        kept = {}
+        chosen = {}
         for statistic in _STATISTICS:
-            value: Tensor | None = getattr(seen, statistic)
+            value: Tensor | None = getattr(observation, statistic)
             if value is None:
                 continue
             value = value.detach() if self._detach else value
@@ -230,23 +243,23 @@ class _Observer:
                 value = value[:, list(heads)]
             if self._queries is not None and statistic in _BY_QUERY:
                 value = value[:, :, [each - first for each in queries]]
-            kept[statistic] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
-        return Observed(layer=name, heads=heads, queries=queries, lengths=lengths, **kept)
+            chosen[statistic] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        return Observed(layer=name, heads=heads, queries=queries, lengths=lengths, **chosen)
 
     def close(self) -> None:
-        """Let go of the model; a task that outlives the block is not observed any more."""
+        """Release the model; a task that outlives the block is no longer observed."""
         self._names = {}
 
     def check(self, model: nn.Module) -> None:
-        """Raise where the block has ended without what was asked for."""
-        if not self.seen:
-            raise not_called(_FUNCTION, model, self.seen._names())
+        """Raise if the block ended without a call of a chosen layer, query or row."""
+        if not self.records:
+            raise not_called(_FUNCTION, model, self.records._names())
         for argument, chosen in (("queries", self._queries), ("want.rows", self._rows)):
             if chosen and max(chosen) >= self._most:
                 raise ShapeError.about(
                     _FUNCTION,
                     argument,
-                    must=f"lie from 0 to {self._most - 1}, the positions that were seen",
+                    must=f"lie from 0 to {self._most - 1}, the observed positions",
                     got=list(chosen)[:8],
                     then="Positions count from a sequence's first token.",
                 )

@@ -1,4 +1,4 @@
-"""A packed call told apart: the sequences that lie end to end in it as the padded batch that they came from."""
+"""A packed call, unpacked: its sequences as the padded batch that they came from."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from clearhead.packing import unpack
 from clearhead.scores import ScoreRule
 from clearhead.watch import Call, layout_of
 
-__all__ = ["Sequences", "sequences_of"]
+__all__ = ["PackedSequences", "sequences_of"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sequences:
-    """How the sequences of a packed call lie.
+class PackedSequences:
+    """The layout of the sequences in a packed call.
 
     Attributes:
-        lengths: tokens of each.
-        length: how long the padded batch is.
-        rest: what the call's mask says besides.
+        lengths: number of tokens of each sequence.
+        length: length of the padded batch.
+        rest: the call's mask without its ``Documents``.
     """
 
     lengths: tuple[int, ...]
     length: int
     rest: Mask | None
 
-    def apart(self, packed: Tensor) -> Tensor:
-        """``[1, heads, total, dim]`` as ``[batch, heads, length, dim]``, zeros at the padding."""
+    def unpacked(self, packed: Tensor) -> Tensor:
+        """Unpack ``[1, heads, total, dim]`` into ``[batch, heads, length, dim]``, with zeros at the padding."""
         packed = packed[:, :, : sum(self.lengths)].transpose(1, 2)
         return unpack(packed, self.lengths, self.length).transpose(1, 2)
 
     def mask(self, device: torch.device) -> Mask:
-        """Who may attend to whom in the padded batch; padding to nobody and nobody to it."""
+        """The mask of the padded batch; padding attends to nothing and nothing attends to it."""
         place = torch.arange(self.length, device=device)
         real = place < torch.tensor(self.lengths, device=device)[:, None]
-        own = Documents(ids=torch.where(real, 0, -1))
-        return own if self.rest is None else self.rest & own
+        real_pairs = Documents(ids=torch.where(real, 0, -1))
+        return real_pairs if self.rest is None else self.rest & real_pairs
 
     def call(self, call: Call) -> Call:
         """The same attention on the padded batch."""
-        query, key, value = (self.apart(_batched(packed)) for packed in (call.query, call.key, call.value))
+        query, key, value = (self.unpacked(_batched(packed)) for packed in (call.query, call.key, call.value))
         return replace(call, query=query, key=key, value=value).with_options(
             mask=self.mask(call.query.device), query_offset=None
         )
 
 
-def sequences_of(call: Call) -> Sequences | None:
-    """The sequences of a packed call; None for any other, and where it would mean another thing apart."""
+def sequences_of(call: Call) -> PackedSequences | None:
+    """The sequences of a packed call; None for other calls, and if its mask or rules would differ when unpacked."""
     mask, scores = call.options.get("mask"), call.options.get("scores", ())
     rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
     query, total = call.query, call.query.shape[-2]
@@ -64,14 +64,14 @@ def sequences_of(call: Call) -> Sequences | None:
     others = [part for part in parts if not isinstance(part, Documents)]
     if len(documents) != 1 or not all(part.relative for part in others) or not all(rule.relative for rule in rules):
         return None
-    found = documents[0]
-    if not found.contiguous or tuple(found.ids.shape) != (1, total) or bool((found.ids < 0).any()):
+    packed = documents[0]
+    if not packed.contiguous or tuple(packed.ids.shape) != (1, total) or bool((packed.ids < 0).any()):
         return None
     rest: Mask | None = None
     for part in others:
         rest = part if rest is None else rest & part
-    lengths, length = _lengths(found)
-    return Sequences(lengths=lengths, length=length, rest=rest)
+    lengths, length = _lengths(packed)
+    return PackedSequences(lengths=lengths, length=length, rest=rest)
 
 
 def _lengths(documents: Documents) -> tuple[tuple[int, ...], int]:

@@ -1,4 +1,4 @@
-"""An explanation as a piece of a page: no scripts, nothing loaded, every text escaped."""
+"""An explanation as an HTML fragment without scripts or external files; every text is escaped."""
 
 from __future__ import annotations
 
@@ -18,33 +18,39 @@ _CELL = "padding:2px 10px;text-align:{side};font-variant-numeric:tabular-nums;wh
 _HEAD = "padding:2px 10px;text-align:{side};border-bottom:1px solid currentColor;font-weight:600"
 
 
-def as_html(seen: Explanation) -> str:
-    """The steps and the keys as two tables, colours taken from the page around them."""
+def as_html(explanation: Explanation) -> str:
+    """The steps and the keys as two HTML tables, in the colours of the surrounding page."""
     return (
         '<div class="clearhead-explain" style="font-family:system-ui,sans-serif;font-size:13px;overflow-x:auto">'
-        f"<p><strong>{escape(heading(seen))}</strong></p>{_steps(seen)}{_keys(seen)}<p>{escape(verdict(seen))}</p></div>"
+        f"<p><strong>{escape(heading(explanation))}</strong></p>{_steps(explanation)}{_keys(explanation)}<p>{escape(verdict(explanation))}</p></div>"
     )
 
 
-def _steps(seen: Explanation) -> str:
+def _steps(explanation: Explanation) -> str:
     rows = (
         [str(place), step.name, step.formula, str(list(step.shape)), step.by, f"{step.difference:.1e}"]
-        for place, step in enumerate(seen.steps, start=1)
+        for place, step in enumerate(explanation.steps, start=1)
     )
     head = ["", "step", "formula", "shape", "computed by", "difference"]
-    return _table("Steps, each beside float64", head, map(_escaped, rows), right={0, 5})
+    return _table("Steps, each compared with float64", head, map(_escaped, rows), right={0, 5})
 
 
-def _keys(seen: Explanation) -> str:
-    values = columns(seen)
-    shown = shown_keys(seen, _MOST_KEYS)
+def _keys(explanation: Explanation) -> str:
+    values = columns(explanation)
+    shown = shown_keys(explanation, _MOST_KEYS)
     rows = []
     for place in shown:
         numbers = [number(float(value[place])) for _, value in values]
-        cells = _escaped([str(place), printable(seen.tokens[place]), *numbers])
-        rows.append([*cells, _bar(float(seen.weights[place])) if bool(seen.allowed[place]) else "<i>masked</i>"])
+        cells = _escaped([str(place), printable(explanation.tokens[place]), *numbers])
+        rows.append(
+            [*cells, _bar(float(explanation.weights[place])) if bool(explanation.allowed[place]) else "<i>masked</i>"]
+        )
     head = ["key", "token", *(title for title, _ in values), ""]
-    title = "Keys" if len(shown) == len(seen.tokens) else f"The {len(shown)} heaviest of {len(seen.tokens)} keys"
+    title = (
+        "Keys"
+        if len(shown) == len(explanation.tokens)
+        else f"The {len(shown)} heaviest of {len(explanation.tokens)} keys"
+    )
     return _table(title, head, rows, right={0, *range(2, 2 + len(values))})
 
 

@@ -1,4 +1,4 @@
-"""The inner points of one attention: what they are called, what they hold, and how a changed one goes on from there."""
+"""The inner points of one attention: their names, their tensors, and the computation after an edited point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clearhead.backends.dropout import keep_scale
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Dense, Documents, Mask, Padding
 from clearhead.masks.base import Combined, conjuncts
-from clearhead.observe.packed import Sequences
+from clearhead.observe.packed import PackedSequences
 from clearhead.problem import Problem
 from clearhead.scores import DenseBias, Sink
 from clearhead.shapes import Bool, Float
@@ -24,32 +24,39 @@ from clearhead.watch import Attend, Call, innermost
 
 __all__ = ["POINTS", "SQUARES", "Changed", "Points", "check_points", "run_changed"]
 
-#: In the order in which they are computed.
+#: Names of the inner points of an attention layer, in the order of computation: ``query``
+#: ``[batch, heads, q_len, head_dim]``, ``key`` ``[batch, kv_heads, k_len, head_dim]``, ``value``
+#: ``[batch, kv_heads, k_len, value_dim]``; ``scores`` (``query @ key^T``), ``scaled`` (times the scale), ``masked``
+#: (after score rules and mask) and ``weights`` (their softmax), each ``[batch, heads, q_len, k_len]``;
+#: ``head_outputs`` (``weights @ value``) ``[batch, heads, q_len, value_dim]``; and the module's ``output``.
 POINTS: Final = ("query", "key", "value", "scores", "scaled", "masked", "weights", "head_outputs", "output")
-#: Those that hold a number for each query and each key.
+#: Points with an element for each pair of query and key.
 SQUARES: Final = ("scores", "scaled", "masked", "weights")
 
-#: What modules name the tensors that queries and keys are made of.
+#: Names of the module arguments that queries and keys are projected from.
 _SOURCES: Final = ("hidden_states", "query", "key", "encoder_hidden_states", "key_value_states")
 
-#: A point's tensor as edits make it: itself where none speaks of the point.
+#: Applies the edits of a point to its tensor; without edits it returns the tensor itself.
 Changed = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Points:
-    """What one call of one attention layer computed, by name.
+    """The inner tensors of one call of one attention layer.
 
-    ``scores``, ``scaled``, ``masked`` and ``weights`` are computed when they are first read, by the formula.
+    ``scores``, ``scaled``, ``masked`` and ``weights``, each ``[batch, heads, q_len, k_len]``, are computed from the
+    formula when they are first read.
 
     Attributes:
         layer: the module's dotted name.
-        problem: the attention as it ran: tensors by head, mask, score rules.
-        head_outputs: ``weights @ value``, by head.
-        output: what the module returned; None where it was not called as a module.
-        inputs: what the module was called with, and ``options`` by name.
-        edited: points that an edit has changed.
-        sequences: how a packed batch lies, else None.
+        problem: the attention that ran: tensors by head, mask and score rules.
+        head_outputs: ``weights @ value``, ``[batch, heads, q_len, value_dim]``.
+        output: the module's return value; None if the layer was not called as a module.
+        inputs: positional arguments of the module.
+        options: keyword arguments of the module.
+        edited: names of the points that an edit changed.
+        squares: ``scores``, ``scaled``, ``masked`` and ``weights`` of a call with edits of these points, else None.
+        sequences: the layout of a packed batch, else None.
     """
 
     layer: str
@@ -60,22 +67,22 @@ class Points:
     options: Mapping[str, Any]
     edited: tuple[str, ...] = ()
     squares: Mapping[str, Tensor] | None = None
-    sequences: Sequences | None = None
+    sequences: PackedSequences | None = None
 
     @cached_property
     def padded(self) -> Problem:
-        """The problem, told apart into a padded batch where it was packed."""
+        """The problem; if it was packed, as a padded batch."""
         problem, packed = self.problem, self.sequences
         if packed is None:
             return problem
-        query, key, value = (packed.apart(each) for each in (problem.query, problem.key, problem.value))
+        query, key, value = (packed.unpacked(each) for each in (problem.query, problem.key, problem.value))
         return replace(problem, query=query, key=key, value=value, mask=packed.mask(query.device))
 
     @property
     def real(self) -> Bool[Tensor, "batch q_len"]:
-        """Which queries of ``padded`` are no padding, as far as its mask says.
+        """Which queries of ``padded`` are not padding, according to its mask.
 
-        In self-attention they are those that may be attended to as keys; of other queries no mask of keys speaks.
+        In self-attention they are the tokens that may be attended to as keys; in other attention, all queries.
         """
         problem = self.padded
         stop = problem.query_offset + problem.q_len
@@ -85,7 +92,7 @@ class Points:
 
     @property
     def _of_itself(self) -> bool:
-        """Whether queries are among the keys, as far as what the module was called with says, else the lengths."""
+        """Whether this is self-attention, judged by the module's arguments, or by the lengths if there are none."""
         options = self.options
         given = [*self.inputs[:2], *(options[name] for name in _SOURCES if name in options)]
         tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
@@ -96,17 +103,17 @@ class Points:
 
     @property
     def query(self) -> Float[Tensor, "batch heads q_len head_dim"]:
-        """Queries by head, turned by position where the module does so."""
+        """Queries by head, after rotary position embedding if the module has one."""
         return self.problem.query
 
     @property
     def key(self) -> Float[Tensor, "batch kv_heads k_len head_dim"]:
-        """Keys by head, those in a cache included."""
+        """Keys by head, including cached ones."""
         return self.problem.key
 
     @property
     def value(self) -> Float[Tensor, "batch kv_heads k_len value_dim"]:
-        """Values by head."""
+        """Values by head, including cached ones."""
         return self.problem.value
 
     @property
@@ -121,7 +128,7 @@ class Points:
 
     @property
     def masked(self) -> Float[Tensor, "batch heads q_len k_len"]:
-        """Scores after rules, ``-inf`` where a query may not attend."""
+        """Scores after score rules, and ``-inf`` for keys that a query may not attend to."""
         return self._steps["masked"]
 
     @property
@@ -135,7 +142,7 @@ class Points:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each point, computed or not."""
+        """The shape of each point, without computing it."""
         problem = self.problem
         square = (problem.batch, problem.num_heads, problem.q_len, problem.k_len)
         given: dict[str, Tensor | None] = {
@@ -153,7 +160,7 @@ class Points:
 
 
 def check_points(function: str, argument: str, points: object) -> None:
-    """Raise unless ``points`` are those of one call of one layer."""
+    """Raise unless ``points`` is the ``Points`` of one call of one layer."""
     if not isinstance(points, Points):
         raise UnsupportedError.about(
             function,
@@ -165,7 +172,7 @@ def check_points(function: str, argument: str, points: object) -> None:
 
 
 def real_keys(problem: Problem) -> Bool[Tensor, "batch k_len"]:
-    """Which keys anybody may attend to, by those parts of the mask that say so without a look at every pair."""
+    """Which keys some query may attend to, judged by the parts of the mask that need no check of every pair."""
     device = problem.query.device
     real = torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device)
     batch, head, _, k_pos = problem.indices()
@@ -181,7 +188,7 @@ def real_keys(problem: Problem) -> Bool[Tensor, "batch k_len"]:
 
 
 def _of_keys(mask: Mask) -> bool:
-    """Whether a mask says the same to every query."""
+    """Whether a mask is the same for every query."""
     if isinstance(mask, Combined):
         return all(map(_of_keys, mask.parts()))
     return isinstance(mask, Padding) or (isinstance(mask, Dense) and mask.allowed.shape[-2] == 1)
@@ -197,19 +204,19 @@ def squares_of(steps: reference.Steps) -> dict[str, Tensor]:
 
 
 def run_changed(call: Call, want: Want, inner: Attend, changed: Changed) -> tuple[Observation, dict[str, Tensor]]:
-    """A call some of whose ``SQUARES`` edits change: the answer, and the squares as they were in it.
+    """Compute a call with edits of ``SQUARES``: the observation, and the edited squares.
 
-    Changed scores take the place of ``query @ key^T`` as a bias on scores that are 0; what follows is computed as ever.
+    Edited scores replace ``query @ key^T`` as a bias on scores of 0; the steps after them are unmodified.
 
-    Cost: the formula's, ``q_len * k_len`` memory for each step.
+    Cost: that of the reference backend, ``q_len * k_len`` memory for each step.
     """
     problem = call.problem()
     call = call.with_options(backend="reference", **({"seed": problem.seed} if problem.dropout else {}))
     steps = _steps(call)
     squares = squares_of(steps)
     squares["scores"] = changed("scores", steps.raw)
-    again = steps.scaled if squares["scores"] is steps.raw else squares["scores"] * problem.scale
-    squares["scaled"] = changed("scaled", again)
+    scaled = steps.scaled if squares["scores"] is steps.raw else squares["scores"] * problem.scale
+    squares["scaled"] = changed("scaled", scaled)
     if squares["scaled"] is not steps.scaled:
         call = _biased(call, squares["scaled"], call.options.get("mask"), problem.scores)
         steps = _steps(call)
@@ -225,7 +232,7 @@ def run_changed(call: Call, want: Want, inner: Attend, changed: Changed) -> tupl
         raise UnsupportedError.about(
             "trace",
             "edit",
-            must="leave weights to the softmax while others observe or trace",
+            must="not replace weights while another block observes or traces",
             got="replaced weights",
             then="Edit the masked scores instead.",
         )
@@ -237,13 +244,13 @@ def _steps(call: Call) -> reference.Steps:
 
 
 def _biased(call: Call, scores: Tensor, mask: Any, rules: tuple[Any, ...]) -> Call:
-    """The call with these scaled scores in place of its own."""
+    """The call with these scaled scores instead of ``query @ key^T``."""
     empty = replace(call, query=torch.zeros_like(call.query))
     return empty.with_options(mask=mask, scores=(DenseBias(scores), *rules))
 
 
 def _weighted(problem: Problem, weights: Tensor) -> Tensor:
-    """``weights @ value``, dropout included, with the leading axes of the call."""
+    """``weights @ value`` with dropout, and with the leading axes of the call."""
     value = problem.value.repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
     if problem.dropout > 0.0:
         weights = weights * keep_scale(problem.seed, problem.dropout, problem.indices(), weights.dtype)

@@ -1,4 +1,4 @@
-"""Attention rollout: attention through all layers at once, without a square."""
+"""Attention rollout: attention through all layers, without a ``length * length`` matrix."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from clearhead.statistics import Want
 
 __all__ = ["rollout"]
 
-#: Tokens that go through the layers together.
+#: Tokens whose rows are propagated through the layers together.
 _STRIP = 64
 
 
 def rollout(
     traced: Mapping[str, Points], tokens: int | Sequence[int] | None = None, *, residual: float = 0.5
 ) -> Float[Tensor, "batch n length"]:
-    """How much of each input token reaches an output token, were values all that layers hand on.
+    """Attention rollout: how much of each input token reaches an output token through the attention of all layers.
 
-    With ``A_l`` the weights of layer ``l``, mean over heads, ``R_l = (residual I + (1 - residual) A_l) R_{l-1}`` and
-    ``R_0 = I``; row ``t`` of the last ``R`` is token ``t``'s. It is computed from the top, ``w <- residual w +
-    (1 - residual) w A_l`` from ``w`` the unit vector of ``t``, so that no ``R`` is ever held.
+    With ``A_l`` the weights of layer ``l`` averaged over heads, ``R_l = (residual I + (1 - residual) A_l) R_{l-1}``
+    and ``R_0 = I``; the result is row ``t`` of the last ``R`` for token ``t``. It is computed from the last layer to
+    the first, ``w <- residual w + (1 - residual) w A_l`` starting with the unit vector of ``t``, so no ``R`` is stored.
 
     Args:
-        traced: a ``Trace`` of the model's self-attention layers, whose last forward pass is taken in the order of its
-            calls; with ``keep="all"`` where the model uses a layer several times. Or ``Points`` by name, lowest first.
-        tokens: whose rows, by position in the sequence: one, or several (``range(length)`` for all). By default one
-            row, the mean over all of a sequence's tokens.
-        residual: the share of what goes around attention.
+        traced: a ``Trace`` of the model's self-attention layers; the calls of the last forward pass are used, in their
+            order. If the model uses a layer several times, trace with ``keep="all"``. Or a mapping from names to
+            ``Points``, first layer first.
+        tokens: position of one token or of ``n`` tokens, ``range(length)`` for all. By default one row, the mean over
+            all tokens of a sequence.
+        residual: the weight of the residual connection, from 0 to 1, 0.5 by default.
 
     Returns:
-        ``[batch, n, length]``; a sequence that is too short to have a token has a row of zeros. Rows sum to 1, but for
-        layers with a ``ch.Sink``.
+        ``[batch, n, length]``. A row is zero for a token beyond the end of its sequence. Other rows sum to 1, unless a
+        layer has a ``ch.Sink``.
 
     Raises:
-        UnsupportedError: no layer was traced, or not every call of one.
-        ShapeError: layers are not self-attention over one sequence, or there is no such token.
+        UnsupportedError: no layer was traced, or not every call of a layer.
+        ShapeError: a layer is not self-attention over the whole sequence, or there is no such token.
 
-    Cost: for every 64 tokens, or the mean, a pass of ``row_weights`` over each layer; memory grows with the length,
-    apart from the result.
+    Cost: one pass of ``row_weights`` over each layer for every 64 tokens; memory besides the result is linear in the
+    length.
 
     Paper: Abnar and Zuidema 2020, "Quantifying attention flow in transformers", section 3.
 
@@ -63,7 +64,7 @@ def rollout(
     layers = _calls(traced)
     if not layers:
         raise UnsupportedError.about(
-            "rollout", "traced", must="hold layers", got="none", then="Run the model within `with ch.trace(model)`."
+            "rollout", "traced", must="have layers", got="none", then="Run the model within `with ch.trace(model)`."
         )
     share = number(
         "rollout",
@@ -78,7 +79,7 @@ def rollout(
 
 
 def _calls(traced: Mapping[str, Points]) -> list[Points]:
-    """The calls of one forward pass in their order; all of a layer that the model uses several times."""
+    """The calls of one forward pass in order, including every call of a layer that the model uses several times."""
     if not isinstance(traced, Trace):
         layers = list(traced.values()) if isinstance(traced, Mapping) else [traced]
         for points in layers:
@@ -86,13 +87,13 @@ def _calls(traced: Mapping[str, Points]) -> list[Points]:
         return layers
     if missing := traced.incomplete():
         raise UnsupportedError.about(
-            "rollout", "traced", must="hold every call of a layer", got=missing[0], then="Trace with keep='all'."
+            "rollout", "traced", must="have every call of a layer", got=missing[0], then="Trace with keep='all'."
         )
     return [points for _, points in traced.passed()]
 
 
 def _checked(points: Points, first: Points) -> Problem:
-    """A layer's problem, whose values nobody will look at."""
+    """A layer's problem with values of one channel, as only the weights are needed."""
     problem, wanted = points.padded, first.padded
     size = (problem.batch, problem.q_len, problem.k_len, problem.query_offset)
     if size != (wanted.batch, wanted.q_len, wanted.q_len, 0):
@@ -107,7 +108,7 @@ def _checked(points: Points, first: Points) -> Problem:
 
 
 def _starts(points: Points, tokens: int | Sequence[int] | None) -> Iterator[Float[Tensor, "batch one n length"]]:
-    """Strips of the rows to begin with."""
+    """The initial rows, in strips of 64 tokens."""
     problem, real = points.padded, points.real
     length, dtype = problem.q_len, problem.work_dtype
     if tokens is None:
@@ -124,9 +125,9 @@ def _starts(points: Points, tokens: int | Sequence[int] | None) -> Iterator[Floa
 
 
 def _down(problems: Sequence[Problem], weights: Tensor, residual: float) -> Float[Tensor, "batch n length"]:
-    """Rows of weights from the last layer's output to the first one's input."""
+    """Propagate rows of weights from the last layer's output to the first layer's input."""
     for problem in reversed(problems):
-        seen = run("rollout", problem, Want(row_weights=weights)).row_weights
-        assert seen is not None
-        weights = residual * weights + (1.0 - residual) * seen.mean(dim=1, keepdim=True)
+        attended = run("rollout", problem, Want(row_weights=weights)).row_weights
+        assert attended is not None
+        weights = residual * weights + (1.0 - residual) * attended.mean(dim=1, keepdim=True)
     return weights[:, 0]

@@ -1,4 +1,4 @@
-"""The steps of one token's view: clearhead's own numbers beside the recomputed ones."""
+"""The steps of one token's attention: the values that clearhead computed beside the recomputed ones."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from clearhead.backends import reference
 from clearhead.dispatch import choose
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.observe import exact
-from clearhead.observe.exact import Array, Place
+from clearhead.observe.exact import Array, ScoreRow
 from clearhead.observe.explanation import Step
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, SoftCap
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 
-__all__ = ["Subject", "steps_of"]
+__all__ = ["AttentionRun", "steps_of"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Subject:
-    """An attention that ran: the problem, what came out, and for a module its weights and input.
+class AttentionRun:
+    """An attention that ran: its problem and output, and for a module its weights and inputs.
 
-    ``heads`` is the output by head, before the module's last projection.
+    ``heads`` is the output by head, before the module's output projection.
     """
 
     problem: Problem
@@ -39,15 +39,15 @@ class Subject:
     sources: tuple[Tensor, ...] = ()
     output: Float[Tensor, "batch q_len embed_dim"] | None = None
 
-    def place(self, batch: int, head: int, token: int) -> Place:
-        """Where a token's row of scores stands."""
+    def place(self, batch: int, head: int, token: int) -> ScoreRow:
+        """The row of scores of a token in a head."""
         problem = self.problem
-        return Place(batch, head, problem.query_offset + token, problem.k_len)
+        return ScoreRow(batch, head, problem.query_offset + token, problem.k_len)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Exact:
-    """One head's view of one token, in float64 throughout."""
+    """The attention of one token in one head, in float64 throughout."""
 
     straight: tuple[Array, Array]
     query: Array
@@ -61,8 +61,8 @@ class _Exact:
     output: Array
 
 
-def steps_of(subject: Subject, batch: int, head: int, token: int) -> Iterator[Step]:
-    """Every step of the view that ``token`` has in ``head``."""
+def steps_of(subject: AttentionRun, batch: int, head: int, token: int) -> Iterator[Step]:
+    """Every step of the attention of ``token`` in ``head``."""
     view = _exact_head(subject, subject.place(batch, head, token), token)
     if subject.module is not None:
         yield from _projection_steps(subject, subject.module, view, batch, head, token)
@@ -75,7 +75,7 @@ def steps_of(subject: Subject, batch: int, head: int, token: int) -> Iterator[St
         yield from _output_steps(subject, subject.module, batch, head, token)
 
 
-def _exact_head(subject: Subject, place: Place, token: int) -> _Exact:
+def _exact_head(subject: AttentionRun, place: ScoreRow, token: int) -> _Exact:
     problem, module = subject.problem, subject.module
     group = problem.num_heads // problem.num_kv_heads
     kv_head = place.head // group
@@ -108,14 +108,14 @@ def _exact_head(subject: Subject, place: Place, token: int) -> _Exact:
 
 
 def _projected(layer: torch.nn.Linear, x: Array, head: int, head_dim: int) -> Array:
-    """One head's rows of a projection, applied."""
+    """``x`` projected by one head's rows of a projection."""
     rows = slice(head * head_dim, (head + 1) * head_dim)
     bias = None if layer.bias is None else exact.as_array(layer.bias[rows])
     return exact.project(x, exact.as_array(layer.weight[rows]), bias)
 
 
 def _projection_steps(
-    subject: Subject, module: MultiHeadAttention, view: _Exact, batch: int, head: int, token: int
+    subject: AttentionRun, module: MultiHeadAttention, view: _Exact, batch: int, head: int, token: int
 ) -> Iterator[Step]:
     width, kv_head = module.head_dim, head // (module.num_heads // module.num_kv_heads)
     rows = slice(head * width, (head + 1) * width)
@@ -142,7 +142,7 @@ def _projection_steps(
         yield Step.of("turned keys", "k[j] = R(j) k[j]", "rotary", problem.key[batch, kv_head], _tensor(view.keys))
 
 
-def _score_steps(subject: Subject, view: _Exact, batch: int, head: int, token: int) -> Iterator[Step]:
+def _score_steps(subject: AttentionRun, view: _Exact, batch: int, head: int, token: int) -> Iterator[Step]:
     problem = subject.problem
     row = replace(
         problem, query=problem.query[:, :, token : token + 1], query_offset=problem.query_offset + token, dropout=0.0
@@ -162,7 +162,7 @@ def _score_steps(subject: Subject, view: _Exact, batch: int, head: int, token: i
             name, _RULES.get(type(rule), _own_formula)(rule), "rule", scaled[batch, head, 0], _tensor(expected)
         )
     yield Step.of("mask", _mask_formula(view, problem), "reference", done.masked[batch, head, 0], _tensor(view.masked))
-    # The whole call: tables in its mask and rules speak of all its rows.
+    # Run the whole call: tables in its mask and rules have an entry for each of its rows.
     whole, want = replace(problem, dropout=0.0), Want(rows=[token])
     chosen = choose("explain", whole, want)
     with torch.no_grad():
@@ -188,11 +188,13 @@ def _own_formula(rule: ScoreRule) -> str:
 def _mask_formula(view: _Exact, problem: Problem) -> str:
     total = len(view.allowed)
     if problem.mask is None:
-        return f"no mask: all {total} keys stay"
-    return f"s[j] = -inf outside {problem.mask!r}: {int(view.allowed.sum())} of {total} keys stay"
+        return f"no mask: all {total} keys are allowed"
+    return f"s[j] = -inf outside {problem.mask!r}: {int(view.allowed.sum())} of {total} keys are allowed"
 
 
-def _output_steps(subject: Subject, module: MultiHeadAttention, batch: int, head: int, token: int) -> Iterator[Step]:
+def _output_steps(
+    subject: AttentionRun, module: MultiHeadAttention, batch: int, head: int, token: int
+) -> Iterator[Step]:
     layer = module.output_projection
     assert layer is not None
     assert subject.output is not None

@@ -1,4 +1,4 @@
-"""What a model's heads do on a text of any length, summed up head by head."""
+"""Statistics of each head over a text of any length, accumulated part by part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HeadSummary", "StrongEdge", "Summary"]
 
 @dataclass(frozen=True, order=True)
 class StrongEdge:
-    """A query that gives much of its attention to one key; places count from the start of the text."""
+    """A query with a large weight on one key; positions count from the start of the text."""
 
     weight: float
     query: int
@@ -25,15 +25,15 @@ class StrongEdge:
 
 @dataclass(frozen=True)
 class HeadSummary:
-    """Means over all queries of one head, and where its attention is strongest.
+    """Means over all queries of one head, and its largest weights.
 
     Attributes:
-        layer: the module's dotted name, and which of its calls where a model uses it several times.
-        head: which of its heads.
-        entropy: of a query's weights, in nats; ``exp`` of it is about how many keys it looks at.
-        distance: between a query and what it attends to, in tokens.
-        first: the weight on the first token that the model reads with it.
-        edges: the strongest edges of queries behind the first token, heaviest first.
+        layer: the module's dotted name, and the number of the call if a model uses it several times.
+        head: index of the head.
+        entropy: mean entropy of a query's weights in nats; its ``exp`` is the effective number of keys.
+        distance: mean distance between a query and the keys it attends to, in tokens.
+        first: mean weight on the first token of the query's part of the text.
+        edges: the largest weights of queries after the first token, in descending order.
     """
 
     layer: str
@@ -50,7 +50,7 @@ class HeadSummary:
 
 @dataclass(eq=False)
 class _Layer:
-    """Sums over the parts of a text so far."""
+    """Sums over the parts of a text that were added."""
 
     queries: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class _Layer:
 
 
 class Summary:
-    """Adds up what ``observe`` saw of a text that was read part by part.
+    """Accumulates statistics from ``observe`` over the parts of a text.
 
     Args:
-        num_edges: how many of each head's strongest edges to keep.
-        keep_tensors: whether to keep the statistics of every token too.
+        num_edges: how many of each head's largest weights to record.
+        keep_tensors: whether to record the statistics of every token too.
     """
 
     def __init__(self, num_edges: int = 3, *, keep_tensors: bool = False) -> None:
@@ -71,33 +71,33 @@ class Summary:
         self._layers: dict[str, _Layer] = {}
 
     def want(self, length: int) -> Want:
-        """What to observe on a part of ``length`` tokens."""
+        """The statistics to observe on a part of ``length`` tokens."""
         top = min(max(self._num_edges, 1), length)
         return Want(entropy=True, distance=True, sink=1, received=True, top_k=top)
 
-    def add(self, seen: Seen, first: int) -> None:
-        """Add what was seen of a part that starts at token ``first`` of the text."""
-        for name, found in seen.every_call():
-            self._add(self._layers.setdefault(name, _Layer()), found, first)
+    def add(self, observations: Seen, first: int) -> None:
+        """Add the observations of a part that starts at token ``first`` of the text."""
+        for name, observed in observations.every_call():
+            self._add(self._layers.setdefault(name, _Layer()), observed, first)
 
-    def _add(self, layer: _Layer, found: Observed, first: int) -> None:
-        assert found.entropy is not None
-        assert found.top_indices is not None
-        assert found.top_weights is not None
-        layer.queries += found.entropy.shape[2]
+    def _add(self, layer: _Layer, observed: Observed, first: int) -> None:
+        assert observed.entropy is not None
+        assert observed.top_indices is not None
+        assert observed.top_weights is not None
+        layer.queries += observed.entropy.shape[2]
         for name in ("entropy", "distance", "sink"):
-            total = getattr(found, name)[0].double().sum(dim=-1)
+            total = getattr(observed, name)[0].double().sum(dim=-1)
             layer.sums[name] = layer.sums[name] + total if name in layer.sums else total
-        indices, weights = found.top_indices[0], found.top_weights[0].double()
+        indices, weights = observed.top_indices[0], observed.top_weights[0].double()
         for head in range(weights.shape[0]):
             old = layer.edges[head] if head < len(layer.edges) else []
             new = sorted([*old, *self._strongest(indices[head], weights[head], first)], key=_heaviest_first)
             layer.edges[head : head + 1] = [new[: self._num_edges]]
         if self._keep:
-            self._keep_tensors(layer, found, first)
+            self._keep_tensors(layer, observed, first)
 
     def _strongest(self, indices: Tensor, weights: Tensor, first: int) -> list[StrongEdge]:
-        """The strongest edges of one head in one part; its first token can often see nothing but itself."""
+        """The strongest edges of one head in one part, without the first token, which often attends only to itself."""
         count = min(self._num_edges, max(weights.numel() - weights.shape[-1], 0))
         heaviest, places = weights[1:].flatten().topk(count)
         edges = []
@@ -106,14 +106,14 @@ class Summary:
             edges.append(StrongEdge(weight, first + row + 1, first + int(indices[row + 1, column])))
         return edges
 
-    def _keep_tensors(self, layer: _Layer, found: Observed, first: int) -> None:
+    def _keep_tensors(self, layer: _Layer, observed: Observed, first: int) -> None:
         for name in ("entropy", "distance", "sink", "received", "top_weights"):
-            layer.parts.setdefault(name, []).append(_padded(getattr(found, name)[0], self._num_edges))
-        assert found.top_indices is not None
-        layer.parts.setdefault("top_indices", []).append(_padded(found.top_indices[0] + first, self._num_edges))
+            layer.parts.setdefault(name, []).append(_padded(getattr(observed, name)[0], self._num_edges))
+        assert observed.top_indices is not None
+        layer.parts.setdefault("top_indices", []).append(_padded(observed.top_indices[0] + first, self._num_edges))
 
     def heads(self) -> list[HeadSummary]:
-        """One summary for each head of each layer, in the model's order."""
+        """One summary per head and layer, in the model's order."""
         summaries = []
         for name, layer in self._layers.items():
             means = {statistic: (total / layer.queries).tolist() for statistic, total in layer.sums.items()}
@@ -125,10 +125,10 @@ class Summary:
         return summaries
 
     def tensors(self) -> dict[str, Tensor]:
-        """Each layer's statistics ``[heads, tokens]``, and ``top_indices`` and ``top_weights``
-        ``[heads, tokens, num_edges]``, as ``"<layer>.<statistic>"``.
+        """Each layer's statistics by the name ``"<layer>.<statistic>"``.
 
-        Indices count from the start of the text; where a part is shorter than ``num_edges`` they are -1 at the end.
+        They have shape ``[heads, tokens]``, and ``top_indices`` and ``top_weights`` ``[heads, tokens, num_edges]``.
+        Indices count from the start of the text; a part with fewer than ``num_edges`` tokens is padded with -1.
         """
         return {
             f"{name}.{statistic}".removeprefix("."): torch.cat(parts, dim=1)
@@ -137,12 +137,12 @@ class Summary:
         }
 
 
-def _heaviest_first(edge: StrongEdge) -> tuple[float, int, int]:
-    return (-edge.weight, edge.query, edge.key)
+def _heaviest_first(strong_edge: StrongEdge) -> tuple[float, int, int]:
+    return (-strong_edge.weight, strong_edge.query, strong_edge.key)
 
 
 def _padded(part: Tensor, num_edges: int) -> Tensor:
-    """The top-k axis filled up to ``num_edges``."""
+    """The top-k axis padded to ``num_edges``."""
     if part.ndim < 3:
         return part
     filling = -1 if not part.is_floating_point() else 0.0

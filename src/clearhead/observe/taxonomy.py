@@ -1,4 +1,4 @@
-"""What kind of head it is: how much of its attention goes to tokens that stand in a simple relation to the query."""
+"""Kinds of heads: how much of a head's attention goes to keys in a simple relation to the query."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = ["HeadScores", "head_scores", "repeated_tokens"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadScores:
-    """The mean weight that each head gives to one kind of key, from 0 to 1, ``[batch, heads]``.
+    """The mean weight of each head on each kind of key, from 0 to 1; every field is ``[batch, heads]``.
 
-    A mean is over the queries that have such a key, allowed or not, and that are no padding; 0 where there are none.
+    A mean is over the queries that have such a key, allowed or not, and that are not padding; it is 0 if there are
+    none.
 
     Attributes:
-        previous: the token before the query.
-        following: the token after it.
-        first: the first token of the sequence that is no padding, for queries behind it.
-        same: the query's own token, for queries behind that first token.
-        induction: the tokens that followed earlier occurrences of the query's token; None without a period.
+        previous: weight on the token before the query.
+        following: weight on the token after the query.
+        first: weight on the first token of the sequence that is not padding, for queries after that token.
+        same: weight on the query's own token, for queries after that first token.
+        induction: weight on the tokens that followed earlier occurrences of the query's token; None without a period.
     """
 
     previous: Float[Tensor, "batch heads"]
@@ -49,23 +50,24 @@ def _rounded(value: Tensor) -> list[list[float]]:
 
 
 def head_scores(points: Points, *, period: int | None = None) -> HeadScores:
-    """Scores that tell previous-token, next-token, first-token, same-token and induction heads from others.
+    """Scores that identify previous-token, next-token, first-token, same-token and induction heads.
 
     ``previous = mean_i p[i, i-1]``, ``following = mean_i p[i, i+1]``, ``first = mean_{i>0} p[i, 0]``,
     ``same = mean_{i>0} p[i, i]``, and on a sequence that repeats every ``period`` tokens
-    ``induction = mean_{i>=period} sum_{m>=1} p[i, i - m period + 1]``, over keys behind the first.
+    ``induction = mean_{i>=period} sum_{m>=1} p[i, i - m period + 1]``, over keys after the first.
 
     Args:
-        points: of a self-attention layer, from ``trace``.
-        period: after how many tokens the sequence repeats, as in ``repeated_tokens``.
+        points: the ``Points`` of a self-attention layer, from ``ch.trace``.
+        period: after how many tokens the sequence repeats (``repeated_tokens`` makes such sequences); None for no
+            induction score.
 
     Returns:
-        ``HeadScores``, each ``[batch, heads]``.
+        ``HeadScores``, each field ``[batch, heads]``.
 
     Raises:
-        ShapeError: not a self-attention over a whole sequence, or a period that does not fit.
+        ShapeError: the call is not self-attention over a whole sequence, or the period is not below the length.
 
-    Cost: a pass for ``lse`` and a few diagonals; memory grows with the length.
+    Cost: one pass for ``lse``, and a few diagonals; memory is linear in the length.
 
     Paper: relative positions in Clark et al. 2019, "What does BERT look at?", section 3.1; induction is the "prefix
     matching" of Olsson et al. 2022, "In-context learning and induction heads", appendix on head activation evaluators.
@@ -100,8 +102,8 @@ def head_scores(points: Points, *, period: int | None = None) -> HeadScores:
     begin = real.to(torch.int8).argmax(dim=1)
     place = torch.arange(length, device=real.device) - begin[:, None]
     # The token before or after the query must be no padding either.
-    edge = torch.zeros_like(real[:, :1])
-    preceded, followed = torch.cat([edge, real[:, :-1]], dim=1), torch.cat([real[:, 1:], edge], dim=1)
+    none = torch.zeros_like(real[:, :1])
+    preceded, followed = torch.cat([none, real[:, :-1]], dim=1), torch.cat([real[:, 1:], none], dim=1)
     return HeadScores(
         previous=_mean(weights[..., 0], real & preceded),
         following=_mean(weights[..., 1], real & followed),
@@ -115,7 +117,7 @@ def _induction(problem: Problem, real: Tensor, place: Tensor, period: int) -> Fl
     repeats = (problem.q_len - 1) // period
     distances = [period * number - 1 for number in range(1, repeats + 1)]
     weights, _ = band(problem, distances)
-    # The first token of all followed none.
+    # The first token of the sequence follows no token.
     followed = place[..., None] - torch.tensor(distances, device=real.device) >= 1
     return _mean((weights * followed[:, None]).sum(dim=-1), real & (place >= period))
 
@@ -131,20 +133,22 @@ def _mean(
 def repeated_tokens(
     vocab_size: int, *, period: int = 25, repeats: int = 4, batch: int = 1, seed: int | None = None
 ) -> Int[Tensor, "batch length"]:
-    """Random tokens, all different where there are enough, repeated: what induction heads show themselves on.
+    """Repeated random tokens, the input that identifies induction heads.
+
+    The tokens of a period are distinct if ``period <= vocab_size``.
 
     Args:
-        vocab_size: ids are drawn from 0 up to it.
-        period: how many tokens before they come again.
-        repeats: how often they come.
-        batch: number of sequences, each with tokens of its own.
-        seed: the same seed draws the same tokens.
+        vocab_size: ids are drawn from 0 to ``vocab_size - 1``.
+        period: number of tokens before the sequence repeats, 25 by default.
+        repeats: number of repeats, 4 by default.
+        batch: number of sequences, each with different tokens.
+        seed: seed of the random generator; by default a random one.
 
     Returns:
         int64 ``[batch, period * repeats]``.
 
     Raises:
-        ShapeError: a number below 1, or fewer than 2 repeats.
+        ShapeError: a number is below 1, or ``repeats`` is below 2.
 
     Paper: Olsson et al. 2022, "In-context learning and induction heads": 25 random tokens, 4 times.
     """

@@ -1,4 +1,4 @@
-"""An explanation as a table of plain text."""
+"""An explanation as plain text tables."""
 
 from __future__ import annotations
 
@@ -21,85 +21,98 @@ _BAR = 24
 _LONGEST_LABEL = 20
 
 
-def as_text(seen: Explanation, *, all_rows: bool = False) -> str:
-    """Heading, the steps, the keys, the vectors, and the worst difference."""
-    blocks = [heading(seen), _steps(seen), _keys(seen, all_rows), _vectors(seen), verdict(seen)]
+def as_text(explanation: Explanation, *, all_rows: bool = False) -> str:
+    """The heading, the steps, the keys, the vectors and the worst difference."""
+    blocks = [
+        heading(explanation),
+        _steps(explanation),
+        _keys(explanation, all_rows),
+        _vectors(explanation),
+        verdict(explanation),
+    ]
     return "\n\n".join(blocks)
 
 
-def heading(seen: Explanation) -> str:
-    """Which token, head and layer this is about."""
-    parts = [f"token {seen.token} {printable(seen.label)!r}", f"head {seen.head} of {seen.num_heads}"]
-    if seen.layer is not None:
-        parts.append(f"layer {seen.layer or 'attention'}")
-    parts += [f"{len(seen.tokens)} keys", str(seen.dtype).removeprefix("torch."), f"backend {seen.backend}"]
+def heading(explanation: Explanation) -> str:
+    """One line with the token, head, layer, number of keys, dtype and backend."""
+    parts = [
+        f"token {explanation.token} {printable(explanation.label)!r}",
+        f"head {explanation.head} of {explanation.num_heads}",
+    ]
+    if explanation.layer is not None:
+        parts.append(f"layer {explanation.layer or 'attention'}")
+    parts += [
+        f"{len(explanation.tokens)} keys",
+        str(explanation.dtype).removeprefix("torch."),
+        f"backend {explanation.backend}",
+    ]
     return " · ".join(parts)
 
 
-def verdict(seen: Explanation) -> str:
-    """The worst difference, beside what the dtype can tell apart."""
-    epsilon = torch.finfo(seen.dtype).eps
-    worst = seen.worst
+def verdict(explanation: Explanation) -> str:
+    """The worst difference from float64, and the dtype's epsilon."""
+    epsilon = torch.finfo(explanation.dtype).eps
+    worst = explanation.worst
     return (
         f"worst difference from float64: {worst.difference:.1e} (step {worst.name!r}; "
-        f"{str(seen.dtype).removeprefix('torch.')} tells numbers near 1 apart from {epsilon:.1e} on)"
+        f"the epsilon of {str(explanation.dtype).removeprefix('torch.')} is {epsilon:.1e})"
     )
 
 
-def _steps(seen: Explanation) -> str:
+def _steps(explanation: Explanation) -> str:
     head = ["", "step", "formula", "shape", "computed by", "difference"]
     rows = [
         [str(place), step.name, step.formula, str(list(step.shape)), step.by, f"{step.difference:.1e}"]
-        for place, step in enumerate(seen.steps, start=1)
+        for place, step in enumerate(explanation.steps, start=1)
     ]
     return table(head, rows, right={0, 5})
 
 
-def columns(seen: Explanation) -> list[tuple[str, Tensor]]:
-    """The rows of numbers that a table of keys shows: each step from score to weight."""
+def columns(explanation: Explanation) -> list[tuple[str, Tensor]]:
+    """The columns of the table of keys: each step from score to weight."""
     wanted = ("query", "keys", "values", "turned query", "turned keys", "mask", "weighted sum", "head's part", "output")
-    kept = [step for step in seen.steps if step.name not in wanted]
+    shown = [step for step in explanation.steps if step.name not in wanted]
     titles = {"scores": "score", "scaling": "scaled", "softmax": "weight"}
-    return [(titles.get(step.name, step.name), step.value) for step in kept]
+    return [(titles.get(step.name, step.name), step.value) for step in shown]
 
 
-def shown_keys(seen: Explanation, most: int) -> list[int]:
+def shown_keys(explanation: Explanation, most: int) -> list[int]:
     """Indices of the ``most`` heaviest keys, in order of position."""
-    count = len(seen.tokens)
+    count = len(explanation.tokens)
     if count <= most:
         return list(range(count))
-    heaviest = sorted(range(count), key=lambda place: -float(seen.weights[place]))[:most]
+    heaviest = sorted(range(count), key=lambda place: -float(explanation.weights[place]))[:most]
     return sorted(heaviest)
 
 
-def _keys(seen: Explanation, all_rows: bool) -> str:
-    count = len(seen.tokens)
-    shown = shown_keys(seen, count if all_rows else _MOST_KEYS)
-    values = columns(seen)
+def _keys(explanation: Explanation, all_rows: bool) -> str:
+    count = len(explanation.tokens)
+    shown = shown_keys(explanation, count if all_rows else _MOST_KEYS)
+    values = columns(explanation)
     head = ["key", "token", *(title for title, _ in values), ""]
-    heaviest = max((float(weight) for weight in seen.weights), default=0.0)
+    heaviest = max((float(weight) for weight in explanation.weights), default=0.0)
     rows = []
     for place in shown:
         numbers = [number(float(value[place])) for _, value in values]
-        if not bool(seen.allowed[place]):
+        if not bool(explanation.allowed[place]):
             end = "masked"
         else:
-            end = "█" * round(_BAR * float(seen.weights[place]) / heaviest) if heaviest > 0 else ""
-        rows.append([str(place), printable(seen.tokens[place]), *numbers, end])
+            end = "█" * round(_BAR * float(explanation.weights[place]) / heaviest) if heaviest > 0 else ""
+        rows.append([str(place), printable(explanation.tokens[place]), *numbers, end])
     drawn = table(head, rows, right=set(range(2, 2 + len(values))) | {0})
     if len(shown) < count:
-        rest = 1.0 - float(seen.weights[shown].sum()) if heaviest > 0 else 0.0
+        rest = 1.0 - float(explanation.weights[shown].sum()) if heaviest > 0 else 0.0
         drawn += f"\n(the {len(shown)} heaviest of {count} keys; the others hold {max(0.0, rest):.4f} of the weight)"
-    if count and not bool(seen.allowed.any()):
+    if count and not bool(explanation.allowed.any()):
         drawn += "\n(the token may attend to nothing: its weights and its output are 0)"
     return drawn
 
 
-def _vectors(seen: Explanation) -> str:
-    names = ("turned query" if seen.step("turned query") else "query", "weighted sum", "head's part", "output")
+def _vectors(explanation: Explanation) -> str:
+    names = ("turned query" if explanation.step("turned query") else "query", "weighted sum", "head's part", "output")
     lines = []
     for name in names:
-        step = seen.step(name)
+        step = explanation.step(name)
         if step is None:
             continue
         values = [number(float(value)) for value in step.value[:_MOST_CHANNELS]]
@@ -109,7 +122,7 @@ def _vectors(seen: Explanation) -> str:
 
 
 def number(value: float) -> str:
-    """A number in few characters, signs aligned.
+    """A number in few characters, with aligned signs.
 
     >>> number(0.5), number(-1e6)
     (' 0.5000', '-1.00e+06')
@@ -120,7 +133,7 @@ def number(value: float) -> str:
 
 
 def printable(label: str) -> str:
-    """A token's text on one line: control characters spelled out, long ones cut.
+    """A token's text on one line: control characters escaped, long texts truncated.
 
     >>> printable("a\\nb")
     'a\\\\nb'
@@ -130,6 +143,7 @@ def printable(label: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> str:
+    """A plain text table; the columns in ``right`` are right-aligned."""
     widths = [max(map(_cells, column)) for column in zip(head, *rows, strict=True)]
     return "\n".join(_lines([head, *rows], widths, right))
 
@@ -144,6 +158,6 @@ def _lines(rows: Sequence[Sequence[str]], widths: Sequence[int], right: set[int]
 
 
 def _cells(text: str) -> int:
-    """Columns that a terminal takes for a text: wide characters take two, combining ones none."""
+    """Columns of a text in a terminal: wide characters take two, combining ones none."""
     wide = sum(unicodedata.east_asian_width(sign) in "WF" for sign in text)
     return len(text) + wide - sum(unicodedata.combining(sign) > 0 for sign in text)

@@ -1,4 +1,4 @@
-"""``trace``: the inner points of a model's attention while it runs, to read and to change."""
+"""``trace``: read and edit the inner points of a model's attention while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clearhead.arguments import flag, number, repr_of
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.observe.layers import (
-    Kept,
+    LayerRecords,
     Layers,
     attention_layers,
     choose_heads,
@@ -35,17 +35,24 @@ from clearhead.watch import Attend, Call, active, sees_layouts, watching
 __all__ = ["Edit", "Trace", "trace"]
 
 _FUNCTION: Final = "trace"
-#: The axis of heads, in points that have one.
+#: The axis of heads in points that have one.
 _HEADS: Final = -3
 _Rule = TypeVar("_Rule", bound=Record)
 
-#: What a point is replaced by: a tensor that broadcasts to it, or a function of it.
+#: The replacement of a point: a tensor that broadcasts to it, or a function of it.
 Replacement = Tensor | Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)
 class Edit:
-    """One edit of a ``Trace``. ``undo()`` takes it back; the end of the block does so too."""
+    """One edit of a ``Trace``; ``undo()`` or the end of the block removes it.
+
+    Attributes:
+        point: name of the edited point.
+        layers: names of the edited layers.
+        heads: indices of the edited heads; None for all.
+        by: the tensor that replaces the point, or a function of the point's tensor.
+    """
 
     point: str
     layers: frozenset[str]
@@ -54,12 +61,16 @@ class Edit:
     _edits: list[Edit] = field(repr=False)
 
     def undo(self) -> None:
-        """From now on the model computes without it."""
+        """Remove the edit; later calls of the model run without it."""
         if self in self._edits:
             self._edits.remove(self)
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """The point's tensor, changed."""
+        """The point's tensor after the edit, in the same shape and dtype.
+
+        Raises:
+            ShapeError: the replacement has another shape, or there is no such head.
+        """
         if self.heads is None:
             return self._replaced(tensor)
         heads = list(choose_heads(_FUNCTION, self.heads, tensor.shape[_HEADS]))
@@ -76,9 +87,9 @@ class Edit:
             raise ShapeError.about(
                 _FUNCTION,
                 self.point,
-                must=f"stay a tensor of shape {tuple(tensor.shape)}",
+                must=f"be replaced by a tensor of shape {tuple(tensor.shape)}",
                 got=got,
-                then="Replace it by one of the same shape.",
+                then="Return a tensor of the same shape.",
             )
         return new.to(tensor.dtype)
 
@@ -90,10 +101,10 @@ def _expanded(new: Tensor, tensor: Tensor) -> Tensor:
         return new
 
 
-class Trace(Kept[Points]):
-    """The points of each layer: ``traced["encoder.blocks.3.attention"].weights``, or ``traced[3]``; and the edits.
+class Trace(LayerRecords[Points]):
+    """A mapping from layers to ``Points``, and the edits: ``traced["encoder.blocks.3.attention"]``, or ``traced[3]``.
 
-    ``calls(layer)`` has every call that was kept. ``str`` of it is a table of points and their shapes.
+    ``calls(layer)`` gives every recorded call of a layer. ``str()`` gives a table of points and their shapes.
     """
 
     def __init__(self, chosen: Sequence[str], existing: Sequence[str], keep: str) -> None:
@@ -102,30 +113,30 @@ class Trace(Kept[Points]):
         self._order: list[str] = []
 
     def passed(self) -> list[tuple[str, Points]]:
-        """The calls of the last forward pass that were kept, in their order, each with what to name it by.
+        """The recorded calls of the last forward pass in order, as ``(name, points)``.
 
-        A module that the model uses several times is named with the place of the call among its own.
+        The name of a module that the model uses several times includes the number of the call.
         """
         counts, before = Counter(self._order), Counter[str]()
-        found = []
+        calls = []
         for name in self._order:
             before[name] += 1
             place, count = before[name], counts[name]
-            kept = self._records[name][-count:]
+            records = self._records[name][-count:]
             if count == 1:
-                found.append((name, kept[-1]))
-            elif len(kept) == count:
-                found.append((f"{name} (call {place} of {count})", kept[place - 1]))
+                calls.append((name, records[-1]))
+            elif len(records) == count:
+                calls.append((f"{name} (call {place} of {count})", records[place - 1]))
             elif place == count:
-                found.append((f"{name} (last of {count} calls)", kept[-1]))
-        return found
+                calls.append((f"{name} (last of {count} calls)", records[-1]))
+        return calls
 
     def incomplete(self) -> list[str]:
-        """Those calls of the last forward pass that stand for others, which were not kept."""
+        """The layers of the last forward pass of which only the last of several calls was recorded."""
         return [name for name, points in self.passed() if name.startswith(f"{points.layer} (last of ")]
 
     def _begin(self) -> None:
-        """A forward pass of the model begins."""
+        """Start a new forward pass of the model."""
         self._order.clear()
 
     def _add(self, name: str, record: Points) -> None:
@@ -135,18 +146,23 @@ class Trace(Kept[Points]):
     def replace(
         self, point: str, by: Replacement, *, layers: Layers = None, heads: int | Sequence[int] | None = None
     ) -> Edit:
-        """Replace a point from now on: what follows is computed from the new tensor.
+        """Replace a point in all later calls; everything after it is computed from the new tensor.
 
         Args:
             point: one of ``query key value scores scaled masked weights head_outputs output``.
             by: a function of the point's tensor, or a tensor that broadcasts to it.
-            layers: which of the traced layers, as in ``trace``; by default all.
-            heads: which heads' part of it, key heads for ``key`` and ``value``; not for ``output``.
+            layers: which traced layers, by number, name or glob such as ``"encoder.*"``, or several; by default all.
+            heads: which heads to edit, key heads for ``key`` and ``value``; by default all. Not for ``output``.
+
+        Returns:
+            The ``Edit``, which ``undo()`` removes.
 
         Raises:
-            ShapeError: no such point or layer. A head or a shape that does not fit is told when the model runs.
+            ShapeError: there is no such point or layer. An unknown head or a wrong shape raises when the model runs.
+            UnsupportedError: ``by`` is neither a tensor nor a function.
 
-        Cost: points from ``scores`` to ``weights`` make their layer compute by the formula, ``q_len * k_len`` memory.
+        Cost: an edit of ``scores``, ``scaled``, ``masked`` or ``weights`` runs its layer on the reference backend, with
+        ``q_len * k_len`` memory.
         """
         if not isinstance(point, str) or point not in POINTS:
             raise ShapeError.about(
@@ -175,7 +191,14 @@ class Trace(Kept[Points]):
         return edit
 
     def switch_off(self, heads: int | Sequence[int], *, layers: Layers = None) -> Edit:
-        """Heads whose output is 0 from now on (zero ablation).
+        """Set the output of heads to 0 in all later calls (zero ablation).
+
+        Args:
+            heads: index of one query head, or several.
+            layers: which traced layers, by number, name or glob such as ``"encoder.*"``, or several; by default all.
+
+        Returns:
+            The ``Edit``, which ``undo()`` removes.
 
         Paper: Michel et al. 2019, "Are sixteen heads really better than one?", section 2.3.
         """
@@ -184,9 +207,17 @@ class Trace(Kept[Points]):
     def temperature(
         self, temperature: float, *, layers: Layers = None, heads: int | Sequence[int] | None = None
     ) -> Edit:
-        """Divide scores by ``temperature`` from now on, before score rules: below 1 sharper, above 1 flatter.
+        """Divide scores by ``temperature`` in all later calls, before score rules.
 
-        It is done to queries, whose product with keys is divided by it as well.
+        A temperature below 1 sharpens the weights, one above 1 flattens them. The edit divides the queries.
+
+        Args:
+            temperature: a number above 0.
+            layers: which traced layers, by number, name or glob such as ``"encoder.*"``, or several; by default all.
+            heads: indices of query heads; by default all.
+
+        Returns:
+            The ``Edit``, which ``undo()`` removes.
         """
         divisor = number(
             _FUNCTION,
@@ -218,30 +249,31 @@ class Trace(Kept[Points]):
 def trace(
     model: nn.Module, *, layers: Layers = None, keep: str = "last", record: bool = True, detach: bool = True
 ) -> Iterator[Trace]:
-    """The inner points of every attention layer of a model, by name, while it runs within the block; and edits.
+    """Record and edit the inner points of every attention layer of a model while it runs within a ``with`` block.
 
-    Points are ``query key value scores scaled masked weights head_outputs output``, in the order in which they are
-    computed. Those with an entry for each query and each key are computed when they are read, by the formula; a trace
-    itself holds O(T). They describe weights before dropout. A packed batch stays packed.
+    Points are ``query key value scores scaled masked weights head_outputs output``, in the order of computation.
+    ``scores``, ``scaled``, ``masked`` and ``weights`` are computed from the formula when they are read, so a trace
+    takes memory linear in the length. They describe weights before dropout. A packed batch remains packed.
 
-    Edits (``replace``, ``switch_off``, ``temperature``) hold from where they are made, through forward and backward,
-    and are undone at the end of the block. With activation checkpoints, run backward within the block too.
+    Edits (``replace``, ``switch_off``, ``temperature``) apply to all later calls, in forward and backward, and are
+    removed at the end of the block. With activation checkpoints, run backward within the block too.
 
     Args:
-        model: a module of clearhead, or a model that holds some, or was given to ``ch.swap``.
+        model: a model with modules of clearhead, or one that was passed to ``ch.swap``.
         layers: which attention layers, by number, name or glob such as ``"encoder.*"``, or several; by default all.
-        keep: of a layer's calls ``"last"`` or ``"all"``.
-        record: whether points are kept; False for edits alone.
-        detach: whether points are copies cut off from the graph.
+        keep: ``"last"`` records the last call of each layer, ``"all"`` every call.
+        record: whether points are recorded; False for edits alone.
+        detach: whether points are copies that are detached from the autograd graph.
 
     Returns:
         A ``Trace``: the ``Points`` of each layer by its dotted name, to be read within the block and after it.
 
     Raises:
         UnsupportedError: the model has no attention that can be observed, or none was called within the block.
-        ShapeError: no such layer, head or point; the text lists what exists.
+        ShapeError: there is no such layer, head or point; the text lists what exists.
 
-    Cost: a copy of queries, keys, values and outputs; ``q_len * k_len`` for what is read or edited between.
+    Cost: a copy of queries, keys, values and outputs; ``q_len * k_len`` memory for each of ``scores``, ``scaled``,
+    ``masked`` and ``weights`` that is read or edited.
 
     >>> import torch, clearhead as ch
     >>> module = ch.nn.MultiHeadAttention(4, num_heads=2)
@@ -257,7 +289,7 @@ def trace(
     tracer = CallTracer(traced, chosen, record=record, detach=detach)
     with ExitStack() as stack:
         stack.callback(tracer.close)
-        # Before the hooks of the layers: the model may be one itself.
+        # Registered before the hooks of the layers, as the model may be a layer itself.
         stack.callback(model.register_forward_pre_hook(tracer.began).remove)
         for module in chosen.values():
             stack.callback(module.register_forward_pre_hook(tracer.entered, with_kwargs=True).remove)
@@ -270,7 +302,7 @@ def trace(
 
 @dataclass(eq=False)
 class _Frame:
-    """A module between its call and its return."""
+    """A module whose call has not returned."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
@@ -279,11 +311,11 @@ class _Frame:
 
 
 class CallTracer:
-    """The watcher behind ``trace``."""
+    """The ``Watcher`` of ``trace``."""
 
     def __init__(self, traced: Trace, chosen: Mapping[str, nn.Module], *, record: bool, detach: bool) -> None:
         self._traced, self._record, self._detach = traced, record, detach
-        # Weakly: a checkpoint may keep the tracer until its backward pass, and the trace the tracer's edits.
+        # Weak references: a checkpoint may keep the tracer alive until its backward pass.
         self._names = WeakKeyDictionary({module: name for name, module in chosen.items()})
         self._frames: list[_Frame] = []
         self._open = True
@@ -291,35 +323,37 @@ class CallTracer:
 
     @property
     def edits(self) -> bool:
-        """Whether anything is changed."""
+        """Whether there is an edit."""
         return bool(self._traced._edits)
 
     def close(self) -> None:
-        """From now on nothing is recorded, and edits hold for what is computed again in a backward pass alone."""
+        """Stop recording; edits apply only to what a checkpoint recomputes in its backward pass."""
         self._frames.clear()
         self._open = False
 
     @sees_layouts
     def began(self, *_: object) -> None:
-        """The model itself was called."""
+        """A pre-forward hook: the model was called."""
         if active(self):
             self._traced._begin()
 
     @sees_layouts
     def entered(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any] | None = None) -> None:
-        """A chosen module was called.
+        """A pre-forward hook: a chosen module was called.
 
-        While another thread's block ends, torch may call its hook in this thread, and without ``options``.
+        While another thread's block ends, torch may call that block's hook in this thread without ``options``.
         """
         if active(self):
-            self._frames.append(_Frame(module, tuple(map(self._held, inputs)), _each(options or {}, self._held)))
+            self._frames.append(
+                _Frame(module, tuple(map(self._detached, inputs)), _each(options or {}, self._detached))
+            )
 
     @sees_layouts
     def left(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
-        """A chosen module returns; what it returns, changed where an edit says so."""
+        """A forward hook: a chosen module returned; apply the edits of its output."""
         if not active(self):
             return output
-        # A call that failed has left its frame behind, above this one's.
+        # A call that raised has left its frame above this one's.
         while self._frames and self._frames[-1].module is not module:
             self._frames.pop()
         name, frame = self._names[module], self._frames.pop() if self._frames else None
@@ -327,14 +361,14 @@ class CallTracer:
         changed = self._changed(name, [])("output", first)
         for points in frame.points if frame is not None else ():
             edited = points.edited if changed is first else (*points.edited, "output")
-            kept = self._kept(changed) if isinstance(changed, Tensor) else None
-            self._traced._add(name, replace(points, output=kept, edited=edited))
+            saved = self._copied(changed) if isinstance(changed, Tensor) else None
+            self._traced._add(name, replace(points, output=saved, edited=edited))
         if changed is first:
             return output
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
     def attend(self, owner: object, call: Call, want: Want, inner: Attend) -> Observation:
-        """The call's answer as edits change it, with its points kept."""
+        """Compute the call with its edits, and record its points."""
         name = self._names.get(owner) if isinstance(owner, nn.Module) else None
         if name is None or not (self._open or call.silent):
             return inner(call, want)
@@ -373,16 +407,16 @@ class CallTracer:
         squares: dict[str, Tensor] | None,
     ) -> None:
         frame = self._frames[-1] if self._frames and self._frames[-1].module is owner else None
-        heads, call = self._kept(heads), call.with_options(dropout=0.0)
+        heads, call = self._copied(heads), call.with_options(dropout=0.0)
         points = Points(
             layer=name,
-            problem=self._kept_problem(call.problem()),
+            problem=self._copied_problem(call.problem()),
             output=None,
             edited=tuple(dict.fromkeys(edited)),
             head_outputs=heads.reshape((1,) * (4 - heads.ndim) + heads.shape),
             inputs=() if frame is None else frame.inputs,
             options={} if frame is None else frame.options,
-            squares=None if squares is None else _each(squares, self._kept),
+            squares=None if squares is None else _each(squares, self._copied),
             sequences=sequences_of(call),
         )
         if frame is None:
@@ -390,25 +424,25 @@ class CallTracer:
         else:
             frame.points.append(points)
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        # A copy: caches and in-place operations write to what a model has computed.
+    def _copied(self, tensor: Tensor) -> Tensor:
+        # A copy, as caches and in-place operations overwrite tensors that a model has computed.
         return tensor.detach().clone() if self._detach else tensor
 
-    def _held(self, value: Any) -> Any:
-        # Only what hangs on a graph is cut off: a mask that stands for its table would have to make it.
+    def _detached(self, value: Any) -> Any:
+        # Only tensors in a graph are detached; detaching a lazy mask would materialise its table.
         return value.detach() if self._detach and isinstance(value, Tensor) and value.requires_grad else value
 
-    def _kept_problem(self, problem: Problem) -> Problem:
-        def kept(rule: _Rule) -> _Rule:
-            return rule.mapped(self._kept)
+    def _copied_problem(self, problem: Problem) -> Problem:
+        def copied(rule: _Rule) -> _Rule:
+            return rule.mapped(self._copied)
 
         return replace(
             problem,
-            query=self._kept(problem.query),
-            key=self._kept(problem.key),
-            value=self._kept(problem.value),
-            mask=None if problem.mask is None else kept(problem.mask),
-            scores=tuple(map(kept, problem.scores)),
+            query=self._copied(problem.query),
+            key=self._copied(problem.key),
+            value=self._copied(problem.value),
+            mask=None if problem.mask is None else copied(problem.mask),
+            scores=tuple(map(copied, problem.scores)),
         )
 
 

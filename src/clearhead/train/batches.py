@@ -1,4 +1,4 @@
-"""Batches as a pure function of seed and step, so that a resumed run meets the same ones."""
+"""Batches as a pure function of seed and step, so that a resumed run has the same batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _CHUNK = 20  # batches whose sequences are sorted by length together
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of ids ``[batch, len]``, their real lengths ``[batch]`` and what to predict."""
+    """A batch of sequences and their targets.
+
+    Attributes:
+        ids: token ids ``[batch, len]``, int64, padded with 0.
+        lengths: number of real tokens of each row, ``[batch]``.
+        targets: what to predict: classes ``[batch]``, or next tokens ``[batch, len]``.
+    """
 
     ids: Tensor
     lengths: Tensor
@@ -33,7 +39,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Encoded examples: one row of ids and one class number each.
+    """Encoded examples, each with one row of ids and one class.
+
+    Attributes:
+        ids: the token ids of each example, in rows of any length above 0.
+        targets: the class of each example.
+
+    Raises:
+        ShapeError: the numbers of rows and targets differ.
+        DataError: a row is empty.
 
     >>> len(Sequences([[1, 2], [3]], [0, 1]))
     2
@@ -45,25 +59,25 @@ class Sequences:
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.targets):
             must, got = f"match the {len(self.ids)} rows of ids", f"{len(self.targets)} targets"
-            raise ShapeError.about("Sequences", "targets", must=must, got=got, then="Give one target a row.")
+            raise ShapeError.about("Sequences", "targets", must=must, got=got, then="Give one target per row.")
         empty = next((place for place, row in enumerate(self.ids) if not len(row)), None)
         if empty is not None:
             then = "Leave out rows without a token."
-            raise DataError.about("Sequences", "ids", must="hold no empty row", got=f"row {empty}", then=then)
+            raise DataError.about("Sequences", "ids", must="have no empty row", got=f"row {empty}", then=then)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def taken(self, places: Sequence[int]) -> Sequences:
-        """The examples at ``places``, in that order."""
+        """The examples at the indices ``places``, in that order."""
         return Sequences([self.ids[place] for place in places], [self.targets[place] for place in places])
 
     def cut(self, max_len: int) -> Sequences:
-        """The same examples, none longer than ``max_len``."""
+        """The examples, each truncated to ``max_len`` tokens."""
         return Sequences([row[:max_len] for row in self.ids], self.targets)
 
     def lengths(self) -> NDArray[np.int64]:
-        """The length of each example."""
+        """The number of tokens of each example, int64."""
         return np.array([len(row) for row in self.ids], dtype=np.int64)
 
 
@@ -102,9 +116,11 @@ def packed_by_size(
 def bucketed(
     lengths: NDArray[np.int64], *, batch_size: int, batch_tokens: int, seed: int, epoch: int
 ) -> list[NDArray[np.int64]]:
-    """The batches of one epoch: shuffled, rows of like length together, in a shuffled order.
+    """The batches of one epoch, as indices: rows of similar length together, batches in shuffled order.
 
-    The same arguments give the same batches. Cost: one sort of the data.
+    The same arguments give the same batches.
+
+    Cost: one sort of the data.
 
     >>> [batch.tolist() for batch in bucketed(np.array([1, 5, 1, 5]), batch_size=2, batch_tokens=99, seed=0, epoch=0)]
     [[1, 3], [2, 0]]
@@ -120,20 +136,29 @@ def bucketed(
 
 
 def split(targets: Sequence[int], part: float, *, seed: int) -> tuple[list[int], list[int]]:
-    """Places to train on and places to hold out: ``part`` of every class, at least one where it has two.
+    """Split examples into training and held-out ones, stratified by class.
 
-    Raises ``DataError`` where no class has two examples.
+    Args:
+        targets: the class of each example.
+        part: the share of each class to hold out; at least one example of a class that has two.
+        seed: seed of the random choice.
+
+    Returns:
+        The sorted indices to train on, and the sorted indices to hold out.
+
+    Raises:
+        DataError: no class has two examples.
     """
     random = np.random.default_rng(seed)
-    kept: list[int] = []
-    held: list[int] = []
+    training: list[int] = []
+    held_out: list[int] = []
     values = np.asarray(targets)
     for target in np.unique(values):
         places = random.permutation(np.flatnonzero(values == target))
         count = min(max(1, round(part * len(places))), len(places) - 1)
-        held += places[:count].tolist()
-        kept += places[count:].tolist()
-    if not held:
+        held_out += places[:count].tolist()
+        training += places[count:].tolist()
+    if not held_out:
         must, then = "have two examples of some class", "Add examples."
         raise DataError.about("split", "data", must=must, got="one of each", then=then)
-    return sorted(kept), sorted(held)
+    return sorted(training), sorted(held_out)

@@ -1,4 +1,4 @@
-"""The whole state of training as one file: model, average, optimizer and place, written in one step."""
+"""The state of training as one file: model, average, optimizer and position, written atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Place", "load_state", "load_weights", "save_state"]
 
 @dataclass
 class Place:
-    """Where training stands: all that is not a tensor."""
+    """The position of training: all state that is not a tensor."""
 
     step: int = 0
     best: float | None = None
@@ -37,7 +37,7 @@ class Place:
 def save_state(
     path: Path, *, model: nn.Module, average: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, place: Place
 ) -> None:
-    """Write the state as one safetensors file, its place as JSON in the header."""
+    """Write the state as one safetensors file, with ``place`` as JSON in its header."""
     tensors = {f"model/{name}": value for name, value in _weights(model).items()}
     tensors |= {f"average/{name}": value for name, value in average.items()}
     for number, slots in optimizer.state_dict()["state"].items():
@@ -53,7 +53,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     function: str,
 ) -> Place:
-    """Put the state of ``path`` into model, average and optimizer, and return the place."""
+    """Load the state of ``path`` into model, average and optimizer, and return the place."""
     tensors, note = read_tensors(path, function=function)
     place = _place(path, note, function)
     load_weights(model, _part(tensors, "model/"), path=path, function=function)
@@ -69,34 +69,34 @@ def load_state(
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, path: Path, function: str) -> None:
-    """Put named weights into a model; raises ``DataError`` where a name or a shape differs."""
-    own = _weights(model)
-    missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    wrong = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    """Load named weights into a model; raises ``DataError`` if a name or a shape differs."""
+    expected = _weights(model)
+    missing, foreign = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    wrong = [name for name in expected if name in weights and expected[name].shape != weights[name].shape]
     got = ""
     if missing or foreign:
         got = f"missing {missing[:2]}, unknown {foreign[:2]}"
     elif wrong:
-        got = f"{wrong[0]} with shape {tuple(weights[wrong[0]].shape)}, not {tuple(own[wrong[0]].shape)}"
+        got = f"{wrong[0]} with shape {tuple(weights[wrong[0]].shape)}, not {tuple(expected[wrong[0]].shape)}"
     if got:
-        must, then = "hold the weights that config.json describes", "The run is damaged; train it again."
+        must, then = "have the weights that config.json describes", "The run is damaged; train it again."
         raise DataError.about(function, str(path), must=must, got=got, then=then)
     model.load_state_dict(dict(weights), strict=False)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model with each tensor once: safetensors refuses tied weights under two names."""
-    seen: set[int] = set()
-    found: dict[str, Tensor] = {}
+    """The state of a model with each tensor once, as safetensors refuses tied weights under two names."""
+    visited: set[int] = set()
+    weights: dict[str, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            found[name] = value.detach()
-    return found
+        if id(value) not in visited:
+            visited.add(id(value))
+            weights[name] = value.detach()
+    return weights
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The weights to write for a model, tied ones once."""
+    """The weights of a model to write, tied ones once."""
     return _weights(model)
 
 

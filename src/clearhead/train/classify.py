@@ -1,4 +1,4 @@
-"""Classifying sequences: the task for the engine, and the same from a table of texts to a run folder."""
+"""Sequence classification: the task for the engine, and training from a table of texts to a run folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from clearhead.train.data import Table, read_table
 from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
 from clearhead.train.files import write_json
 from clearhead.train.options import ClassifierOptions
-from clearhead.train.progress import Silent, Watcher
+from clearhead.train.progress import ProgressReporter, Silent
 from clearhead.train.run import FolderKeeper, RunFolder, versions
 from clearhead.train.text import TRAINERS, TextTokenizer
 
@@ -35,14 +35,19 @@ _USUAL_STEPS = 1500
 
 @dataclass(frozen=True)
 class Trained:
-    """A classifier with its best weights, in eval mode, and how training ended."""
+    """A trained classifier.
+
+    Attributes:
+        model: the classifier with its best weights, in evaluation mode.
+        outcome: the result of training.
+    """
 
     model: nn.Module
     outcome: Outcome
 
 
 class ClassifierTask:
-    """Cross-entropy over classes, in length-bucketed batches; measured once an epoch."""
+    """Cross-entropy over classes, in length-bucketed batches; evaluated once per epoch."""
 
     monitor = "accuracy"
     larger_is_better = True
@@ -69,7 +74,7 @@ class ClassifierTask:
         )
 
     def batch(self, step: int) -> Batch:
-        """The batch of one step, found from its epoch's plan."""
+        """The batch of one step, from its epoch's plan."""
         epoch = bisect_right(self._ends, step)
         if self._cached[0] != epoch:
             self._cached = (epoch, self._plan(epoch))
@@ -81,11 +86,11 @@ class ClassifierTask:
         return math.sqrt(value * (1 - value) / len(self._held_out))
 
     def evaluates_after(self, steps: int) -> bool:
-        """At the end of each epoch."""
+        """Whether an epoch ends after this number of steps."""
         return steps in self._ends
 
     def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
-        """Cross-entropy with label smoothing; some tokens are hidden from the model."""
+        """Cross-entropy with label smoothing and token dropout."""
         ids = batch.ids
         if self._unknown_id is not None and self._options.token_dropout:
             hidden = torch.rand(ids.shape, device=ids.device) < self._options.token_dropout
@@ -95,22 +100,22 @@ class ClassifierTask:
         return Weighed(loss, (logits.argmax(-1) == batch.targets).sum(), len(batch.targets))
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Accuracy and plain cross-entropy on the held-out part."""
+        """Accuracy, and cross-entropy without label smoothing, on the held-out part."""
         return measured(model, self._held_out, device)
 
 
 def class_scores(model: nn.Module, examples: Sequences, device: torch.device) -> Tensor:
-    """Log-probabilities ``[examples, classes]`` in the order given; rows of like length run together."""
+    """Log-probabilities ``[examples, classes]`` in the order given; rows of similar length are batched together."""
     lengths = examples.lengths()
     order = np.argsort(lengths, kind="stable")
     parts = packed_by_size(order, lengths, batch_size=_EVALUATION_ROWS, batch_tokens=1 << 16)
-    found = []
+    scores_by_batch = []
     model.eval()
     with torch.no_grad():
         for places in parts:
             batch = batch_of(examples, places).to(device)
-            found.append(model(batch.ids, lengths=batch.lengths).float().log_softmax(-1).cpu())
-    scores = torch.cat(found)
+            scores_by_batch.append(model(batch.ids, lengths=batch.lengths).float().log_softmax(-1).cpu())
+    scores = torch.cat(scores_by_batch)
     return scores[torch.from_numpy(np.argsort(order, kind="stable"))]
 
 
@@ -123,7 +128,7 @@ def measured(model: nn.Module, examples: Sequences, device: torch.device) -> dic
 
 
 def build_classifier(options: ClassifierOptions, *, vocab_size: int, num_classes: int) -> SequenceClassifier:
-    """The model that ``options`` describe, its weights drawn from ``options.seed``."""
+    """The model that ``options`` describe, with random weights from ``options.seed``."""
     with seeded(options.seed):
         model = SequenceClassifier(
             vocab_size,
@@ -155,17 +160,29 @@ def train_classifier(
     options: ClassifierOptions,
     unknown_id: int | None = None,
     keeper: Keeper | None = None,
-    watcher: Watcher | None = None,
+    watcher: ProgressReporter | None = None,
     function: str = _FUNCTION,
 ) -> Trained:
-    """Train a ``SequenceClassifier`` on encoded sequences, with or without text behind them.
+    """Train a ``SequenceClassifier`` on encoded sequences.
 
-    Args: examples to learn from and to stop by; the number of ids and of classes; the options; the id that
-    ``token_dropout`` puts in place of a token (``None``: no token dropout); who keeps the results (memory by
-    default) and who watches.
+    Args:
+        train: the examples to train on.
+        held_out: the examples for early stopping and the reported metrics.
+        vocab_size: number of token ids.
+        num_classes: number of classes.
+        options: options of the model and of training.
+        unknown_id: the id that replaces tokens in token dropout; None for no token dropout.
+        keeper: stores results and checkpoints; by default in memory.
+        watcher: shows progress; by default nothing is shown.
+        function: name of the caller in error texts.
 
-    Returns: the model with its best weights, and the outcome. Raises ``ClearheadError`` for options out of
-    range and for a loss that is not finite.
+    Returns:
+        A ``Trained``: the model with its best weights, and the outcome.
+
+    Raises:
+        ShapeError: an option is out of range.
+        UnsupportedError: the device is not available.
+        DataError: the loss is NaN or infinite.
 
     >>> rows = Sequences([[1, 2], [2, 1], [3, 3], [3]] * 4, [0, 0, 1, 1] * 4)
     >>> options = ClassifierOptions(embed_dim=8, num_heads=2, epochs=1, token_dropout=0.0)
@@ -186,7 +203,7 @@ def train_classifier(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A table made ready: its parts as ids, the tokenizer and the labels."""
+    """An encoded table: its parts as ids, the tokenizer and the labels."""
 
     train: Sequences
     held_out: Sequences
@@ -204,11 +221,30 @@ def train_text_classifier(
     label_column: str = "label",
     options: ClassifierOptions | None = None,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    watcher: ProgressReporter | None = None,
 ) -> dict[str, Any]:
-    """Train on a table of texts and write a run folder; returns what ``metrics.json`` holds.
+    """Train a classifier on a table of texts and write a run folder.
 
-    The same call with ``resume=True`` goes on with a run that was killed, to the same numbers.
+    A run that was interrupted continues with ``resume=True`` and the same arguments, to bitwise identical results.
+
+    Args:
+        data: a table, ``.csv`` with a header or ``.jsonl`` with one object per line.
+        out: the run folder, new or empty.
+        test: another table, evaluated at the end.
+        text_column: name of the column with the texts.
+        label_column: name of the column with the labels.
+        options: options of the model and of training; by default ``ClassifierOptions()``.
+        resume: whether to continue an interrupted run.
+        watcher: shows progress; by default nothing is shown.
+
+    Returns:
+        The contents of ``metrics.json``: the held-out metrics, ``best_step``, ``steps``, ``seconds``, and ``test`` if
+        a test table was given.
+
+    Raises:
+        DataError: a table cannot be read, the folder has another run, or the loss is NaN or infinite.
+        ShapeError: an option is out of range.
+        UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
     options = (options or ClassifierOptions()).checked(_FUNCTION)
     options.chosen_device(_FUNCTION)
@@ -230,7 +266,7 @@ def train_text_classifier(
     return _run(ready, folder, options, watcher)
 
 
-def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watcher: Watcher) -> dict[str, Any]:
+def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watcher: ProgressReporter) -> dict[str, Any]:
     with FolderKeeper(folder, function=_FUNCTION) as keeper:
         trained = train_classifier(
             ready.train,
@@ -251,8 +287,8 @@ def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watche
     }
     if ready.test is not None:
         device = options.chosen_device(_FUNCTION)
-        found = measured(trained.model, ready.test.cut(options.max_len), device)
-        metrics["test"] = found | {"examples": len(ready.test)}
+        results = measured(trained.model, ready.test.cut(options.max_len), device)
+        metrics["test"] = results | {"examples": len(ready.test)}
     write_json(folder.metrics, metrics)
     return metrics
 
@@ -267,7 +303,7 @@ def _labels(table: Table, tested: Table | None) -> list[str]:
         assert tested.labels is not None
         for label, line in zip(tested.labels, tested.lines, strict=True):
             if label not in labels:
-                must, got = "have only labels seen in training", f"{label!r} in line {line}"
+                must, got = "have only labels of the training data", f"{label!r} in line {line}"
                 then = "Correct the label, or add examples of it to the training data."
                 raise DataError.about(_FUNCTION, str(tested.path), must=must, got=got, then=then)
     return labels
@@ -303,12 +339,12 @@ def _prepare(
     assert table.labels is not None
     number = {label: place for place, label in enumerate(labels)}
     targets = [number[label] for label in table.labels]
-    kept, held = split(targets, options.held_out, seed=options.seed)
+    training, held_out = split(targets, options.held_out, seed=options.seed)
     if begun is not None:
         tokenizer = TextTokenizer.load(begun.tokenizer, function=_FUNCTION)
     else:
         tokenizer = TRAINERS[options.tokenizer](
-            [table.texts[place] for place in kept],
+            [table.texts[place] for place in training],
             vocab_size=options.vocab_size,
             min_count=options.min_count,
             lowercase=options.lowercase,
@@ -318,11 +354,11 @@ def _prepare(
     if tested is not None:
         assert tested.labels is not None
         test = Sequences(encoded(tested, tokenizer, _FUNCTION), [number[label] for label in tested.labels])
-    return _Prepared(examples.taken(kept), examples.taken(held), test, tokenizer, labels)
+    return _Prepared(examples.taken(training), examples.taken(held_out), test, tokenizer, labels)
 
 
 def encoded(table: Table, tokenizer: TextTokenizer, function: str) -> list[list[int]]:
-    """The ids of every text of a table; raises ``DataError`` naming the line of a text without a token."""
+    """The ids of every text of a table; raises ``DataError`` with the line of a text without a token."""
     rows = tokenizer.encode_many(table.texts)
     for ids, line in zip(rows, table.lines, strict=True):
         if not ids:
@@ -331,12 +367,12 @@ def encoded(table: Table, tokenizer: TextTokenizer, function: str) -> list[list[
     return rows
 
 
-def _say_cut(ready: _Prepared, options: ClassifierOptions, watcher: Watcher) -> None:
+def _say_cut(ready: _Prepared, options: ClassifierOptions, watcher: ProgressReporter) -> None:
     rows = [*ready.train.ids, *ready.held_out.ids]
     cut = sum(len(row) > options.max_len for row in rows)
     watcher.said(
-        f"{len(ready.train)} texts to learn from, {len(ready.held_out)} held out, "
-        f"{len(ready.labels)} classes, {len(ready.tokenizer)} tokens known"
+        f"{len(ready.train)} texts to train on, {len(ready.held_out)} held out, "
+        f"{len(ready.labels)} classes, vocabulary of {len(ready.tokenizer)} tokens"
     )
     if cut:
-        watcher.said(f"{cut} of {len(rows)} texts are longer than --max-len {options.max_len} and were cut")
+        watcher.said(f"{cut} of {len(rows)} texts are longer than --max-len {options.max_len} and were truncated")

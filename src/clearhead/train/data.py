@@ -1,4 +1,4 @@
-"""Labelled tables (CSV, JSON lines) and plain text, read strictly: a bad line is named, never skipped."""
+"""Strict readers of labelled tables (CSV, JSON lines) and plain text: a bad line raises and is never skipped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Table", "read_known", "read_table", "read_text"]
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file: texts, their labels (``None`` where the file has no such column), their lines.
+    """The rows of one file: texts, labels (None without such a column) and line numbers.
 
-    ``sha256`` is the file's fingerprint.
+    ``sha256`` is the SHA-256 of the file.
     """
 
     path: Path
@@ -33,12 +33,12 @@ class Table:
 
 
 def read_text(path: Path | str, *, function: str = "read_text") -> str:
-    """Read a whole UTF-8 file, newlines as they are; raises ``DataError`` where it is absent, empty or not UTF-8."""
+    """Read a whole UTF-8 file without newline conversion; raises ``DataError`` if it is absent, empty or not UTF-8."""
     return read_known(path, function=function)[0]
 
 
 def read_known(path: Path | str, *, function: str = "read_text") -> tuple[str, str]:
-    """``read_text``, and the SHA-256 of what was read, by which a resumed run knows its data again."""
+    """``read_text``, and the SHA-256 of the file, by which a resumed run checks its data."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -53,7 +53,7 @@ def read_known(path: Path | str, *, function: str = "read_text") -> tuple[str, s
         then = "Convert it, for example with iconv -t UTF-8."
         raise DataError.about(function, str(path), must="be UTF-8", got=got, then=then) from error
     if not text.strip():
-        must, then = "hold text", "Check the file."
+        must, then = "have text", "Check the file."
         raise DataError.about(function, str(path), must=must, got="an empty file", then=then)
     return text, hashlib.sha256(content).hexdigest()
 
@@ -66,10 +66,10 @@ def read_table(
     labels_required: bool = True,
     function: str = "read_table",
 ) -> Table:
-    """Read ``.csv`` (with a header) or ``.jsonl`` (one object a line) as texts and labels.
+    """Read ``.csv`` (with a header) or ``.jsonl`` (one object per line) as texts and labels.
 
-    Every row must hold the text column; with ``labels_required`` the label column too, otherwise labels are
-    read where the first row has them. Raises ``DataError`` naming the file and the line. Cost: linear.
+    Every row must have the text column, and with ``labels_required`` the label column; otherwise labels are read if the
+    first row has them. Raises ``DataError`` with the file and the line.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "t.csv"
@@ -98,7 +98,7 @@ def read_table(
                 raise DataError.about(function, str(path), must=must, got=f"none in line {line}", then=then)
         lines.append(line)
     if not lines:
-        must, then = "hold at least one row", "Check the file."
+        must, then = "have at least one row", "Check the file."
         raise DataError.about(function, str(path), must=must, got="a header and no rows", then=then)
     return Table(path, texts, labels if with_labels else None, lines, sha256)
 
@@ -142,18 +142,18 @@ def _json_rows(
         try:
             row = json.loads(content)
         except (ValueError, RecursionError) as error:
-            # Besides what is no JSON: numbers of thousands of digits, and lists nested as deep.
+            # ValueError includes numbers of thousands of digits, RecursionError deeply nested lists.
             said = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             got, then = f"{said} in line {line}", "Check that line."
             raise DataError.about(function, str(path), must="be JSON lines", got=got, then=then) from error
         if not isinstance(row, dict):
             got, then = f"{type(row).__name__} in line {line}", 'Write rows as {"label": ..., "text": ...}.'
-            raise DataError.about(function, str(path), must="hold one object a line", got=got, then=then)
+            raise DataError.about(function, str(path), must="have one object per line", got=got, then=then)
         yield line, row
 
 
 def writable(text: str) -> bool:
-    """Whether UTF-8 can write a text: no halves of surrogate pairs, which stand for bytes that were none too."""
+    """Whether a text can be encoded as UTF-8, that is, has no lone surrogates."""
     return not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
@@ -168,6 +168,6 @@ def _cell(row: dict[str, object], column: str, path: Path, line: int, function: 
     if isinstance(value, bool | int):
         return json.dumps(value)
     must = f"have text in the column {column!r}"
-    kind = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
+    kind = "a lone surrogate" if isinstance(value, str) else type(value).__name__
     got, then = f"{kind} in line {line}", "Correct that row."
     raise DataError.about(function, str(path), must=must, got=got, then=then)

@@ -1,8 +1,7 @@
-"""The loop: steps, evaluations, early stopping, checkpoints. It knows tensors, not text.
+"""The training loop: steps, evaluations, early stopping and checkpoints, on tensors.
 
-Every step draws its batch and its dropout from (seed, step) alone. A run that was killed and goes on from
-a checkpoint therefore meets the same numbers, bit for bit, as one that was never interrupted, as long as
-machine, torch and thread count are the same.
+Batch and dropout of a step depend on (seed, step) alone. A run that resumes from a checkpoint is therefore bitwise
+identical to an uninterrupted one, with the same machine, torch version and number of threads.
 """
 
 from __future__ import annotations
@@ -23,14 +22,20 @@ from clearhead.train.batches import Batch
 from clearhead.train.checkpoint import Place
 from clearhead.train.optimizer import Average, adamw, learning_rate
 from clearhead.train.options import TrainingOptions
-from clearhead.train.progress import Shown, Silent, Watcher
+from clearhead.train.progress import ProgressReporter, Shown, Silent
 
 __all__ = ["Engine", "Keeper", "Outcome", "Task", "Weighed", "seeded"]
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """What one batch gave: the loss to descend and how many of how many predictions were right."""
+    """The loss and accuracy of one batch.
+
+    Attributes:
+        loss: the scalar loss, with its autograd graph.
+        correct: number of correct predictions, a scalar tensor.
+        counted: number of predictions.
+    """
 
     loss: Tensor
     correct: Tensor
@@ -38,61 +43,94 @@ class Weighed:
 
 
 class Task(Protocol):
-    """What is to be learned. ``batch`` must depend on the step alone."""
+    """A learning task: batches, loss and evaluation. ``batch`` must depend on the step alone."""
 
     steps: int
+    """Number of training steps."""
     monitor: str
-    """The number of an evaluation that decides which weights are best."""
+    """Name of the metric that decides which weights are best."""
     larger_is_better: bool
+    """Whether a larger metric is better."""
 
     def slack(self, value: float) -> float:
-        """How far below the best an evaluation may lie and still be as good, given how few examples it has."""
+        """How much worse than the best an evaluation may be and still count as equal.
+
+        Args:
+            value: the metric of the evaluation.
+
+        Returns:
+            The tolerance, at least 0; it depends on the number of held-out examples.
+        """
 
     def batch(self, step: int) -> Batch:
-        """The batch of one step."""
+        """The batch of one step.
+
+        Args:
+            step: the number of finished steps, from 0; the batch must depend on nothing else.
+        """
 
     def evaluates_after(self, steps: int) -> bool:
-        """Whether the held-out part is measured once so many steps are taken."""
+        """Whether the held-out part is evaluated after ``steps`` steps.
+
+        Args:
+            steps: the number of finished steps.
+        """
 
     def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
-        """The loss of one batch, with its graph."""
+        """The loss of one batch, with its graph.
+
+        Args:
+            model: the model, in training mode.
+            batch: a batch on the device of the model.
+
+        Returns:
+            The mean loss, and the numbers of correct and of counted targets.
+        """
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Numbers on the held-out part; called without gradients, in eval mode."""
+        """Metrics on the held-out part; called without gradients, in evaluation mode.
+
+        Args:
+            model: the model.
+            device: its device, to which the batches are moved.
+
+        Returns:
+            Metrics by name, among them ``monitor``.
+        """
 
 
 class Keeper(Protocol):
-    """Who keeps what training makes: a run folder, or nobody."""
+    """Stores the results of training, for example in a run folder."""
 
     def resumed(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer) -> Place:
-        """The place to start from, its state put into the arguments."""
+        """The position to start from; its state is loaded into the arguments."""
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """Keep one record of numbers."""
+        """Store one record of metrics."""
 
     def best(self, model: nn.Module) -> None:
-        """Keep these weights as the best so far."""
+        """Store the weights as the best so far."""
 
     def checkpoint(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer, place: Place) -> None:
-        """Keep the whole state."""
+        """Store the whole state."""
 
     def restore_best(self, model: nn.Module) -> None:
-        """Put the best weights into the model."""
+        """Load the best weights into the model."""
 
 
 class InMemory:
-    """Keeps the best weights in memory and nothing else."""
+    """Stores the best weights and the records in memory, and no checkpoints."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self._best: dict[str, Tensor] = {}
 
     def resumed(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer) -> Place:
-        """The start."""
+        """Start at step 0."""
         return Place()
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """Keep the record in ``records``."""
+        """Append the record to ``records``."""
         self.records.append({"step": step, **record})
 
     def best(self, model: nn.Module) -> None:
@@ -100,7 +138,7 @@ class InMemory:
         self._best = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def checkpoint(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer, place: Place) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def restore_best(self, model: nn.Module) -> None:
         """Copy the weights back."""
@@ -109,7 +147,14 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: the held-out numbers of the best weights, their step, all steps taken, seconds."""
+    """The result of training.
+
+    Attributes:
+        held_out: metrics of the best weights on the held-out part, by name.
+        best_step: the step of the best weights.
+        steps: number of steps taken.
+        seconds: training time in seconds.
+    """
 
     held_out: dict[str, float]
     best_step: int
@@ -119,12 +164,12 @@ class Outcome:
 
 @contextmanager
 def seeded(seed: int, *place: int) -> Iterator[None]:
-    """Torch's random numbers inside follow from ``seed`` and ``place``; outside they are untouched."""
+    """Set torch's random state from ``seed`` and ``place``, and restore it at the end."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         stream = np.random.SeedSequence(seed, spawn_key=place)
         start = int(stream.generate_state(1, np.uint64)[0])
-        # torch.manual_seed would also note where it was called from, for a CUDA that is not there: 1.5 ms a step.
+        # torch.manual_seed also records its caller for CUDA, which costs 1.5 ms per step.
         torch.default_generator.manual_seed(start)
         if devices:
             torch.cuda.manual_seed(start)
@@ -134,8 +179,15 @@ def seeded(seed: int, *place: int) -> Iterator[None]:
 class Engine:
     """Trains one model on one task.
 
-    Args: the model (on its device), the task, the options, who keeps the results, who watches, and the name
-    by which errors speak of the caller. Cost: one forward and backward a step.
+    Args:
+        model: the model, on its device.
+        task: batches, loss and evaluation.
+        options: options of training.
+        keeper: stores results and checkpoints; by default in memory.
+        watcher: shows progress; by default nothing is shown.
+        function: name of the caller in error texts.
+
+    Cost: one forward and backward pass per step, and the evaluations.
     """
 
     def __init__(
@@ -145,18 +197,25 @@ class Engine:
         options: TrainingOptions,
         *,
         keeper: Keeper | None = None,
-        watcher: Watcher | None = None,
+        watcher: ProgressReporter | None = None,
         function: str = "train",
     ) -> None:
         self.model, self.task, self.options, self._function = model, task, options, function
         self.keeper: Keeper = InMemory() if keeper is None else keeper
-        self._watcher: Watcher = Silent() if watcher is None else watcher
+        self._watcher: ProgressReporter = Silent() if watcher is None else watcher
         self._device = next(model.parameters()).device
         self._optimizer = adamw(model, options)
         self._average = Average(model, options.average)
 
     def fit(self) -> Outcome:
-        """Train to the end or to the early stop; the model then holds the best weights."""
+        """Train to the last step or until early stopping; the model then has the best weights.
+
+        Returns:
+            The ``Outcome``.
+
+        Raises:
+            DataError: the loss or the monitored metric is NaN or infinite.
+        """
         place = self.keeper.resumed(self.model, self._average, self._optimizer)
         started = time.monotonic() - place.seconds
         first = place.step
@@ -211,8 +270,8 @@ class Engine:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=wanted)
 
     def _not_finite(self, place: Place, loss: float) -> DataError:
-        must, got = "stay finite", f"{loss} at step {place.step}"
-        then = "Lower --lr or use --precision fp32; the last checkpoint is kept."
+        must, got = "be finite", f"{loss} at step {place.step}"
+        then = "Lower --lr or use --precision fp32. The last checkpoint is unmodified."
         return DataError.about(self._function, "loss", must=must, got=got, then=then)
 
     def _measured(self) -> dict[str, float]:
@@ -228,8 +287,8 @@ class Engine:
                 raise self._not_finite(place, value)
             signed = value if self.task.larger_is_better else -value
             best = signed if place.best is None else max(place.best, signed)
-            # Of evaluations that cannot be told apart the later one wins: it has learned for longer, at a lower
-            # learning rate, and the highest of many noisy numbers is mostly a lucky one.
+            # Of statistically equal evaluations the later one wins: it was trained for longer at a lower learning
+            # rate, and the maximum of many noisy metrics is biased.
             if signed >= best - self.task.slack(value):
                 place.best_step, place.stale = place.step, 0
                 self.keeper.best(self.model)

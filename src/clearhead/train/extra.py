@@ -11,7 +11,7 @@ __all__ = ["need"]
 
 
 def need(module: str) -> Any:
-    """Import a package of the extra ``train``; say which extra is missing where it is absent."""
+    """Import a package of the extra ``train``; raises an error with the extra's name if it is not installed."""
     try:
         return import_module(module)
     except ImportError as error:

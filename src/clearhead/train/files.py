@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, and read with an error that says what is wrong."""
+"""Files of a run: atomic writes, and reads with clear errors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _DEVICES = Path("/dev")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one.
+    """Write ``content`` to ``path`` atomically: a reader, or a crash, sees the old file or the new one.
 
-    A link is followed; what is there and no ordinary file, a pipe or a device, is written to as it is.
+    A symbolic link is followed. A pipe or a device is written to directly.
     """
-    if _stays(path):
+    if _written_in_place(path):
         path.write_bytes(content)
         return
     path = Path(os.path.realpath(path))
@@ -53,8 +53,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def _stays(path: Path) -> bool:
-    """Whether what is at ``path`` is to be written to and not to be replaced."""
+def _written_in_place(path: Path) -> bool:
+    """Whether ``path`` is written to directly instead of being replaced, as a pipe or a device."""
     return path.exists() and (not path.is_file() or path.absolute().is_relative_to(_DEVICES))
 
 
@@ -63,8 +63,8 @@ def _half_written(folder: Path) -> Path:
 
 
 def check_writable(path: Path, *, function: str, argument: str, folder: bool = False) -> None:
-    """Raise ``DataError`` where no file can be written at ``path``, or none into the folder there; nothing is left."""
-    if not folder and _stays(path) and not path.is_dir():
+    """Raise ``DataError`` if no file can be written at ``path``, or into it with ``folder``; leaves no files."""
+    if not folder and _written_in_place(path) and not path.is_dir():
         return
     place = Path(os.path.realpath(path))
     place = place if folder else place.parent
@@ -95,7 +95,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name itself durable; a file's own fsync does not."""
+    """Make the new directory entry durable, which the file's fsync does not."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,14 +121,14 @@ def read_json(path: Path, *, function: str) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, str] | None = None) -> None:
-    """Write named tensors as one safetensors file with a text note in its header, atomically."""
+    """Write named tensors as one safetensors file with text metadata, atomically."""
     save = need("safetensors.torch").save
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     write_bytes(path, save(plain, metadata=dict(note or {})))
 
 
 def read_tensors(path: Path, *, function: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file: its tensors and the note in its header."""
+    """Read a safetensors file: its tensors and its text metadata."""
     safetensors = need("safetensors")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
@@ -137,5 +137,5 @@ def read_tensors(path: Path, *, function: str) -> tuple[dict[str, Tensor], dict[
         got = "no such file"
     except (OSError, safetensors.SafetensorError) as error:
         got = str(error)
-    then = "The file is damaged or was cut short; train the run again."
-    raise DataError.about(function, str(path), must="be a whole safetensors file", got=got, then=then)
+    then = "The file is damaged or truncated; train the run again."
+    raise DataError.about(function, str(path), must="be a complete safetensors file", got=got, then=then)

@@ -1,4 +1,4 @@
-"""Modelling text token by token: the task for the engine, and the same from a text file to a run folder."""
+"""Language modelling: the task for the engine, and training from a text file to a run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clearhead.train.data import read_known
 from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
 from clearhead.train.files import write_json
 from clearhead.train.options import LanguageOptions
-from clearhead.train.progress import Silent, Watcher
+from clearhead.train.progress import ProgressReporter, Silent
 from clearhead.train.run import FolderKeeper, RunFolder, versions
 from clearhead.train.text import TextTokenizer, train_bytes, train_characters
 
@@ -30,7 +30,7 @@ _EVALUATION_TOKENS = 16_384
 
 
 class LanguageTask:
-    """Next-token cross-entropy on random windows; measured on every token of the held-out tail."""
+    """Next-token cross-entropy on random windows; evaluated on every token of the held-out tail."""
 
     monitor = "loss"
     larger_is_better = False
@@ -53,11 +53,11 @@ class LanguageTask:
         return _windows(self._train[places])
 
     def slack(self, value: float) -> float:
-        """None: the held-out tail has tokens enough."""
+        """0, as the held-out tail has many tokens."""
         return 0.0
 
     def evaluates_after(self, steps: int) -> bool:
-        """Every ``eval_every`` steps."""
+        """Whether the number of steps is a multiple of ``eval_every``."""
         return steps % self._options.eval_every == 0
 
     def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
@@ -68,7 +68,7 @@ class LanguageTask:
         return Weighed(loss, (logits.argmax(-1) == targets).sum(), targets.numel())
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Loss and accuracy over the held-out tail, cut into windows side by side."""
+        """Loss and accuracy on the held-out tail, in adjacent windows."""
         context = self._options.context
         count = (len(self._held_out) - 1) // context
         places = torch.arange(count)[:, None] * context + torch.arange(context + 1)
@@ -88,7 +88,7 @@ def _windows(rows: Tensor) -> Batch:
 
 
 def build_language_model(options: LanguageOptions, *, vocab_size: int) -> LanguageModel:
-    """The model that ``options`` describe, its weights drawn from ``options.seed``."""
+    """The model that ``options`` describe, with random weights from ``options.seed``."""
     with seeded(options.seed):
         return LanguageModel(
             vocab_size,
@@ -104,7 +104,12 @@ def build_language_model(options: LanguageOptions, *, vocab_size: int) -> Langua
 
 @dataclass(frozen=True)
 class TrainedLanguage:
-    """A language model with its best weights, in eval mode, and how training ended."""
+    """A trained language model.
+
+    Attributes:
+        model: the language model with its best weights, in evaluation mode.
+        outcome: the result of training.
+    """
 
     model: nn.Module
     outcome: Outcome
@@ -117,10 +122,27 @@ def train_language_model(
     vocab_size: int,
     options: LanguageOptions,
     keeper: Keeper | None = None,
-    watcher: Watcher | None = None,
+    watcher: ProgressReporter | None = None,
     function: str = _FUNCTION,
 ) -> TrainedLanguage:
-    """Train a ``LanguageModel`` on ids ``[tokens]``; the held-out ids decide which weights are kept.
+    """Train a ``LanguageModel`` on token ids.
+
+    Args:
+        train: the ids to train on, int64 ``[tokens]``.
+        held_out: the ids for early stopping and the reported metrics, int64 ``[tokens]``.
+        vocab_size: number of token ids.
+        options: options of the model and of training.
+        keeper: stores results and checkpoints; by default in memory.
+        watcher: shows progress; by default nothing is shown.
+        function: name of the caller in error texts.
+
+    Returns:
+        A record with ``model``, the model with its best weights, and ``outcome``, the result of training.
+
+    Raises:
+        ShapeError: an option is out of range.
+        UnsupportedError: the device is not available.
+        DataError: the ids are too few for ``options.context``, or the loss is NaN or infinite.
 
     >>> ids = torch.arange(60) % 3
     >>> options = LanguageOptions(embed_dim=8, num_heads=2, num_layers=1, context=8, steps=2)
@@ -144,12 +166,27 @@ def train_text_language_model(
     out: Path | str,
     options: LanguageOptions | None = None,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    watcher: ProgressReporter | None = None,
 ) -> dict[str, Any]:
-    """Train on a text file and write a run folder; returns what ``metrics.json`` holds.
+    """Train a language model on a text file and write a run folder.
 
-    The last tenth of the characters (``held_out``) is never trained on. The same call with ``resume=True``
-    goes on with a run that was killed, to the same numbers.
+    The last tenth of the characters (``options.held_out``) is held out. A run that was interrupted continues with
+    ``resume=True`` and the same arguments, to bitwise identical results.
+
+    Args:
+        data: a UTF-8 text file.
+        out: the run folder, new or empty.
+        options: options of the model and of training; by default ``LanguageOptions()``.
+        resume: whether to continue an interrupted run.
+        watcher: shows progress; by default nothing is shown.
+
+    Returns:
+        The contents of ``metrics.json``: the held-out metrics, ``best_step``, ``steps`` and ``seconds``.
+
+    Raises:
+        DataError: the text cannot be read or is too short, the folder has another run, or the loss is NaN or infinite.
+        ShapeError: an option is out of range.
+        UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
     options = (options or LanguageOptions()).checked(_FUNCTION)
     options.chosen_device(_FUNCTION)
@@ -169,8 +206,8 @@ def train_text_language_model(
     cut = len(text) - round(len(text) * options.held_out)
     tokenizer = _tokenizer(text, cut, options, folder if begun else None)
     train, held_out = (torch.tensor(tokenizer.encode_long(part)) for part in (text[:cut], text[cut:]))
-    LanguageTask(train, held_out, options, _FUNCTION)  # refuses a short text before anything is written
-    watcher.said(f"{len(train)} tokens to learn from, {len(held_out)} held out, {len(tokenizer)} tokens known")
+    LanguageTask(train, held_out, options, _FUNCTION)  # raises for a short text before anything is written
+    watcher.said(f"{len(train)} tokens to train on, {len(held_out)} held out, vocabulary of {len(tokenizer)} tokens")
     if not begun:
         tokenizer.save(folder.tokenizer)
         folder.begin(config | {"vocab_size": len(tokenizer)})
@@ -192,7 +229,7 @@ def _tokenizer(text: str, cut: int, options: LanguageOptions, begun: RunFolder |
     if begun is not None:
         return TextTokenizer.load(begun.tokenizer, function=_FUNCTION)
     if options.tokenizer == "chars":
-        # The alphabet is that of the whole file, as in nanoGPT, so that the losses can be compared.
+        # The alphabet is that of the whole file, as in nanoGPT, so that losses are comparable.
         return train_characters(text)
     return train_bytes(text[:cut], vocab_size=options.vocab_size)
 

@@ -1,4 +1,4 @@
-"""What training writes down: ``log.jsonl`` and TensorBoard events."""
+"""The logs of training: ``log.jsonl`` and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["EventLog", "LineLog"]
 
 
 class LineLog:
-    """One JSON object a line. A resumed run first cuts what the checkpoint does not know of."""
+    """A log with one JSON object per line; a resumed run first truncates it to ``keep_bytes``."""
 
     def __init__(self, path: Path, *, keep_bytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,12 +22,12 @@ class LineLog:
         self._file.seek(0, os.SEEK_END)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add one record and hand it to the system at once."""
+        """Append one record and flush."""
         self._file.write((json.dumps(record) + "\n").encode())
         self._file.flush()
 
     def size(self) -> int:
-        """The bytes written so far, made durable."""
+        """The number of bytes written, after an fsync."""
         os.fsync(self._file.fileno())
         return self._file.tell()
 
@@ -37,7 +37,7 @@ class LineLog:
 
 
 class EventLog:
-    """TensorBoard's view of the same numbers."""
+    """The same metrics as TensorBoard events."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         need("tensorboard")
@@ -46,12 +46,12 @@ class EventLog:
         self._writer = writer(str(folder), purge_step=purge)
 
     def write(self, step: int, record: dict[str, Any]) -> None:
-        """Add every number of a record at ``step``."""
+        """Add every metric of a record at ``step``."""
         kind = record["kind"]
         for name, value in record.items():
             if isinstance(value, float):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Write out what is waiting and close the file."""
+        """Flush and close the file."""
         self._writer.close()

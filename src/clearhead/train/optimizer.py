@@ -1,4 +1,4 @@
-"""AdamW with decay where it belongs, the learning rate of each step, and the running average of weights."""
+"""AdamW with weight decay of matrices only, the learning rate schedule, and the running average of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Average", "adamw", "learning_rate"]
 
 
 def learning_rate(step: int, steps: int, options: TrainingOptions) -> float:
-    """The learning rate of step ``step`` of ``steps``: a linear rise, then half a cosine down to its end.
+    """The learning rate of step ``step`` of ``steps``: a linear warmup, then a cosine decay.
 
     >>> options = TrainingOptions(lr=1.0, warmup=0.5)
     >>> [round(learning_rate(step, 4, options), 3) for step in range(4)]
@@ -30,7 +30,7 @@ def learning_rate(step: int, steps: int, options: TrainingOptions) -> float:
 
 
 def adamw(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) that decays matrices only: no embeddings, biases or norms."""
+    """AdamW (Loshchilov and Hutter 2019) with weight decay of matrices, not of embeddings, biases or norms."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [item for item in parameters if item.ndim >= 2 and id(item) not in tables]
@@ -45,9 +45,9 @@ def adamw(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:
 
 
 class Average:
-    """An exponential running average of a model's weights (Polyak and Juditsky 1992), lent for evaluation.
+    """An exponential moving average of a model's weights (Polyak and Juditsky 1992), used in evaluations.
 
-    With ``decay`` 0 there is no average and the model's own weights are used.
+    With ``decay=0`` there is no average, and evaluations use the model's weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -60,25 +60,25 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the model's weights; faster in the first steps, while the average is young."""
+        """Move the average towards the model's weights, with a smaller decay in the first steps."""
         if not self.weights:
             return
         decay = min(self.decay, (1 + step) / (10 + step))
-        own = [value for _, value in self._floats()]
-        get_ema_multi_avg_fn(decay)(list(self.weights.values()), own, step)
+        current = [value for _, value in self._floats()]
+        get_ema_multi_avg_fn(decay)(list(self.weights.values()), current, step)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """The model holds the averaged weights inside this context and its own again after it."""
+        """Put the averaged weights into the model within a ``with`` block, and restore its weights at the end."""
         if not self.weights:
             yield
             return
-        own = {name: value.detach().clone() for name, value in self._floats()}
+        saved = {name: value.detach().clone() for name, value in self._floats()}
         _copy(self._model, self.weights)
         try:
             yield
         finally:
-            _copy(self._model, own)
+            _copy(self._model, saved)
 
 
 @torch.no_grad()

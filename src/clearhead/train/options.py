@@ -1,4 +1,4 @@
-"""The options of training, stated once: defaults, limits and help texts that the command line reads too."""
+"""The options of training: defaults, limits and help texts, which the command line reads too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clearhead.errors import DataError, ShapeError, UnsupportedError
 __all__ = ["ClassifierOptions", "LanguageOptions", "TrainingOptions"]
 
 
-#: Numbers beyond these are no setting: widths, depths, lengths, and counts.
+#: Upper limits of widths, depths, lengths and counts.
 _WIDE, _DEEP, _LONG, _MANY = 2**16, 2**10, 2**20, 2**31 - 1
 
 
@@ -42,16 +42,33 @@ _RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What the engine needs to know, whatever the task."""
+    """Options of every training task.
+
+    Attributes:
+        lr: the highest learning rate.
+        warmup: share of all steps with a rising learning rate.
+        final_lr: the last learning rate as a factor of ``lr``.
+        weight_decay: weight decay of matrices, not of embeddings, biases or norms.
+        beta2: the second moment's decay in AdamW.
+        clip: the largest gradient norm.
+        average: decay of the moving average of weights; 0 for none.
+        patience: number of evaluations without improvement before early stopping.
+        checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast to bfloat16.
+        compile: whether to compile each block with ``torch.compile``.
+        checkpoint_activations: whether to recompute activations in backward.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        seed: seed of the split, the weights, the batches and dropout.
+    """
 
     lr: float = _option(1e-3, "Highest learning rate.", above=0)
-    warmup: float = _option(0.1, "Part of all steps over which the learning rate rises.", least=0, below=1)
-    final_lr: float = _option(0.0, "Learning rate at the end, as a part of the highest.", least=0)
+    warmup: float = _option(0.1, "Share of all steps with a rising learning rate.", least=0, below=1)
+    final_lr: float = _option(0.0, "Last learning rate as a factor of the highest.", least=0)
     weight_decay: float = _option(0.01, "Weight decay of the matrices (not of embeddings).", least=0)
-    beta2: float = _option(0.99, "AdamW's second decay.", least=0, below=1)
+    beta2: float = _option(0.99, "Decay of AdamW's second moment.", least=0, below=1)
     clip: float = _option(1.0, "Largest gradient norm.", above=0)
-    average: float = _option(0.0, "Decay of the running average of weights; 0: none.", least=0, below=1)
-    patience: int = _option(8, "Evaluations without a better result before stopping.", least=1, most=_MANY)
+    average: float = _option(0.0, "Decay of the moving average of weights; 0: none.", least=0, below=1)
+    patience: int = _option(8, "Evaluations without improvement before early stopping.", least=1, most=_MANY)
     checkpoint_every: int = _option(
         200, "Steps between checkpoints, besides one at each evaluation.", least=1, most=_MANY
     )
@@ -62,7 +79,14 @@ class TrainingOptions:
     seed: int = _option(0, "Seed of the split, the weights, the batches and dropout.", least=0)
 
     def checked(self, function: str) -> Self:
-        """The same options; raises ``ShapeError`` naming the first one out of its limits."""
+        """The options themselves, after a check of their limits.
+
+        Args:
+            function: name of the caller in error texts.
+
+        Raises:
+            ShapeError: an option is out of its limits.
+        """
         for item in fields(self):
             value = getattr(self, item.name)
             for rule, (words, holds) in _RULES.items():
@@ -75,7 +99,14 @@ class TrainingOptions:
         return self
 
     def chosen_device(self, function: str) -> torch.device:
-        """The device to train on; raises ``UnsupportedError`` where it is not there."""
+        """The device to train on; ``"auto"`` is CUDA if it is available, else the CPU.
+
+        Args:
+            function: name of the caller in error texts.
+
+        Raises:
+            UnsupportedError: the device is not available.
+        """
         if self.device == "cuda" and not torch.cuda.is_available():
             must, then = "be usable here", "Use --device cpu."
             raise UnsupportedError.about(function, "--device", must=must, got="cuda without a GPU", then=then)
@@ -84,16 +115,24 @@ class TrainingOptions:
         return torch.device(self.device)
 
     def as_dict(self) -> dict[str, Any]:
-        """The options as plain values, for ``config.json``."""
+        """The options as plain values, as stored in ``config.json``."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, function: str) -> Self:
-        """Read back what ``as_dict`` gave; raises ``DataError`` for a field that is unknown or of another type."""
-        known = {item.name: item for item in fields(cls)}
+        """The options from the result of ``as_dict``.
+
+        Args:
+            values: options by name.
+            function: name of the caller in error texts.
+
+        Raises:
+            DataError: an option is unknown or of another type.
+        """
+        by_name = {item.name: item for item in fields(cls)}
         for name, value in values.items():
-            if name not in known or not _fits(value, known[name].default):
-                must, then = "hold known options of the right type", "The run is damaged; train it again."
+            if name not in by_name or not _fits(value, by_name[name].default):
+                must, then = "have known options of the right type", "The run is damaged; train it again."
                 raise DataError.about(function, "config.json", must=must, got=f"{name} = {value!r}", then=then)
         return cls(**values)
 
@@ -124,47 +163,116 @@ class _ModelOptions(TrainingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierOptions(_ModelOptions):
-    """Options of ``train classify``; the defaults are those of small text tables."""
+    """Options of ``train_classifier`` and of the command ``train classify``, with defaults for small text tables.
+
+    Attributes:
+        lr: the highest learning rate.
+        warmup: share of all steps with a rising learning rate.
+        final_lr: the last learning rate as a factor of ``lr``.
+        weight_decay: weight decay of matrices, not of embeddings, biases or norms.
+        beta2: the second moment's decay in AdamW.
+        clip: the largest gradient norm.
+        average: decay of the moving average of weights; 0 for none.
+        patience: number of evaluations without improvement before early stopping.
+        checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast to bfloat16.
+        compile: whether to compile each block with ``torch.compile``.
+        checkpoint_activations: whether to recompute activations in backward.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        seed: seed of the split, the weights, the batches and dropout.
+        embed_dim: width of the model.
+        num_heads: number of attention heads.
+        num_layers: number of encoder blocks.
+        feedforward_dim: width of the feedforward's hidden layer; 0 for ``4 * embed_dim``.
+        dropout: dropout within the blocks.
+        max_len: the longest sequence in tokens; longer texts are truncated.
+        attention_dropout: dropout of attention weights.
+        embedding_dropout: dropout of the embeddings.
+        embedding_scale: standard deviation of the initial embeddings.
+        token_dropout: share of tokens replaced by the unknown token in training.
+        neighbours: number of tokens on each side that each token is mixed with before the blocks.
+        label_smoothing: label smoothing of the cross-entropy.
+        pooling: ``"mean"``, ``"max"``, ``"mean_max"`` or ``"first"``.
+        epochs: number of passes over the data; 0 for as many as give about 1,500 steps.
+        batch_size: the largest number of sequences in a batch.
+        batch_tokens: the largest number of tokens in a batch, including padding.
+        held_out: share of the data for early stopping.
+        tokenizer: ``"word"`` or ``"bpe"``.
+        vocab_size: the largest number of tokens in the vocabulary.
+        min_count: how often a word must occur to be in the vocabulary.
+        lowercase: whether to convert texts to lower case.
+    """
 
     embed_dim: int = _option(192, "Width of the model.", least=1, most=_WIDE)
     feedforward_dim: int = _option(
         384, "Width inside the feed-forward part; 0: four times the width.", least=0, most=_WIDE
     )
-    max_len: int = _option(256, "Longest sequence in tokens; longer texts are cut.", least=1, most=_LONG)
+    max_len: int = _option(256, "Longest sequence in tokens; longer texts are truncated.", least=1, most=_LONG)
     attention_dropout: float = _option(
         0.0, "Dropout on attention weights; 0 lets faster kernels run.", least=0, below=1
     )
     embedding_dropout: float = _option(0.4, "Dropout on the embeddings.", least=0, below=1)
-    embedding_scale: float = _option(0.1, "Deviation of the embeddings at the start.", above=0)
-    token_dropout: float = _option(0.2, "Part of the tokens replaced by the unknown one.", least=0, below=1)
+    embedding_scale: float = _option(0.1, "Standard deviation of the initial embeddings.", above=0)
+    token_dropout: float = _option(0.2, "Share of tokens replaced by the unknown token.", least=0, below=1)
     neighbours: int = _option(
         1, "Tokens on each side that each token is mixed with before attention.", least=0, most=_DEEP
     )
     label_smoothing: float = _option(0.1, "Label smoothing.", least=0, below=1)
-    pooling: str = _option("mean_max", "What of the tokens is kept.", choices=("mean", "max", "mean_max", "first"))
+    pooling: str = _option("mean_max", "Pooling over tokens.", choices=("mean", "max", "mean_max", "first"))
     epochs: int = _option(0, "Most passes over the data; 0: as many as make about 1,500 steps.", least=0, most=_LONG)
     batch_size: int = _option(50, "Most sequences in a batch.", least=1, most=_LONG)
     batch_tokens: int = _option(8192, "Most tokens in a batch, padding included.", least=1, most=_MANY)
-    held_out: float = _option(0.05, "Part of the data kept for early stopping.", above=0, below=1)
+    held_out: float = _option(0.05, "Share of the data held out for early stopping.", above=0, below=1)
     tokenizer: str = _option("word", "word or bpe.", choices=("word", "bpe"))
     vocab_size: int = _option(30_000, "Most tokens in the vocabulary.", least=3, most=_MANY)
-    min_count: int = _option(2, "How often a word must occur to be known.", least=1, most=_MANY)
-    lowercase: bool = _option(False, "Read texts in lower case.")
+    min_count: int = _option(2, "How often a word must occur to be in the vocabulary.", least=1, most=_MANY)
+    lowercase: bool = _option(False, "Convert texts to lower case.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageOptions(_ModelOptions):
-    """Options of ``train lm``; the defaults are nanoGPT's small character setting with more context."""
+    """Options of ``train_language_model`` and of the command ``train lm``.
+
+    The defaults are nanoGPT's small character model with a longer context.
+
+    Attributes:
+        lr: the highest learning rate.
+        warmup: share of all steps with a rising learning rate.
+        final_lr: the last learning rate as a factor of ``lr``.
+        weight_decay: weight decay of matrices, not of embeddings, biases or norms.
+        beta2: the second moment's decay in AdamW.
+        clip: the largest gradient norm.
+        average: decay of the moving average of weights; 0 for none.
+        patience: number of evaluations without improvement before early stopping.
+        checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast to bfloat16.
+        compile: whether to compile each block with ``torch.compile``.
+        checkpoint_activations: whether to recompute activations in backward.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        seed: seed of the weights, the batches and dropout.
+        embed_dim: width of the model.
+        num_heads: number of attention heads.
+        num_layers: number of decoder blocks.
+        feedforward_dim: width of the feedforward's hidden layer; 0 for ``4 * embed_dim``.
+        dropout: dropout within the blocks.
+        tokenizer: ``"chars"``, or ``"bpe"`` for byte-level BPE.
+        vocab_size: vocabulary of the bpe tokenizer.
+        steps: number of training steps.
+        context: number of tokens that the model attends to.
+        batch_size: number of windows in a batch.
+        eval_every: number of steps between evaluations.
+        held_out: share of the text, at its end, for evaluation.
+    """
 
     num_layers: int = _option(4, "Decoder blocks.", least=1, most=_DEEP)
     dropout: float = _option(0.0, "Dropout inside the blocks.", least=0, below=1)
     weight_decay: float = _option(0.1, "Weight decay of the matrices (not of embeddings).", least=0)
-    warmup: float = _option(0.05, "Part of all steps over which the learning rate rises.", least=0, below=1)
-    final_lr: float = _option(0.1, "Learning rate at the end, as a part of the highest.", least=0)
+    warmup: float = _option(0.05, "Share of all steps with a rising learning rate.", least=0, below=1)
+    final_lr: float = _option(0.1, "Last learning rate as a factor of the highest.", least=0)
     tokenizer: str = _option("chars", "chars or bpe (byte-level).", choices=("chars", "bpe"))
     vocab_size: int = _option(2000, "Vocabulary of the bpe tokenizer.", least=257, most=_MANY)
     steps: int = _option(2000, "Training steps.", least=1, most=_MANY)
-    context: int = _option(64, "Tokens the model sees.", least=1, most=_LONG)
+    context: int = _option(64, "Tokens that the model attends to.", least=1, most=_LONG)
     batch_size: int = _option(12, "Windows in a batch.", least=1, most=_LONG)
     eval_every: int = _option(250, "Steps between evaluations.", least=1, most=_MANY)
-    held_out: float = _option(0.1, "Part at the end of the text kept for evaluation.", above=0, below=1)
+    held_out: float = _option(0.1, "Share of the text, at its end, held out for evaluation.", above=0, below=1)

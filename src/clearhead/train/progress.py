@@ -1,4 +1,4 @@
-"""What training shows while it runs: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of training: a live bar on a terminal, else plain lines at intervals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-__all__ = ["Bar", "Lines", "Shown", "Silent", "Watcher", "watcher_for"]
+__all__ = ["Bar", "Lines", "ProgressReporter", "Shown", "Silent", "watcher_for"]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One moment of training: step of steps, the recent loss and accuracy, speed and time left in seconds."""
+    """The progress at one step: recent loss and accuracy, speed, and remaining time in seconds."""
 
     step: int
     steps: int
@@ -22,7 +22,7 @@ class Shown:
     seconds_left: float
 
     def words(self) -> str:
-        """The moment as one line."""
+        """The progress as one line."""
         left = int(self.seconds_left + 0.5)
         return (
             f"step {self.step}/{self.steps}  loss {self.loss:.3f}  accuracy {self.accuracy:.3f}  "
@@ -30,54 +30,54 @@ class Shown:
         )
 
 
-class Watcher(Protocol):
-    """Someone who is told how training goes."""
+class ProgressReporter(Protocol):
+    """Receives the progress of training."""
 
     def stepped(self, shown: Shown) -> None:
-        """After each step."""
+        """Called after each step."""
 
     def said(self, line: str) -> None:
-        """A line worth keeping: an evaluation, a warning."""
+        """Called with a permanent line, such as an evaluation or a warning."""
 
     def closed(self) -> None:
-        """Training ended, well or not."""
+        """Called when training ends, also with an exception."""
 
 
 class Silent:
-    """Shows nothing."""
+    """A progress reporter that shows nothing."""
 
     def stepped(self, shown: Shown) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def said(self, line: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def closed(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Lines:
-    """Plain lines, at most one every ``every`` seconds besides what is said."""
+    """Plain lines: progress at most once every ``every`` seconds, and permanent lines."""
 
     def __init__(self, stream: TextIO, every: float = 10.0) -> None:
         self._stream, self._every, self._last = stream, every, time.monotonic()
 
     def stepped(self, shown: Shown) -> None:
-        """A line, where the last one is old enough."""
+        """Print the progress if the last line is at least ``every`` seconds old."""
         if time.monotonic() - self._last >= self._every:
             self.said(shown.words())
             self._last = time.monotonic()
 
     def said(self, line: str) -> None:
-        """The line, at once."""
+        """Print the line."""
         print(line, file=self._stream, flush=True)
 
     def closed(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class Bar:
-    """A live bar drawn by rich."""
+    """A live progress bar, drawn by rich."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -89,20 +89,24 @@ class Bar:
         self._task = self._progress.add_task("starting", total=None)
 
     def stepped(self, shown: Shown) -> None:
-        """Move the bar; it is there from the first step on, so that whatever ends before leaves no trace of it."""
+        """Update the bar; it starts at the first step, so a run that ends earlier shows none."""
         self._progress.start()
         self._progress.update(self._task, total=shown.steps, completed=shown.step, description=shown.words())
 
     def said(self, line: str) -> None:
-        """The line, above the bar."""
+        """Print the line above the bar."""
         self._progress.console.print(line, markup=False, highlight=False)
 
     def closed(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
 
-def watcher_for(stream: TextIO | None = None) -> Watcher:
-    """A bar where ``stream`` (standard error by default) is a terminal, else plain lines."""
+def watcher_for(stream: TextIO | None = None) -> ProgressReporter:
+    """The progress reporter for a stream: a bar on a terminal, otherwise plain lines.
+
+    Args:
+        stream: the output stream; by default standard error.
+    """
     chosen = sys.stderr if stream is None else stream
     return Bar(chosen) if chosen.isatty() else Lines(chosen)

@@ -1,8 +1,8 @@
-"""Run folders: what is in them, how one is begun, gone on with, finished and read.
+"""Run folders: their files, and how a run starts, resumes, finishes and is read.
 
-A run holds ``config.json`` (everything that made it), ``tokenizer.json`` (text runs), ``model.safetensors``
-(the best weights), ``checkpoint/last.safetensors`` (the whole state), ``log.jsonl``, ``tensorboard/`` and,
-once finished, ``metrics.json``.
+A run folder has ``config.json`` (data, options and versions), ``tokenizer.json`` (text runs), ``model.safetensors``
+(the best weights), ``checkpoint/last.safetensors`` (the whole state), ``log.jsonl``, ``tensorboard/`` and, after the
+end, ``metrics.json``.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from clearhead.train.files import (
 )
 from clearhead.train.logs import EventLog, LineLog
 from clearhead.train.optimizer import Average
-from clearhead.train.progress import Watcher
+from clearhead.train.progress import ProgressReporter
 
 __all__ = ["RunFolder", "versions"]
 
 
 def versions() -> dict[str, str]:
-    """What this run was made with."""
+    """The versions of Python, torch and other packages."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": platform.python_version(), "torch": torch.__version__, "kernels": isa_name() or "none"}
+    installed = {"python": platform.python_version(), "torch": torch.__version__, "kernels": isa_name() or "none"}
     for package in ("clearhead", "tokenizers", "safetensors", "numpy"):
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _products() -> dict[str, str]:
-    """The path of each kind of GEMM: another processor may name another, whose last digits differ."""
+    """The implementation of each kind of GEMM; another processor may use another, with different rounding."""
     return {kind: choice(kind).path for kind in KINDS}
 
 
-#: What the final numbers hold at least.
+#: Required fields of the final metrics.
 _METRICS: dict[str, tuple[type, ...]] = {
     "held_out": (dict,),
     "best_step": (int,),
@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """Everything that made the run, as JSON."""
+        """Data, options and versions of the run, as JSON."""
         return self.path / "config.json"
 
     @property
@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """The final numbers; there once the run is finished."""
+        """The final metrics; exists after the run has finished."""
         return self.path / "metrics.json"
 
     @property
@@ -98,28 +98,28 @@ class RunFolder:
         return self.path / "log.jsonl"
 
     def entered(
-        self, config: dict[str, Any], *, resume: bool, watcher: Watcher, function: str
+        self, config: dict[str, Any], *, resume: bool, watcher: ProgressReporter, function: str
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether this run was begun before, and its final numbers if it is finished; nothing is written.
+        """Whether this run was started before, and its final metrics if it has finished; nothing is written.
 
-        Raises ``DataError`` where the folder holds another run or other files, or where a resumed run would
-        change what it was begun with.
+        Raises ``DataError`` if the folder has another run or other files, or if a resumed run would change its task,
+        data or options.
         """
         self._refuse_what_is_there(resume=resume, function=function)
         check_writable(self.path, function=function, argument="--out", folder=True)
         if self._without_result():
             return False, None
-        kept = self._same_config(config, function=function)
+        saved = self._same_config(config, function=function)
         done = self._finished(function=function)
         if done is not None:
-            watcher.said("this run is finished already")
+            watcher.said("this run has already finished")
             watcher.closed()
             return True, done
-        changed = [name for name in ("versions", "threads") if kept.get(name) != config[name]]
-        if kept.get("products") != _products():
+        changed = [name for name in ("versions", "threads") if saved.get(name) != config[name]]
+        if saved.get("products") != _products():
             changed.append("products")
         if changed:
-            watcher.said(f"{' and '.join(changed)} differ from the run's beginning: its last digits may too")
+            watcher.said(f"{' and '.join(changed)} differ from those at the start of the run, so rounding may differ")
         return True, done
 
     def _refuse_what_is_there(self, *, resume: bool, function: str) -> None:
@@ -127,39 +127,42 @@ class RunFolder:
             must, then = "be a folder", "Choose another --out."
             raise DataError.about(function, str(self.path), must=must, got="a file", then=then)
         if not self._without_result() and not resume:
-            then = "Choose another --out, or add --resume to go on with it."
-            must, got = "be a new or empty folder", "a folder that holds a run"
+            then = "Choose another --out, or add --resume to continue it."
+            must, got = "be a new or empty folder", "a folder with a run"
             raise DataError.about(function, str(self.path), must=must, got=got, then=then)
         if self.path.exists() and not self.config.exists() and self._foreign():
             must, got = "be a new or empty folder", "a folder with other files"
             raise DataError.about(function, str(self.path), must=must, got=got, then="Choose another --out.")
 
     def _without_result(self) -> bool:
-        """Whether the folder holds no run, or one that ended before anything was learned: it may be begun anew."""
+        """Whether the folder has no run, or one without results, so that a new run may start."""
         return not self.config.exists() or not any(
             path.exists() for path in (self.checkpoint, self.weights, self.metrics)
         )
 
     def _foreign(self) -> list[Path]:
-        """What is in the folder besides a tokenizer, which a run killed in its first moments may leave."""
+        """Files in the folder besides a tokenizer, which a run killed at its start may leave."""
         return [item for item in self.path.iterdir() if item != self.tokenizer and item.name[0] != "."]
 
     def begin(self, config: dict[str, Any]) -> None:
-        """Write ``config.json``, last of the files that make a folder a run; with the paths of its GEMMs."""
+        """Write ``config.json``, the last file that makes a folder a run, with its GEMM implementations."""
         write_json(self.config, {**config, "products": _products()})
 
     def _same_config(self, config: dict[str, Any], *, function: str) -> dict[str, Any]:
-        """The kept configuration; raises ``DataError`` naming the first thing that this call would change."""
-        kept = self.read_config(function=function)
+        """The saved configuration; raises ``DataError`` with the first part that this call would change."""
+        saved = self.read_config(function=function)
         for part in ("task", "data", "options"):
-            if kept.get(part) != config[part]:
-                got = _difference(part, kept.get(part), config[part])
-                must, then = "be resumed with what it was begun with", "Repeat the first command with --resume."
+            if saved.get(part) != config[part]:
+                got = _difference(part, saved.get(part), config[part])
+                must, then = (
+                    "be resumed with the same task, data and options",
+                    "Repeat the first command with --resume.",
+                )
                 raise DataError.about(function, str(self.path), must=must, got=got, then=then)
-        return kept
+        return saved
 
     def read_config(self, *, function: str) -> dict[str, Any]:
-        """``config.json`` as a dictionary; raises ``DataError`` where it is absent or damaged."""
+        """``config.json`` as a dictionary; raises ``DataError`` if it is absent or damaged."""
         config = read_json(self.config, function=function)
         if not isinstance(config, dict) or not isinstance(config.get("task"), str):
             must, then = "describe a run", "The run is damaged; train it again."
@@ -167,33 +170,33 @@ class RunFolder:
         return config
 
     def _finished(self, *, function: str) -> dict[str, Any] | None:
-        """The final numbers of a finished run, ``None`` before that."""
+        """The final metrics of a finished run, else None."""
         if not self.metrics.exists():
             return None
         metrics = read_json(self.metrics, function=function)
         if not isinstance(metrics, dict) or not all(
             type(metrics.get(name)) in kinds for name, kinds in _METRICS.items()
         ):
-            must, then = f"hold {', '.join(_METRICS)}", "The run is damaged; remove the file and add --resume."
+            must, then = f"have {', '.join(_METRICS)}", "The run is damaged; remove the file and add --resume."
             raise DataError.about(function, str(self.metrics), must=must, got="something else", then=then)
         return metrics
 
     def load_best(self, model: nn.Module, *, function: str) -> None:
-        """Put the best weights into ``model``."""
+        """Load the best weights into ``model``."""
         weights, _ = read_tensors(self.weights, function=function)
         load_weights(model, weights, path=self.weights, function=function)
 
 
-def _difference(part: str, kept: Any, given: Any) -> str:
-    if not isinstance(kept, dict) or not isinstance(given, dict):
-        return f"{part} {given!r} instead of {kept!r}"
-    names = sorted(kept.keys() | given.keys())
-    name = next(name for name in names if kept.get(name) != given.get(name))
-    return f"{part} {name} = {given.get(name)!r} instead of {kept.get(name)!r}"
+def _difference(part: str, saved: Any, given: Any) -> str:
+    if not isinstance(saved, dict) or not isinstance(given, dict):
+        return f"{part} {given!r} instead of {saved!r}"
+    names = sorted(saved.keys() | given.keys())
+    name = next(name for name in names if saved.get(name) != given.get(name))
+    return f"{part} {name} = {given.get(name)!r} instead of {saved.get(name)!r}"
 
 
 class FolderKeeper:
-    """Keeps what training makes in a run folder."""
+    """Stores the results of training in a run folder."""
 
     def __init__(self, folder: RunFolder, *, function: str) -> None:
         self.folder, self._function = folder, function
@@ -209,7 +212,7 @@ class FolderKeeper:
                 log.close()
 
     def resumed(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer) -> Place:
-        """The last checkpoint's place, or the start where there is none; logs are cut to it."""
+        """The last checkpoint's position, or the start without a checkpoint; logs are truncated to it."""
         clear_leftovers(self.folder.path)
         place = Place()
         if self.folder.checkpoint.exists():
@@ -226,7 +229,7 @@ class FolderKeeper:
         return place
 
     def log(self, step: int, record: dict[str, Any]) -> None:
-        """To ``log.jsonl`` and to TensorBoard."""
+        """Write the record to ``log.jsonl`` and to TensorBoard."""
         assert self._lines is not None
         assert self._events is not None
         self._lines.write({"step": step, **record})
@@ -249,5 +252,5 @@ class FolderKeeper:
         )
 
     def restore_best(self, model: nn.Module) -> None:
-        """Read ``model.safetensors`` back."""
+        """Load ``model.safetensors``."""
         self.folder.load_best(model, function=self._function)

@@ -1,4 +1,4 @@
-"""Text from a language model, given out while it is made."""
+"""Streaming text generation with a trained language model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def stream(
     seed: int | None = None,
     function: str = "generate",
 ) -> Iterator[str]:
-    """The text that a run adds to ``prompt``, piece by piece.
+    """The continuation of ``prompt``, piece by piece.
 
-    Pieces end at whole characters: a token that is part of one waits for the rest of it. Raises
-    ``ClearheadError`` before the first piece for a prompt or a number that cannot be used.
+    Pieces end at complete characters: a token with part of a character is yielded with the rest. Raises
+    ``ClearheadError`` before the first piece for an invalid prompt or number.
     """
     run.require("lm", function)
     if max_new_tokens < 1:
@@ -50,7 +50,7 @@ def _pieces(run: Run, ids: Tensor, max_new_tokens: int, sampler: Sampler) -> Ite
     given = ""
     with evaluating(model):
         for _ in range(max_new_tokens):
-            if ids.shape[1] > model.max_len:  # positions move: earlier keys are no longer right
+            if ids.shape[1] > model.max_len:  # positions shift, so cached keys are invalid
                 logits = model(ids[:, -model.max_len :])
             else:
                 logits = model(ids[:, cache.length :], cache=cache)

@@ -1,4 +1,4 @@
-"""A finished (or still running) run, read back for use."""
+"""A run, loaded for inference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ __all__ = ["Run", "load_run"]
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model with what belongs to it: ``task`` is ``"classify"`` or ``"lm"``; ``labels`` of a classifier."""
+    """A trained model with its tokenizer, labels and options.
+
+    Attributes:
+        path: the run folder.
+        task: ``"classify"`` or ``"lm"``.
+        model: the model with its best weights, in evaluation mode.
+        tokenizer: the tokenizer, from text to ids and back.
+        labels: the classes of a classifier; empty for a language model.
+        options: the options of the run.
+    """
 
     path: Path
     task: str
@@ -34,14 +43,15 @@ class Run:
 
     @property
     def max_len(self) -> int:
-        """The most tokens that the model reads at once."""
+        """The largest number of tokens that the model reads at once."""
         options = self.options
         return options.max_len if isinstance(options, ClassifierOptions) else options.context
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text as the model reads it, a classifier's cut to ``max_len``.
+        """The ids of a text as the model reads it; for a classifier truncated to ``max_len``.
 
-        Raises ``DataError`` where the text has no token, or characters that the tokenizer cannot write.
+        Raises:
+            DataError: the text has no token, or characters that are not in the vocabulary.
         """
         self.check(text)
         ids = self.tokenizer.encode(text)
@@ -51,14 +61,24 @@ class Run:
         return ids[: self.max_len] if self.task == "classify" else ids
 
     def check(self, text: str) -> None:
-        """Raise ``DataError`` where the text has characters that the tokenizer cannot write."""
+        """Raise ``DataError`` if the text has characters that are not in the vocabulary."""
         lost = self.tokenizer.cannot_write(text)
         if lost:
             must, got = "have only characters of the training text", ", ".join(map(repr, lost[:5]))
             raise DataError.about("encode", "text", must=must, got=got, then="Leave them out.")
 
     def predict(self, texts: Sequence[str]) -> list[tuple[str, list[float]]]:
-        """For each text the most probable label and the probabilities of all ``labels``, in their order."""
+        """Classify texts.
+
+        Args:
+            texts: the texts.
+
+        Returns:
+            For each text the most probable label, and the probabilities of all ``labels`` in their order.
+
+        Raises:
+            DataError: the run is not of ``train classify``, or a text has no token.
+        """
         self.require("classify", "predict")
         if not texts:
             return []
@@ -69,7 +89,7 @@ class Run:
         return [(self.labels[place], row) for place, row in zip(best, chances.tolist(), strict=True)]
 
     def require(self, task: str, function: str) -> None:
-        """Raise ``DataError`` where this run is of another task."""
+        """Raise ``DataError`` if the run is of another task than ``task``, ``"classify"`` or ``"lm"``."""
         if self.task != task:
             wanted = {"classify": "a run of train classify", "lm": "a run of train lm"}
             must, got = f"be {wanted[task]}", wanted[self.task]
@@ -78,9 +98,18 @@ class Run:
 
 
 def load_run(path: Path | str, *, function: str = "load_run", device: str = "cpu") -> Run:
-    """Read a run folder: its best weights in a model in eval mode, its tokenizer, its labels.
+    """Load a run folder: the model with its best weights in evaluation mode, the tokenizer and the labels.
 
-    Raises ``DataError`` where the folder is no run, or a file of it is absent, damaged or does not fit.
+    Args:
+        path: the run folder.
+        function: name of the caller in error texts.
+        device: device of the model, the CPU by default.
+
+    Returns:
+        A ``Run``.
+
+    Raises:
+        DataError: the folder is not a run, or one of its files is absent, damaged or inconsistent.
     """
     folder = RunFolder(Path(path))
     if not folder.path.is_dir():
@@ -92,12 +121,12 @@ def load_run(path: Path | str, *, function: str = "load_run", device: str = "cpu
         must, then = "be of the task classify or lm", "The run is damaged; train it again."
         raise DataError.about(function, str(folder.config), must=must, got=repr(config["task"]), then=then)
     if not folder.weights.exists():
-        must, then = "hold trained weights", "Let the training reach its first evaluation, or add --resume to it."
+        must, then = "have trained weights", "Let the training reach its first evaluation, or resume it with --resume."
         raise DataError.about(function, str(folder.path), must=must, got="none yet", then=then)
     tokenizer = TextTokenizer.load(folder.tokenizer, function=function)
     model, options, labels = _READERS[config["task"]](folder, config, function)
     if len(tokenizer) != config["vocab_size"]:
-        must, then = f"know {config['vocab_size']} tokens", "The run is damaged; train it again."
+        must, then = f"have {config['vocab_size']} tokens", "The run is damaged; train it again."
         raise DataError.about(function, str(folder.tokenizer), must=must, got=len(tokenizer), then=then)
     folder.load_best(model, function=function)
     return Run(folder.path, config["task"], model.to(torch.device(device)).eval(), tokenizer, labels, options)
@@ -130,6 +159,6 @@ _READERS: dict[str, Callable[[RunFolder, dict[str, Any], str], _Read]] = {
 def _part(folder: RunFolder, config: dict[str, Any], name: str, kind: type, function: str) -> Any:
     value = config.get(name)
     if not isinstance(value, kind) or not value:
-        must, then = f"hold {name!r}", "The run is damaged; train it again."
+        must, then = f"have {name!r}", "The run is damaged; train it again."
         raise DataError.about(function, str(folder.config), must=must, got=repr(value), then=then)
     return value

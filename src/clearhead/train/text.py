@@ -1,4 +1,4 @@
-"""Tokenizers trained on the data at hand, kept as one ``tokenizer.json`` each."""
+"""Tokenizers trained on the data, stored as ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _LONGEST_PIECE = 4096
 
 
 class TextTokenizer:
-    """Text to ids and back, by a Hugging Face tokenizer.
+    """Text to ids and back, with a Hugging Face tokenizer.
 
-    A tokenizer with an unknown token maps any text; one without (characters, bytes) refuses what it cannot
-    write back.
+    A tokenizer with an unknown token encodes any text; one without (characters, bytes) only what it can decode.
 
     >>> tokenizer = train_words(["a good film", "a bad film"], min_count=2)
     >>> tokenizer.encode("a new film"), tokenizer.tokens("a new film")
@@ -39,7 +38,7 @@ class TextTokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """The id of the unknown token; ``None`` where there is none."""
+        """The id of the unknown token, or None."""
         return self._inner.token_to_id(UNKNOWN)
 
     def encode(self, text: str) -> list[int]:
@@ -48,10 +47,10 @@ class TextTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts."""
-        return [found.ids for found in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
 
     def encode_long(self, text: str) -> list[int]:
-        """The ids of a text of any length, cut at line ends so that memory stays in proportion."""
+        """The ids of a text of any length, encoded in pieces that end at line ends, to limit memory."""
         pieces: list[str] = []
         size = _LONGEST_PIECE + 1
         for line in text.splitlines(keepends=True):
@@ -64,15 +63,15 @@ class TextTokenizer:
         return [identity for ids in self.encode_many(pieces) for identity in ids]
 
     def tokens(self, text: str) -> list[str]:
-        """The written form of each token of one text."""
+        """The text of each token of one text."""
         return self._inner.encode(text, add_special_tokens=False).tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that ``ids`` stand for."""
+        """The text of ``ids``."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
     def cannot_write(self, text: str) -> list[str]:
-        """The characters of ``text`` that this tokenizer would lose; empty where it has an unknown token."""
+        """The characters of ``text`` that are not in the vocabulary; empty if there is an unknown token."""
         if self.unknown_id is not None:
             return []
         return sorted({character for character in set(text) if not self.encode(character)})
@@ -83,7 +82,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, path: Path, *, function: str) -> TextTokenizer:
-        """Read ``tokenizer.json``; raises ``DataError`` where it is absent or damaged."""
+        """Read ``tokenizer.json``; raises ``DataError`` if it is absent or damaged."""
         tokenizers = need("tokenizers")
         try:
             return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
@@ -92,7 +91,7 @@ class TextTokenizer:
         except Exception as error:  # the library raises bare Exception for a bad file
             got = str(error)
         then = "The run is damaged; train it again."
-        raise DataError.about(function, str(path), must="be a whole tokenizer file", got=got, then=then)
+        raise DataError.about(function, str(path), must="be a complete tokenizer file", got=got, then=then)
 
 
 def _trained(texts: Iterable[str], model: Any, splitter: Any, trainer: Any, lowercase: bool) -> Tokenizer:
@@ -110,7 +109,7 @@ def _trained(texts: Iterable[str], model: Any, splitter: Any, trainer: Any, lowe
 def train_words(
     texts: Iterable[str], *, vocab_size: int = 30_000, min_count: int = 2, lowercase: bool = False
 ) -> TextTokenizer:
-    """One id for each word or mark of punctuation seen at least ``min_count`` times, the most frequent first."""
+    """One id for each word or punctuation mark that occurs at least ``min_count`` times, the most frequent first."""
     tokenizers = need("tokenizers")
     model = tokenizers.models.WordLevel(unk_token=UNKNOWN)
     trainer = tokenizers.trainers.WordLevelTrainer(
@@ -122,7 +121,7 @@ def train_words(
 def train_bpe(
     texts: Iterable[str], *, vocab_size: int = 30_000, min_count: int = 2, lowercase: bool = False
 ) -> TextTokenizer:
-    """Byte-pair encoding within words (Sennrich et al. 2016): frequent words whole, rare ones in pieces."""
+    """Byte-pair encoding within words (Sennrich et al. 2016): frequent words are one token, rare ones several."""
     tokenizers = need("tokenizers")
     model = tokenizers.models.BPE(unk_token=UNKNOWN)
     trainer = tokenizers.trainers.BpeTrainer(
@@ -132,7 +131,7 @@ def train_bpe(
 
 
 def train_characters(text: str) -> TextTokenizer:
-    """One id for each character that occurs in ``text``, in code point order; nothing else can be written."""
+    """One id for each character of ``text``, in code point order; other characters cannot be encoded."""
     tokenizers = need("tokenizers")
     vocabulary = {character: place for place, character in enumerate(sorted(set(text)))}
     inner: Tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -141,7 +140,7 @@ def train_characters(text: str) -> TextTokenizer:
 
 
 def train_bytes(text: str, *, vocab_size: int) -> TextTokenizer:
-    """Byte-level BPE (Radford et al. 2019): any text, no unknown token."""
+    """Byte-level BPE (Radford et al. 2019), which encodes any text without an unknown token."""
     tokenizers = need("tokenizers")
     inner: Tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

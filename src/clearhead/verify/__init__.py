@@ -1,7 +1,6 @@
-"""Trust: any attention function through one suite of laws, with the smallest failing example of each that breaks.
+"""Conformance: any attention function checked against laws of attention, with the smallest failing examples.
 
-The package can be called: ``clearhead.verify(fn)`` is the function ``verify`` in it, so that the verb and the place
-where its relatives live share a name.
+The package is callable: ``clearhead.verify(fn)`` calls the function ``clearhead.verify.verify``.
 """
 
 import inspect
@@ -15,11 +14,11 @@ from clearhead.verify.suite import law_names, verify
 __all__ = ["SIGNATURES", "Finding", "Report", "law_names", "verify"]
 
 
-class _Verb(ModuleType):
-    """This package, called as the function of its name."""
+class _VerifyModule(ModuleType):
+    """The package, made callable as the function of the same name."""
 
     __call__ = staticmethod(verify)
     __signature__ = inspect.signature(verify)
 
 
-sys.modules[__name__].__class__ = _Verb
+sys.modules[__name__].__class__ = _VerifyModule

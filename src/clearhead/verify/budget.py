@@ -1,7 +1,7 @@
-"""The error budget: a result may be as wrong as the textbook formula in the same precision, twice over.
+"""The error budget: twice the error of the textbook formula in the same precision, plus rounding.
 
-Both are held against float64. Nothing is tuned: the bound moves with the problem, as in the tests of PyTorch's and
-FlashAttention's own kernels.
+Both errors are relative to float64. No bound is tuned: it follows from the problem, as in the kernel tests of PyTorch
+and FlashAttention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _HALF = (torch.float16, torch.bfloat16)
 def rounding(
     exact: Tensor, terms: int, size: float, *, dtype: torch.dtype = torch.float32, largest_score: float = 0.0
 ) -> float:
-    """The floor under every budget: a few units in the last place at the size of the numbers summed.
+    """The lower bound of every budget: a few ULPs at the magnitude of the summed values.
 
-    The textbook formula can be exact by luck (one key, a saturated softmax) where another order of the same sums
-    rounds; errors of a sum of ``terms`` numbers grow with the square root of their number. A score's own rounding,
-    ``eps * |score|``, becomes a relative error of its weight, whatever computes the weight.
+    The textbook formula can be exact by chance (one key, a saturated softmax) when another order of the same sums
+    rounds. The error of a sum of ``terms`` values grows with the square root of their number. The rounding of a score,
+    ``eps * |score|``, becomes a relative error of its weight in every implementation.
     """
     reach = max(1.0, size, float(exact.abs().max()))
     unit = float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps)
@@ -32,20 +32,20 @@ def rounding(
 
 
 def excess(result: Tensor, textbook: Tensor, exact: Tensor, floor: float) -> str | None:
-    """What is wrong with a result, in a few words with the place of the largest error; None where it is in budget."""
+    """A description of a result's largest error and its index; None if the result is within budget."""
     if result.shape != exact.shape:
         return f"shape {tuple(result.shape)}, not {tuple(exact.shape)}"
     if exact.numel() == 0:
         return None
     result, textbook, exact = (tensor.detach().double() for tensor in (result, textbook, exact))
-    # All are finite and near, mostly, which takes few steps to see; a NaN is not below anything.
+    # The common case, finite and within budget, in few operations; a comparison with NaN is False.
     if (result - exact).abs().max().item() <= 2.0 * (textbook - exact).abs().max().item() + floor < math.inf:
         return None
     finite = torch.isfinite(exact)
     strange = torch.isfinite(result) != finite
     if bool(strange.any()):
         place = tuple(strange.nonzero()[0].tolist())
-        how = "not" if bool(torch.isfinite(result[place])) else "not finite like"
+        how = "not" if bool(torch.isfinite(result[place])) else "expected"
         return f"{result[place].item():.4g} at {list(place)}, {how} {exact[place].item():.4g}"
     error = (result - exact).masked_fill(~finite, 0.0).abs()
     allowed = 2.0 * (textbook - exact).masked_fill(~finite, 0.0).nan_to_num().abs().max().item() + floor
@@ -69,10 +69,10 @@ def within_budget(
     size: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Assert that ``result`` is finite where ``exact`` is, and near enough to it.
+    """Assert that ``result`` is finite where ``exact`` is, and within the error budget.
 
-    ``terms`` is how many numbers a sum has, ``size`` how large each of them is, ``dtype`` what results are rounded to;
-    see ``rounding``.
+    ``terms`` is the number of values in a sum, ``size`` the magnitude of each, ``dtype`` the dtype of results; the
+    lower bound of the budget is ``rounding(exact, terms, size, dtype=dtype)``.
     """
     finite = exact[torch.isfinite(exact)]
     floor = rounding(finite, terms, size, dtype=dtype) if finite.numel() else 0.0

@@ -1,4 +1,4 @@
-"""What a law is: a name, a sentence, what it needs, the cases it is tried on, and a check."""
+"""A law: a name, a sentence, the arguments it needs, its cases and a check."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 from clearhead.errors import UnsupportedError
 from clearhead.verify.case import Case
-from clearhead.verify.signatures import Signature
+from clearhead.verify.signatures import CallingConvention
 from clearhead.verify.subject import Subject
 
 __all__ = ["REFUSALS", "Broken", "Law", "NotApplicable"]
 
-#: A function that raises one of these says that it does not do this; anything else it raises is a failure.
+#: A function raises one of these for what it does not support; any other exception is a failure.
 REFUSALS = (NotImplementedError, UnsupportedError)
 
 
 class Broken(Exception):
-    """A law does not hold; the text says how."""
+    """A law does not hold; the text describes the failure."""
 
 
 class NotApplicable(Exception):
-    """A law says nothing about this function; the text says why."""
+    """A law does not apply to this function; the text gives the reason."""
 
 
-def _as_it_is(case: Case) -> Case:
+def _unmodified(case: Case) -> Case:
     return case
 
 
@@ -33,15 +33,15 @@ class Law:
     """One property of attention.
 
     Attributes:
-        name: a few words.
-        says: what holds where the law holds.
-        check: raises ``Broken``, or ``NotApplicable``, or returns.
-        cases: what is always tried, simplest first; the search for smaller examples stays within their sizes.
-        needs: what a signature must carry, see ``signatures.CARRIED``.
-        every_form: tries each form in which the signature can hand a mask over; else the first only.
-        not_as: forms in which the law says nothing.
-        search: whether other cases are tried too; not where each is slow, or where chance has a say.
-        fit: makes a case of free numbers one that the check understands.
+        name: a short name.
+        says: the law as a sentence.
+        check: raises ``Broken`` or ``NotApplicable``, or returns.
+        cases: cases that are always tried, simplest first; the search for smaller examples stays within their sizes.
+        needs: arguments that the function must support, keys of ``signatures.CARRIED``.
+        every_form: whether to try each form of the mask argument, or only the first.
+        not_as: forms of the mask argument to which the law does not apply.
+        search: whether Hypothesis tries other cases too; False if each is slow or the check is statistical.
+        fit: adjusts a drawn case to one that the check accepts.
     """
 
     name: str
@@ -52,15 +52,15 @@ class Law:
     every_form: bool = False
     not_as: frozenset[str] = frozenset()
     search: bool = True
-    fit: Callable[[Case], Case] = field(default=_as_it_is)
+    fit: Callable[[Case], Case] = field(default=_unmodified)
 
-    def forms(self, signature: Signature, carried: frozenset[str], case: Case) -> tuple[str, ...]:
-        """The forms in which the law hands over a case's mask; none where the function can take it in none."""
+    def forms(self, signature: CallingConvention, carried: frozenset[str], case: Case) -> tuple[str, ...]:
+        """The forms in which the law passes a case's mask; empty if the function accepts it in no form."""
         if case.mask == "none":
             return ("none",)
-        # A flag alone says causal from the upper left corner and nothing else.
+        # The flag means causal from the upper left corner, so it needs equal lengths.
         flag = case.q_len == case.k_len
-        known = [
+        forms = [
             form for form in signature.forms(case.mask, carried) if form not in self.not_as and (form != "flag" or flag)
         ]
-        return tuple(known if self.every_form else known[:1])
+        return tuple(forms if self.every_form else forms[:1])

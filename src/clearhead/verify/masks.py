@@ -1,4 +1,4 @@
-"""Masks by name: what each allows, in plain arithmetic, and the mask of ours that should mean the same."""
+"""Masks by name: the predicate of each in plain arithmetic, and the equivalent mask object of clearhead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clearhead.masks import (
 )
 from clearhead.verify.case import Case
 
-__all__ = ["KINDS", "Kind", "Spoken", "spoken"]
+__all__ = ["KINDS", "MaskKind", "Spoken", "spoken"]
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -31,13 +31,13 @@ _BLOCK = 4
 
 
 @dataclass(frozen=True)
-class Kind:
+class MaskKind:
     """A mask by name.
 
     Attributes:
         plain: for a case, the predicate ``(batch, head, q_pos, k_pos) -> bool`` over tensors that broadcast.
         ours: for a case, the mask object of clearhead.
-        square: needs as many queries as keys.
+        square: whether the mask needs as many queries as keys.
     """
 
     plain: Callable[[Case], Predicate]
@@ -47,11 +47,11 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Spoken:
-    """A mask in every form a signature may want it in.
+    """A mask in every form that a calling convention may need.
 
     Attributes:
         allowed: bool ``[batch | 1, heads | 1, q_len | 1, k_len]``, True where a query may attend.
-        ours: the same as an object of clearhead.
+        ours: the mask as an object of clearhead.
     """
 
     allowed: Tensor
@@ -68,7 +68,7 @@ def _none_or_lengths(case: Case) -> list[int]:
 
 
 def _documents(case: Case) -> list[int]:
-    """The document of each token: one of 1 token, then runs of 3 and 4 by turns."""
+    """The document of each token: documents of 1, 4, 3, 4, 3, ... tokens."""
     ids = [0]
     while len(ids) < case.k_len:
         number = ids[-1] + 1
@@ -77,7 +77,7 @@ def _documents(case: Case) -> list[int]:
 
 
 def _scattered(case: Case) -> list[int]:
-    """Two documents token by token, with padding here and there."""
+    """Two interleaved documents with padding at every fifth token."""
     return [-1 if place % 5 == 3 else place % 2 for place in range(case.k_len)]
 
 
@@ -92,7 +92,7 @@ def _shorter(lengths: list[int]) -> Predicate:
 
 
 def _noise(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Something without a pattern that a kernel could know; everyone may attend to the first key."""
+    """An irregular mask in which every query may attend to the first key."""
     return ((7 * i + 13 * j + 4 * h + 3 * b + i * j) % 5 < 2) | (j == 0)
 
 
@@ -112,68 +112,68 @@ def _dense(predicate: Predicate) -> Callable[[Case], Mask]:
 
 
 def _filled(predicate: Predicate, case: Case) -> Tensor:
-    """The predicate at every place of a case's call."""
+    """The predicate for every pair of query and key of a case."""
     index = (
         torch.arange(case.batch).view(-1, 1, 1, 1),
         torch.arange(case.heads).view(1, -1, 1, 1),
         torch.arange(case.offset, case.offset + case.q_len).view(1, 1, -1, 1),
         torch.arange(case.k_len).view(1, 1, 1, -1),
     )
-    found = predicate(*index)
-    return found.expand(*found.shape[:2], case.q_len, case.k_len)
+    allowed = predicate(*index)
+    return allowed.expand(*allowed.shape[:2], case.q_len, case.k_len)
 
 
 def _fixed(predicate: Predicate) -> Callable[[Case], Predicate]:
     return lambda case: predicate
 
 
-KINDS: dict[str, Kind] = {
-    "causal": Kind(_fixed(lambda b, h, i, j: j <= i), lambda case: Causal()),
-    "window": Kind(_fixed(lambda b, h, i, j: (j >= i - 3) & (j <= i + 2)), lambda case: Window(3, 2)),
-    "causal window": Kind(_fixed(lambda b, h, i, j: (j >= i - 2) & (j <= i)), lambda case: Causal() & Window(2, 5)),
-    "prefix": Kind(_fixed(lambda b, h, i, j: (j < 2) | (j <= i)), lambda case: Prefix(2) | Causal()),
-    "padding": Kind(lambda case: _shorter(_lengths(case)), lambda case: Padding(_lengths(case))),
-    "padding to nothing": Kind(
+KINDS: dict[str, MaskKind] = {
+    "causal": MaskKind(_fixed(lambda b, h, i, j: j <= i), lambda case: Causal()),
+    "window": MaskKind(_fixed(lambda b, h, i, j: (j >= i - 3) & (j <= i + 2)), lambda case: Window(3, 2)),
+    "causal window": MaskKind(_fixed(lambda b, h, i, j: (j >= i - 2) & (j <= i)), lambda case: Causal() & Window(2, 5)),
+    "prefix": MaskKind(_fixed(lambda b, h, i, j: (j < 2) | (j <= i)), lambda case: Prefix(2) | Causal()),
+    "padding": MaskKind(lambda case: _shorter(_lengths(case)), lambda case: Padding(_lengths(case))),
+    "padding to nothing": MaskKind(
         lambda case: _shorter(_none_or_lengths(case)), lambda case: Padding(_none_or_lengths(case))
     ),
-    "documents": Kind(
+    "documents": MaskKind(
         lambda case: _same_document(_documents(case)),
         lambda case: Documents(lengths=torch.bincount(torch.tensor(_documents(case)))),
         square=True,
     ),
-    "interleaved documents": Kind(
+    "interleaved documents": MaskKind(
         lambda case: _same_document([place % 2 for place in range(case.k_len)]),
         lambda case: Documents(ids=torch.arange(case.k_len) % 2),
         square=True,
     ),
-    "document ids": Kind(
+    "document ids": MaskKind(
         lambda case: _same_document(_scattered(case)),
         lambda case: Documents(ids=torch.tensor(_scattered(case))),
         square=True,
     ),
-    "global": Kind(
+    "global": MaskKind(
         _fixed(lambda b, h, i, j: (i < 2) | (j < 2) | ((j >= i - 1) & (j <= i))), lambda case: Global(2) | Window(1)
     ),
-    "strided": Kind(_fixed(lambda b, h, i, j: ((i - j) % 3 == 0) & (j <= i)), lambda case: Strided(3) & Causal()),
-    "blocks": Kind(
+    "strided": MaskKind(_fixed(lambda b, h, i, j: ((i - j) % 3 == 0) & (j <= i)), lambda case: Strided(3) & Causal()),
+    "blocks": MaskKind(
         lambda case: lambda b, h, i, j: _table(case)[i // _BLOCK, j // _BLOCK],
         lambda case: Blocks(_table(case), _BLOCK),
     ),
-    "dense": Kind(_fixed(_noise), _dense(_noise)),
-    "function": Kind(
+    "dense": MaskKind(_fixed(_noise), _dense(_noise)),
+    "function": MaskKind(
         _fixed(lambda b, h, i, j: (i + j + h) % 3 != 0),
         lambda case: MaskFunction(lambda b, h, i, j: (i + j + h) % 3 != 0),
     ),
-    "not window": Kind(_fixed(lambda b, h, i, j: (j < i - 1) | (j > i + 1)), lambda case: ~Window(1, 1)),
-    "one key": Kind(_fixed(lambda b, h, i, j: j == i), _dense(lambda b, h, i, j: j == i)),
-    "empty rows": Kind(_fixed(_gaps), _dense(_gaps)),
-    "nothing": Kind(_fixed(lambda b, h, i, j: (i < 0) & (j < 0)), _dense(lambda b, h, i, j: (i < 0) & (j < 0))),
+    "not window": MaskKind(_fixed(lambda b, h, i, j: (j < i - 1) | (j > i + 1)), lambda case: ~Window(1, 1)),
+    "one key": MaskKind(_fixed(lambda b, h, i, j: j == i), _dense(lambda b, h, i, j: j == i)),
+    "empty rows": MaskKind(_fixed(_gaps), _dense(_gaps)),
+    "nothing": MaskKind(_fixed(lambda b, h, i, j: (i < 0) & (j < 0)), _dense(lambda b, h, i, j: (i < 0) & (j < 0))),
 }
-"""Every kind of mask that cases name."""
+"""Every kind of mask by name."""
 
 
 def spoken(case: Case) -> Spoken | None:
-    """The mask of a case; None where it has none."""
+    """The mask of a case, or None."""
     if case.mask == "none":
         return None
     kind = KINDS[case.mask]

@@ -1,5 +1,7 @@
-"""The formula in a few lines, written apart from every backend: in float64 the truth, in a call's own dtype the
-textbook that a budget is taken from."""
+"""The formula of attention, written independently of every backend.
+
+In float64 it is the exact result; in the dtype of a call it is the textbook whose error defines the budget.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Attended", "attend", "slope"]
+__all__ = ["OracleResult", "attend", "slope"]
 
 
 @dataclass(frozen=True, eq=False)
-class Attended:
-    """Output ``[batch, heads, q_len, value_dim]``, weights, log-sum-exp, and the largest score in size."""
+class OracleResult:
+    """Output ``[batch, heads, q_len, value_dim]``, weights, log-sum-exp, and the largest absolute score."""
 
     output: Tensor
     weights: Tensor
@@ -25,19 +27,19 @@ class Attended:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor | None = None, scale: float | None = None,
     bias: Tensor | None = None, keep: Tensor | None = None, cap: float | None = None, sink: Tensor | None = None,
-) -> Attended:  # fmt: skip
+) -> OracleResult:  # fmt: skip
     """``softmax(scale * query @ key^T + bias, where allowed) * keep @ value``, every step in the tensors' dtype.
 
     Args:
         query: ``[batch, heads, q_len, head_dim]``.
         key: ``[batch, kv_heads, k_len, head_dim]``; query head ``h`` reads key head ``h // (heads // kv_heads)``.
         value: ``[batch, kv_heads, k_len, value_dim]``.
-        allowed: bool that broadcasts to the scores; True may attend. A row without one True gives 0.
+        allowed: bool that broadcasts to the scores; True may attend. A row without a True gives 0.
         scale: by default ``1 / sqrt(head_dim)``.
-        bias: is added to scaled scores.
-        keep: factor on each weight: 0 where it is dropped, ``1 / (1 - p)`` elsewhere.
+        bias: added to scaled scores.
+        keep: factor of each weight: 0 if it is dropped, else ``1 / (1 - p)``.
         cap: scaled scores become ``cap * tanh(score / cap)``, before the bias.
-        sink: float ``[heads]``, a further score of each row that has no value.
+        sink: float ``[heads]``, the logit of a sink: an additional score of each row without a value.
     """
     of_head = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // key.shape[1])
     key, value = key[:, of_head], value[:, of_head]
@@ -61,12 +63,12 @@ def attend(
     weights = terms / torch.where(total == 0.0, 1.0, total)
     lse = (top + torch.log(total))[..., 0]
     output = (weights if keep is None else weights * keep) @ value
-    return Attended(output, weights, lse, largest)
+    return OracleResult(output, weights, lse, largest)
 
 
 def slope(output: Tensor) -> Tensor:
-    """A gradient to hand to ``output``: differs from place to place, never 0 for long."""
-    # A copy: who is handed a gradient may write to it.
+    """A gradient for ``output`` with different values at neighbouring elements."""
+    # A copy, as backward of the function under test may write to it.
     return _slope(output.numel()).to(dtype=output.dtype, device=output.device, copy=True).view(output.shape)
 
 

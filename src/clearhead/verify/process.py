@@ -1,4 +1,4 @@
-"""What belongs to the whole process and a function under test may have changed: noticed, and put back."""
+"""Global state that a function under test may change: detected and restored."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["undisturbed", "undrawn"]
 
 
 def _set_default_device(device: torch.device) -> None:
-    """The CPU is the default where none is set, and then no mode is left behind."""
+    """Set the default device; None for the CPU, as a set device leaves a torch function mode active."""
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
-#: How each is read and written.
+#: The getter and setter of each part of the state.
 _STATE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -44,33 +44,32 @@ _STATE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
 
 @contextmanager
 def undisturbed() -> Iterator[list[str]]:
-    """Put the state of the process back at the end; what had changed is then in the list, in words."""
+    """Restore the global state at the end; the list then describes what had changed."""
     before = [read() for read, _ in _STATE.values()]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        after = [read() for read, _ in _STATE.values()]
-        for (name, (_, write)), was, found in zip(_STATE.items(), before, after, strict=True):
-            if found != was:
-                changed.append(f"{name} from {was} to {found}")
-                write(was)
+        current = [read() for read, _ in _STATE.values()]
+        for (name, (_, write)), old, new in zip(_STATE.items(), before, current, strict=True):
+            if new != old:
+                changed.append(f"{name} from {old} to {new}")
+                write(old)
 
 
 @contextmanager
 def undrawn(device: torch.device) -> Iterator[list[str]]:
-    """Put torch's own random numbers back at the end, the CPU's and those of a CUDA device; where some were drawn, the
-    list says so.
+    """Restore torch's random state at the end, of the CPU and of a CUDA device; the list says if it had changed.
 
-    A generator's state does not print, and a call that drops may change it, so this is no part of ``undisturbed``.
+    This is not part of ``undisturbed``, as a generator's state cannot be printed and dropout may change it.
     """
     before = _random_states(device)
     drawn: list[str] = []
     try:
         yield drawn
     finally:
-        after = _random_states(device)
-        if any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)):
+        current = _random_states(device)
+        if any(not torch.equal(one, other) for one, other in zip(before, current, strict=True)):
             drawn.append("which random numbers come next")
             torch.set_rng_state(before[0])
             for state in before[1:]:

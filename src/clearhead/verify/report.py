@@ -1,4 +1,4 @@
-"""What verify found: one finding a law, as a table in plain text and as JSON."""
+"""The report of ``verify``: one finding for each law, as a plain text table and as JSON."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Finding", "Report", "Status"]
 
 Status = Literal["holds", "fails", "does not apply"]
 
-#: How a detail begins where a function did not come to an end.
+#: Prefixes of the detail if a function did not return.
 _ERRORS = ("raises ", "ends the process")
 
-_MARKS = {"holds": "ok", "fails": "FAILS", "does not apply": "-"}
+_LABELS = {"holds": "ok", "fails": "FAILS", "does not apply": "-"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What became of one law.
+    """The result of one law.
 
     Attributes:
-        law: its name.
-        says: what holds where it holds.
-        status: "holds", "fails" or "does not apply".
-        detail: how it fails, why it does not apply, or what the function refused on the way.
-        example: the smallest failing case found.
-        cases: how many cases it was tried on.
+        law: name of the law.
+        says: the law as a sentence.
+        status: ``"holds"``, ``"fails"`` or ``"does not apply"``.
+        detail: how the law fails, why it does not apply, or what the function refused.
+        example: the smallest failing case, or None.
+        cases: number of cases that were tried.
     """
 
     law: str
@@ -41,10 +41,11 @@ class Finding:
 
     @property
     def raised(self) -> bool:
-        """Whether the law fails because the function did not come to an end."""
+        """Whether the law fails because the function raised or ended the process."""
         return self.status == "fails" and self.detail.startswith(_ERRORS)
 
     def to_dict(self) -> dict[str, Any]:
+        """The finding as plain values for JSON."""
         example = None if self.example is None else self.example.to_dict()
         return {
             "law": self.law,
@@ -58,18 +59,18 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All findings about one function; ``str`` is a table.
+    """The findings about one function; ``str()`` gives a table.
 
     Attributes:
-        name: of the function.
-        signature: the convention it was called by.
-        dtype: the numbers it was tried on.
-        device: where they lay.
-        findings: one a law.
-        versions: of Python, torch and clearhead.
-        searched: whether Hypothesis looked for further and smaller examples.
-        unheard: parameters of the function that sound like what was tried, and were never given.
-        known: names of arguments that the convention gives.
+        name: name of the function.
+        signature: name of the calling convention.
+        dtype: dtype of the tensors.
+        device: device of the tensors.
+        findings: one finding for each law.
+        versions: versions of Python, torch and clearhead.
+        searched: whether Hypothesis searched for further and smaller examples.
+        unheard: parameters of the function that look like arguments of the convention but were never passed.
+        known: names of the arguments that the convention passes.
     """
 
     name: str
@@ -93,20 +94,20 @@ class Report:
         return tuple(finding.law for finding in self.findings if finding.status == "fails")
 
     def __getitem__(self, law: str) -> Finding:
+        """The finding of a law by name."""
         return next(finding for finding in self.findings if finding.law == law)
 
     @property
     def always_raises(self) -> Finding | None:
-        """Of a function that raised under every law that could be tried, the finding with the smallest call; else
-        None."""
+        """The finding with the smallest call if the function raised under every law that applies; else None."""
         tried = [finding for finding in self.findings if finding.status != "does not apply"]
         smallest = min(tried, key=lambda one: one.example.places if one.example else 0, default=None)
         return smallest if len(tried) > 1 and all(finding.raised for finding in tried) else None
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
-        counts = {status: sum(finding.status == status for finding in self.findings) for status in _MARKS}
+        """The result in one sentence."""
+        counts = {status: sum(finding.status == status for finding in self.findings) for status in _LABELS}
         if self.always_raises is not None:
             return f"it raises under all {counts['fails']} laws that apply."
         if self.broken:
@@ -118,42 +119,47 @@ class Report:
 
     @property
     def heading(self) -> str:
+        """One line with the function's name, signature, dtype, device and the versions."""
         where = f"signature {self.signature}, {self.dtype} on {self.device}"
         return f"{self.name}: {where}; {', '.join(f'{name} {version}' for name, version in self.versions.items())}"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know about how the report was made."""
+        """Limitations of the report: laws without a search for examples, and parameters that were never passed."""
         without = (
-            "Only the fixed cases were tried, and failing examples are not made smaller (examples is 0, or Hypothesis "
+            "Only the fixed cases were tried, and failing examples were not shrunk (examples is 0, or Hypothesis "
             "is not installed: install clearhead[verify])."
         )
         never = (
-            f"Never given, and so not tried: {', '.join(self.unheard)}. The convention {self.signature} gives "
-            f"{', '.join(self.known)}; wrap the function to have these names where it means the same."
+            f"Never passed, so not tested: {', '.join(self.unheard)}. The convention {self.signature} passes "
+            f"{', '.join(self.known)}; wrap the function to use these names."
         )
         return (*(() if self.searched else (without,)), *((never,) if self.unheard else ()))
 
     def lines(self, width: int = 118) -> list[str]:
-        """The table, a finding a line and what went wrong below it."""
+        """The table: one line for each finding, with details and the failing example below it.
+
+        Args:
+            width: the number of columns at which texts wrap.
+        """
         name = max((len(finding.law) for finding in self.findings), default=0)
         notes = (line for note in self.notes for line in textwrap.wrap(note, max(30, width)))
-        found = [*textwrap.wrap(self.heading, max(30, width)), *notes, ""]
+        lines = [*textwrap.wrap(self.heading, max(30, width)), *notes, ""]
         for finding in self._shown():
-            lead = f"  {_MARKS[finding.status]:<5} {finding.law:<{name}}  "
+            lead = f"  {_LABELS[finding.status]:<5} {finding.law:<{name}}  "
             text = finding.says if finding.status == "holds" else finding.detail
             wrapped = textwrap.wrap(text, max(30, width - len(lead))) or [""]
-            found += [lead + wrapped[0], *(" " * len(lead) + line for line in wrapped[1:])]
+            lines += [lead + wrapped[0], *(" " * len(lead) + line for line in wrapped[1:])]
             if finding.example is not None:
                 example = textwrap.wrap(f"with {finding.example}", max(30, width - len(lead)), break_on_hyphens=False)
-                found += [" " * len(lead) + line for line in example]
-        return [*(line.rstrip() for line in found), "", self.verdict]
+                lines += [" " * len(lead) + line for line in example]
+        return [*(line.rstrip() for line in lines), "", self.verdict]
 
     def _shown(self) -> list[Finding]:
-        """The findings as the table has them: an error is told once, under the first law that meets it."""
+        """The findings of the table: an error is shown once, under the first law that meets it."""
         always = self.always_raises
         if always is not None:
-            # What does not apply because of an error would only repeat it.
+            # Laws that do not apply because of the same error are left out.
             others = (finding for finding in self.findings if not finding.raised and "raises " not in finding.detail)
             return [replace(always, law="every law"), *others]
         first: dict[str, str] = {}
@@ -168,6 +174,7 @@ class Report:
         return "\n".join(self.lines())
 
     def to_dict(self) -> dict[str, Any]:
+        """The report as plain values for JSON."""
         return {
             "name": self.name,
             "signature": self.signature,
@@ -182,5 +189,5 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """Everything, as JSON."""
+        """The report as a JSON text."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)

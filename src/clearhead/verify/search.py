@@ -1,6 +1,6 @@
-"""Looking for a smaller failing example, and for one that the fixed cases miss, with Hypothesis.
+"""The search with Hypothesis for failing examples beyond the fixed cases, and for smaller ones.
 
-Hypothesis is optional: without it the fixed cases are all there is.
+Hypothesis is optional; without it only the fixed cases are tried.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from clearhead.verify.case import Case
 from clearhead.verify.law import Law
-from clearhead.verify.signatures import Signature
+from clearhead.verify.signatures import CallingConvention
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -29,10 +29,12 @@ def can_search() -> bool:
     return find_spec("hypothesis") is not None
 
 
-def search(law: Law, signature: Signature, carried: frozenset[str], fails: Callable[[Case], bool], tries: int) -> None:
-    """Call ``fails`` on ``tries`` drawn cases, and once it is true on ever smaller ones.
+def search(
+    law: Law, signature: CallingConvention, carried: frozenset[str], fails: Callable[[Case], bool], tries: int
+) -> None:
+    """Call ``fails`` on ``tries`` drawn cases; if it returns True, also on ever smaller ones.
 
-    Sizes are drawn up to the largest of the law's own cases, together too; everything else from among what these have.
+    Sizes and their product are at most those of the law's cases; other parameters are drawn from the values in them.
     """
     from hypothesis import HealthCheck, Phase, find, settings
     from hypothesis.errors import Flaky, NoSuchExample
@@ -49,12 +51,12 @@ def search(law: Law, signature: Signature, carried: frozenset[str], fails: Calla
         find(_cases(law, signature, carried), fails, settings=chosen, random=random.Random(0))
 
 
-def _cases(law: Law, signature: Signature, carried: frozenset[str]) -> SearchStrategy[Case]:
+def _cases(law: Law, signature: CallingConvention, carried: frozenset[str]) -> SearchStrategy[Case]:
     from hypothesis import strategies as st
 
     def values(name: str) -> list[Any]:
-        seen = [getattr(case, name) for case in law.cases]
-        return list(dict.fromkeys(seen))
+        listed = [getattr(case, name) for case in law.cases]
+        return list(dict.fromkeys(listed))
 
     drawn: dict[str, SearchStrategy[Any]] = {name: st.integers(1, max(values(name))) for name in _SIZES}
     drawn["group"] = st.integers(min(values("group")), max(values("group")))
@@ -82,7 +84,7 @@ def _cases(law: Law, signature: Signature, carried: frozenset[str]) -> SearchStr
 
 
 def _within(case: Case, most: int) -> Case:
-    """The case no larger than that: drawn each for itself, sizes would meet in problems larger than any law's own."""
+    """The case, shrunk to at most this size, as independently drawn sizes can have a larger product."""
     while case.places > most:
         longest = max(("batch", "kv_heads", "q_len", "k_len"), key=lambda name: int(getattr(case, name)))
         if getattr(case, longest) == 1:

@@ -1,6 +1,7 @@
-"""How a function wants to be called, and what its arguments can say.
+"""Calling conventions: how a function is called, and which arguments it supports.
 
-A ``Call`` is a problem in neutral words; a signature hands it to a function and reads the answer.
+An ``AttentionCall`` describes one call independently of a convention; a ``CallingConvention`` passes it to a function
+and reads the result.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ from clearhead.masks import Dense
 from clearhead.scores import DenseBias, ScoreRule
 from clearhead.verify.masks import Spoken
 
-__all__ = ["CARRIED", "SIGNATURES", "Answer", "Call", "Signature", "signature_of"]
+__all__ = ["CARRIED", "SIGNATURES", "Answer", "AttentionCall", "CallingConvention", "signature_of"]
 
 CARRIED: Final = {
     "mask": "a mask of any pattern",
     "causal flag": "a flag that means causal",
     "score rules": "score rules",
-    "scale": "the factor on scores",
+    "scale": "a factor of scores",
     "grouped heads": "fewer key heads than query heads",
     "value width": "values of another width than keys",
     "dropout": "a probability of dropping weights",
 }
-"""What a signature may be able to say."""
+"""What a function may support, by name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Call:
-    """One call in neutral words; tensors are ``[batch, heads, len, dim]``.
+class AttentionCall:
+    """One call, independent of a convention; tensors are ``[batch, heads, len, dim]``.
 
     Attributes:
-        mask: what may be attended to; None for everything.
-        form: how the mask is handed over.
-        bias: numbers that a mask in the form "float" has where a query may attend; 0 by default.
+        mask: which keys may be attended to; None for all.
+        form: the form of the mask argument.
+        bias: values of a mask in the form "float" where a query may attend; 0 by default.
         rules: score rules.
         offset: absolute position of the first query.
-        scale: factor on scores; None for the default.
-        dropout: probability; acts only while ``training``.
+        scale: factor of scores; None for the default.
+        dropout: probability of dropping a weight; effective only if ``training``.
         training: whether a module is in training mode.
-        returned: ask for weights where the signature can.
+        returned: whether to request weights, if the convention can.
     """
 
     query: Tensor
@@ -66,7 +67,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Answer:
-    """What came back: the output, and what else the function returned, per query head."""
+    """The result of a call: the output, and the statistics that the function returned, per query head."""
 
     output: Tensor
     lse: Tensor | None = None
@@ -75,53 +76,56 @@ class Answer:
     received: Tensor | None = None
 
 
-class Signature(ABC):
+class CallingConvention(ABC):
     """A convention of calling attention."""
 
     name: str
-    #: Names of arguments behind the tensors, as far as a function has them.
+    #: Names of the arguments after the tensors.
     options: tuple[str, ...] = ()
 
     @abstractmethod
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
-        """What ``fn`` can be told, of ``CARRIED``; read off its parameters where Python can see them."""
+        """What ``fn`` supports, keys of ``CARRIED``, according to its parameters if Python can inspect them."""
 
     def refused(self, fn: Callable[..., Any]) -> str | None:
-        """How ``fn`` must be callable where Python can see that it is not; None where it is, or may be."""
+        """The required call if inspection shows that ``fn`` does not accept it; else None."""
         return None if _takes(fn, 3) else "fn(query, key, value)"
 
     def unheard(self, fn: Callable[..., Any]) -> tuple[str, ...]:
-        """Parameters of ``fn`` that sound like something of the convention's under a name that it does not use."""
-        known = _signature(fn)
-        own = () if known is None else tuple(known.parameters.values())[3:]
-        never = (one.name for one in own if one.name not in self.options or one.kind is one.POSITIONAL_ONLY)
+        """Parameters of ``fn`` that look like arguments of the convention under another name."""
+        signature = _signature(fn)
+        parameters = () if signature is None else tuple(signature.parameters.values())[3:]
+        never = (one.name for one in parameters if one.name not in self.options or one.kind is one.POSITIONAL_ONLY)
         return tuple(name for name in never if any(sound in name for sound in _SOUNDS))
 
     @abstractmethod
     def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
-        """The forms in which a mask of this name can be handed to a function, the plainest first; none where in none.
+        """The forms in which a mask of this name can be passed to a function, the simplest first; may be empty.
 
-        ``carried`` is what ``carries`` says of the function.
+        ``carried`` is the result of ``carries`` for the function.
         """
 
-    def made(self, fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
-        """What answers: ``fn`` itself, or the module that it makes, which may draw its first weights."""
+    def made(self, fn: Callable[..., Any], call: AttentionCall) -> Callable[..., Any]:
+        """The callable to test: ``fn`` itself, or the module that it makes, which may draw random initial weights."""
         return fn
 
     @abstractmethod
-    def call(self, made: Callable[..., Any], call: Call) -> Answer:
-        """Call what ``made`` gave and read what it returns."""
+    def call(self, made: Callable[..., Any], call: AttentionCall) -> Answer:
+        """Call ``made`` and read what it returns."""
 
 
-class Sdpa(Signature):
-    """As ``torch.nn.functional.scaled_dot_product_attention``: bool masks in which True may attend, float masks that
-    are added, ``is_causal`` from the upper left corner. May return ``(output, lse)`` or ``(output, weights)``."""
+class Sdpa(CallingConvention):
+    """The convention of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Bool masks in which True may attend, float masks that are added, ``is_causal`` from the upper left corner. The
+    function may return ``(output, lse)`` or ``(output, weights)``.
+    """
 
     name = "sdpa"
     options = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
-        known = _parameters(fn)
+        parameters = _parameters(fn)
         words = {
             "mask": "attn_mask",
             "causal flag": "is_causal",
@@ -129,13 +133,15 @@ class Sdpa(Signature):
             "grouped heads": "enable_gqa",
             "dropout": "dropout_p",
         }
-        return frozenset({"value width"} | {word for word, name in words.items() if known is None or name in known})
+        return frozenset(
+            {"value width"} | {word for word, name in words.items() if parameters is None or name in parameters}
+        )
 
     def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
         flag = ("flag",) if mask == "causal" and "causal flag" in carried else ()
         return (*flag, *(("bool", "float") if "mask" in carried else ()))
 
-    def call(self, made: Callable[..., Any], call: Call) -> Answer:
+    def call(self, made: Callable[..., Any], call: AttentionCall) -> Answer:
         options: dict[str, Any] = {}
         if call.form == "flag":
             options["is_causal"] = True
@@ -147,38 +153,41 @@ class Sdpa(Signature):
             options["enable_gqa"] = True
         if call.dropout and call.training:
             options["dropout_p"] = call.dropout
-        # Torch's function has a default for each; one that has none for some is told what torch's would be.
+        # Torch's function has a default for each argument; pass that default if the function has none.
         for name, parameter in (_parameters(made) or {}).items():
             if name in _DEFAULTS and parameter.default is inspect.Parameter.empty:
                 options.setdefault(name, _DEFAULTS[name])
         return read(made(call.query, call.key, call.value, **options), call)
 
 
-class Clearhead(Signature):
-    """As ``clearhead.attention``: mask objects, score rules, absolute positions. May return an ``Observation``."""
+class Clearhead(CallingConvention):
+    """The convention of ``clearhead.attention``: mask objects, score rules, absolute positions.
+
+    The function may return an ``Observation``.
+    """
 
     name = "clearhead"
     options = ("mask", "scores", "query_offset", "scale", "dropout")
 
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
-        known = _parameters(fn)
+        parameters = _parameters(fn)
         words = {"mask": "mask", "score rules": "scores", "scale": "scale", "dropout": "dropout"}
-        found = {word for word, name in words.items() if known is None or name in known}
-        return frozenset({"grouped heads", "value width"} | found)
+        carried = {word for word, name in words.items() if parameters is None or name in parameters}
+        return frozenset({"grouped heads", "value width"} | carried)
 
     def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
         if "mask" not in carried:
             return ()
         return ("object", "bool", *(("float",) if "score rules" in carried else ()))
 
-    def call(self, made: Callable[..., Any], call: Call) -> Answer:
+    def call(self, made: Callable[..., Any], call: AttentionCall) -> Answer:
         options: dict[str, Any] = {"scores": call.rules} if call.rules else {}
         if call.mask is not None or call.rules:
-            known = _parameters(made)
-            if known is None or "query_offset" in known:
+            parameters = _parameters(made)
+            if parameters is None or "query_offset" in parameters:
                 options["query_offset"] = call.offset
             elif call.offset or call.query.shape[2] != call.key.shape[2]:
-                raise NotImplementedError("it cannot be told where the first query stands")
+                raise NotImplementedError("it has no query_offset")
         if call.mask is not None:
             if call.form == "float":
                 options["scores"] = (*call.rules, DenseBias(_added(call)))
@@ -191,19 +200,19 @@ class Clearhead(Signature):
         return read(made(call.query, call.key, call.value, **options), call)
 
 
-class Mha(Signature):
-    """As ``torch.nn.MultiheadAttention``: a factory ``fn(embed_dim, num_heads, dropout=, batch_first=)`` of modules.
+class Mha(CallingConvention):
+    """The convention of ``torch.nn.MultiheadAttention``: ``fn(embed_dim, num_heads, dropout=, batch_first=)``.
 
-    Modules read and give the batch first; a factory without ``batch_first`` makes no others, one without ``dropout``
-    drops nothing. Their forward returns the output, alone or with weights. Projections are set to permutations that
-    differ, which are exact, so that heads can be compared. In its masks True forbids.
+    Inputs and outputs are batch first: a ``fn`` without ``batch_first`` must make such modules. One without ``dropout``
+    makes modules without dropout. Forward returns the output, alone or with weights. Projections are set to different
+    permutations, which are exact, so that heads can be compared. In masks True forbids.
     """
 
     name = "mha"
 
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
-        known = _parameters(fn)
-        return frozenset({"mask", "dropout"} if known is None or "dropout" in known else {"mask"})
+        parameters = _parameters(fn)
+        return frozenset({"mask", "dropout"} if parameters is None or "dropout" in parameters else {"mask"})
 
     def refused(self, fn: Callable[..., Any]) -> str | None:
         return None if _takes(fn, 2) else "fn(embed_dim, num_heads)"
@@ -216,14 +225,14 @@ class Mha(Signature):
             return ("bool", "float", "padding")
         return ("bool", "flag", "float") if mask == "causal" else ("bool", "float")
 
-    def made(self, fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    def made(self, fn: Callable[..., Any], call: AttentionCall) -> Callable[..., Any]:
         _, heads, _, head_dim = call.query.shape
-        module: nn.Module = fn(heads * head_dim, heads, **_taken(fn, {"dropout": call.dropout, "batch_first": True}))
+        module: nn.Module = fn(heads * head_dim, heads, **_accepted(fn, {"dropout": call.dropout, "batch_first": True}))
         module.to(device=call.query.device, dtype=call.query.dtype).train(call.training)
         _permute(module, _orders(call))
         return module
 
-    def call(self, made: Callable[..., Any], call: Call) -> Answer:
+    def call(self, made: Callable[..., Any], call: AttentionCall) -> Answer:
         batch, heads, _, head_dim = call.query.shape
         orders = _orders(call)
         given = zip((call.query, call.key, call.value), orders[:3], strict=True)
@@ -233,10 +242,10 @@ class Mha(Signature):
             options["average_attn_weights"] = False
         if call.mask is not None:
             options |= self._masks(call, batch, heads)
-        hints = _taken(made, {name: options[name] for name in options if name not in _MASKS})
+        hints = _accepted(made, {name: options[name] for name in options if name not in _MASKS})
         masks = {name: options[name] for name in options if name in _MASKS}
         for name in masks:
-            if name not in _taken(made, masks):
+            if name not in _accepted(made, masks):
                 raise NotImplementedError(f"its forward takes no {name}")
         answer = made(*inputs, **masks, **hints)
         output, weights = (*answer, None)[:2] if isinstance(answer, (tuple, list)) else (answer, None)
@@ -246,7 +255,7 @@ class Mha(Signature):
         output = output[..., orders[3].argsort()].unflatten(-1, (heads, head_dim)).transpose(1, 2)
         return Answer(output=output, weights=weights)
 
-    def _masks(self, call: Call, batch: int, heads: int) -> dict[str, Any]:
+    def _masks(self, call: AttentionCall, batch: int, heads: int) -> dict[str, Any]:
         assert call.mask is not None
         allowed = call.mask.allowed
         lengths = (call.query.shape[2], call.key.shape[2])
@@ -262,15 +271,15 @@ class Mha(Signature):
         return {"attn_mask": square, **({"is_causal": True} if call.form == "flag" else {})}
 
 
-def _orders(call: Call) -> list[Tensor]:
-    """A permutation of channels for each projection, so that projections taken for one another are noticed."""
+def _orders(call: AttentionCall) -> list[Tensor]:
+    """A different permutation of channels for each projection, so that exchanged projections are detected."""
     width, device = call.query.shape[1] * call.query.shape[3], call.query.device
     seeds = (torch.Generator().manual_seed(100 + turn) for turn in range(4))
     return [torch.randperm(width, generator=seed).to(device) for seed in seeds]
 
 
 def _permute(module: nn.Module, orders: list[Tensor]) -> None:
-    """Set the module's projections so that channel ``c`` of the result is channel ``order[c]`` of the input."""
+    """Set each projection so that channel ``c`` of its result is channel ``order[c]`` of its input."""
     width = orders[0].shape[0]
     packed, last = getattr(module, "in_proj_weight", None), getattr(module, "out_proj", None)
     if not isinstance(packed, Tensor) or tuple(packed.shape) != (3 * width, width) or not isinstance(last, nn.Linear):
@@ -290,8 +299,8 @@ def _permute(module: nn.Module, orders: list[Tensor]) -> None:
                 bias.zero_()
 
 
-def _added(call: Call) -> Tensor:
-    """The mask as a float that is added: the bias, or 0, where a query may attend, -inf elsewhere."""
+def _added(call: AttentionCall) -> Tensor:
+    """The mask as an additive float mask: the bias, or 0, where a query may attend, -inf elsewhere."""
     assert call.mask is not None
     allowed = call.mask.allowed
     if call.bias is not None:
@@ -309,17 +318,17 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "enable_gqa": False,
 }
 
-#: What a parameter's name has in it where it probably means what a convention can say.
+#: Parts of a parameter's name that suggest an argument of a convention.
 _SOUNDS: Final = ("mask", "causal", "dropout", "scale", "bias")
 
 
-#: What ``_parameters`` read of a function that is still alive, which takes longer than most calls of it.
+#: A cache of ``_parameters`` for functions that are alive, as inspection takes longer than most calls.
 _READ: Final[WeakKeyDictionary[Any, dict[str, inspect.Parameter] | None]] = WeakKeyDictionary()
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """A function's signature; None where Python cannot see it."""
-    # A module hands what it is called with to its forward, and its own signature is (*args, **kwargs).
+    """A function's signature; None if Python cannot inspect it."""
+    # A module's __call__ has the signature (*args, **kwargs) and passes them to forward.
     plain = isinstance(fn, nn.Module) and type(fn).__call__ is nn.Module.__call__
     try:
         return inspect.signature(fn.forward if plain else fn)  # type: ignore[attr-defined]
@@ -328,53 +337,55 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """Parameters that a function can be given by name; None where they are unknown or anything goes."""
+    """Parameters that a function accepts by name; None if they are unknown or it has ``**kwargs``."""
     try:
         return _READ[fn]
     except KeyError:
-        _READ[fn] = found = _given_by_name(fn)
-        return found
+        _READ[fn] = parameters = _given_by_name(fn)
+        return parameters
     except TypeError:
-        # It has no hash, or cannot be referred to weakly.
+        # The function is not hashable, or does not support weak references.
         return _given_by_name(fn)
 
 
 def _given_by_name(fn: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    known = _signature(fn)
-    if known is None or any(one.kind is one.VAR_KEYWORD for one in known.parameters.values()):
+    signature = _signature(fn)
+    if signature is None or any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
         return None
     return {
-        name: one for name, one in known.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        name: one
+        for name, one in signature.parameters.items()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
 
 
-def _taken(fn: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Of some options, those that a function takes."""
-    known = _parameters(fn)
-    return options if known is None else {name: one for name, one in options.items() if name in known}
+def _accepted(fn: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a function accepts."""
+    parameters = _parameters(fn)
+    return options if parameters is None else {name: one for name, one in options.items() if name in parameters}
 
 
 def _takes(fn: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be given so many arguments by position, options by name; True where that is unknown."""
-    known = _signature(fn)
-    if known is None:
+    """Whether a function accepts ``count`` positional arguments and options by name; True if that is unknown."""
+    signature = _signature(fn)
+    if signature is None:
         return True
-    own = list(known.parameters.values())
-    given = [one for one in own if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    parameters = list(signature.parameters.values())
+    given = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = [
         one
-        for one in own
+        for one in parameters
         if one.default is one.empty
         and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         and one not in given[:count]
     ]
-    return (len(given) >= count or any(one.kind is one.VAR_POSITIONAL for one in own)) and all(
+    return (len(given) >= count or any(one.kind is one.VAR_POSITIONAL for one in parameters)) and all(
         one.name in _DEFAULTS and one.kind is not one.POSITIONAL_ONLY for one in needed
     )
 
 
-def read(result: Any, call: Call) -> Answer:
-    """An answer from what a function returned: a tensor, an ``Observation``, or a tuple told apart by shapes."""
+def read(result: Any, call: AttentionCall) -> Answer:
+    """An ``Answer`` from a function's result: a tensor, an ``Observation``, or a tuple whose items shapes identify."""
     if isinstance(result, Tensor):
         return Answer(output=result)
     if hasattr(result, "output"):
@@ -393,10 +404,10 @@ def read(result: Any, call: Call) -> Answer:
     raise TypeError(f"returned {type(result).__name__}, not a tensor, an Observation or a tuple that begins with one")
 
 
-def _lse(extras: list[Tensor], call: Call) -> Tensor | None:
-    """The first that has one number for each query of each head.
+def _lse(extras: list[Tensor], call: AttentionCall) -> Tensor | None:
+    """The first tensor of shape ``[batch, heads, q_len]``.
 
-    None where weights averaged over heads, ``[batch, q_len, k_len]``, would look the same.
+    None if weights averaged over heads, ``[batch, q_len, k_len]``, would have the same shape.
     """
     batch, heads, q_len, _ = call.query.shape
     if (heads, q_len) == (q_len, call.key.shape[2]):
@@ -404,15 +415,18 @@ def _lse(extras: list[Tensor], call: Call) -> Tensor | None:
     return next((extra for extra in extras if tuple(extra.shape) == (batch, heads, q_len)), None)
 
 
-SIGNATURES: Final[dict[str, Signature]] = {known.name: known for known in (Sdpa(), Clearhead(), Mha())}
-"""The conventions that are known, by name."""
+#: The calling conventions by name: ``"sdpa"`` as ``torch.nn.functional.scaled_dot_product_attention``, ``"clearhead"``
+#: as ``clearhead.attention``, ``"mha"`` as ``torch.nn.MultiheadAttention``.
+SIGNATURES: Final[dict[str, CallingConvention]] = {
+    convention.name: convention for convention in (Sdpa(), Clearhead(), Mha())
+}
 
 
-def signature_of(name: str) -> Signature:
-    """The convention of that name.
+def signature_of(name: str) -> CallingConvention:
+    """The calling convention with this name.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is no such convention.
     """
     if name not in SIGNATURES:
         raise UnsupportedError.about(

@@ -1,4 +1,4 @@
-"""The function under test: called on a case, and held against the oracle."""
+"""The function under test: called on a case, and compared with the oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clearhead.verify.case import Case
 from clearhead.verify.masks import Spoken, spoken
 from clearhead.verify.oracle import attend, slope
 from clearhead.verify.process import undisturbed, undrawn
-from clearhead.verify.signatures import Answer, Call, Signature
+from clearhead.verify.signatures import Answer, AttentionCall, CallingConvention
 
 __all__ = ["NAMES", "Expected", "Rule", "Subject", "Tensors", "expected", "expected_of"]
 
@@ -27,11 +27,11 @@ NAMES = ("dQ", "dK", "dV", "the gradient of what is learned")
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Something that changes scores, in the oracle's words.
+    """A score rule as the oracle applies it.
 
     Attributes:
-        learned: the tensor it learns, if any.
-        meaning: options of ``attend``, given that tensor.
+        learned: the rule's learned tensor, or None.
+        meaning: a function from that tensor to options of ``attend``.
     """
 
     learned: Tensor | None
@@ -40,9 +40,9 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What a case should give: in float64, by the textbook in the call's dtype, and the floor of each budget.
+    """The expected results of a case: in float64, by the textbook in the call's dtype, and the floor of each budget.
 
-    The four of each are output, dQ, dK, dV; a fifth is the gradient of what a rule learns.
+    Each tuple has the output, dQ, dK, dV, and the gradient of a rule's learned tensor if there is one.
     """
 
     exact: tuple[Tensor, ...]
@@ -61,18 +61,18 @@ def expected_of(
     grad: Tensor | None = None,
     rule: Rule | None = None,
 ) -> Expected:
-    """The truth, the textbook and the budgets of one call, for the gradient ``grad`` of its output."""
+    """The exact results, the textbook's and the budgets of one call, for the gradient ``grad`` of its output."""
     dtype = tensors[0].dtype
     inputs = tensors if rule is None or rule.learned is None else (*tensors, rule.learned)
-    found = []
-    for own in (torch.float64, dtype):
-        leaves = tuple(tensor.detach().to(own).requires_grad_() for tensor in inputs)
+    results = []
+    for computed in (torch.float64, dtype):
+        leaves = tuple(tensor.detach().to(computed).requires_grad_() for tensor in inputs)
         options = {} if rule is None else rule.meaning(leaves[-1])
-        kept = None if keep is None else keep.to(own)
-        done = attend(leaves[0], leaves[1], leaves[2], allowed=allowed, scale=scale, keep=kept, **options)
-        handed = slope(done.output) if grad is None else grad.to(own)
-        found.append((done, (done.output.detach(), *torch.autograd.grad(done.output, leaves, handed))))
-    (truth, exact), (_, textbook) = found
+        factors = None if keep is None else keep.to(computed)
+        done = attend(leaves[0], leaves[1], leaves[2], allowed=allowed, scale=scale, keep=factors, **options)
+        handed = slope(done.output) if grad is None else grad.to(computed)
+        results.append((done, (done.output.detach(), *torch.autograd.grad(done.output, leaves, handed))))
+    (truth, exact), (_, textbook) = results
     sizes, terms = _sums(inputs)
     floors = tuple(
         rounding(one, count, size, dtype=dtype, largest_score=truth.largest_score) if one.numel() else 0.0
@@ -82,7 +82,7 @@ def expected_of(
 
 
 def _sums(inputs: tuple[Tensor, ...]) -> tuple[list[float], list[int]]:
-    """Of output, dQ, dK, dV and the gradient of what a rule learns: the size of the numbers summed, and how many."""
+    """The magnitude and number of the summed values, for output, dQ, dK, dV and the gradient of a learned tensor."""
     query, key, value = (_rms(tensor) for tensor in inputs[:3])
     batch, heads, q_len, _ = inputs[0].shape
     k_len = inputs[1].shape[2]
@@ -95,16 +95,16 @@ def _sums(inputs: tuple[Tensor, ...]) -> tuple[list[float], list[int]]:
 
 
 def expected(case: Case, dtype: torch.dtype, device: torch.device) -> Expected:
-    """What a case should give; poisoned places count as 0, and nobody may attend to them.
+    """The expected results of a case; poisoned tokens are masked and do not matter.
 
-    How a mask is handed over and how tensors lie in memory change no number, so that one oracle serves them all.
+    The form of the mask and the memory layout do not matter either, so cases that differ only in them share an oracle.
     """
     return _expected(_meant(case), dtype, device)
 
 
 @lru_cache(maxsize=4096)
 def _meant(case: Case) -> Case:
-    """The case by what decides its numbers."""
+    """The case, reduced to the parameters that decide its results."""
     repeated = case.layout.rpartition(": ")[2] in ("expanded", "one head")
     return replace(
         case,
@@ -130,35 +130,36 @@ def _rms(tensor: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A function, the convention it is called by, and the numbers it is tried on.
+    """A function under test, its calling convention, dtype and device.
 
     Attributes:
-        fn: the attention, or the factory of modules.
-        signature: how it is called.
-        dtype: of query, key and value.
-        device: where they lie.
-        linear_memory: whether the function is held to memory that grows with the lengths, not with their product.
+        fn: the attention function, or the factory of modules.
+        signature: the calling convention.
+        dtype: dtype of query, key and value.
+        device: device of query, key and value.
+        linear_memory: whether the function must use memory linear in the lengths.
     """
 
     fn: Callable[..., Any]
-    signature: Signature
+    signature: CallingConvention
     dtype: torch.dtype
     device: torch.device
     linear_memory: bool = False
 
     def draw(self, case: Case) -> Tensors:
+        """Query, key and value of a case, in the subject's dtype and on its device."""
         return case.draw(self.dtype, self.device)
 
     def spoken(self, case: Case) -> Spoken | None:
+        """The mask of a case on the subject's device, or None."""
         mask = spoken(case)
         return None if mask is None else Spoken(mask.allowed.to(self.device), mask.ours)
 
     def call(self, case: Case, tensors: Tensors, **changes: Any) -> Answer:
         """Run the function on these tensors under the case's mask.
 
-        Random numbers begin at the case's seed, or at ``seed``, and go on from where they are with None. The state of
-        the process is put back; ``changed``, a list, is told what had become of it. What is drawn to make a module is
-        no part of its call.
+        The random state is that of the case's seed, or of ``seed``; None leaves it. The global state is restored, and
+        descriptions of its changes are appended to the list ``changed``. The construction of a module is not counted.
         """
         settings: dict[str, Any] = {
             "mask": self.spoken(case),
@@ -169,23 +170,23 @@ class Subject:
         } | changes
         seed, changed = settings.pop("seed", case.seed), settings.pop("changed", [])
         query, key, value = tensors
-        with undisturbed() as found, nullcontext() if seed is None else self._seeded(seed):
-            asked = Call(query=query, key=key, value=value, **settings)
+        with undisturbed() as disturbed, nullcontext() if seed is None else self._seeded(seed):
+            asked = AttentionCall(query=query, key=key, value=value, **settings)
             made = self.signature.made(self.fn, asked)
             with self._watched(asked.dropout, asked.training) as drawn:
                 answer = self.signature.call(made, asked)
-        changed += [*found, *drawn]
+        changed += [*disturbed, *drawn]
         return answer
 
     def _watched(self, dropout: float, training: bool) -> AbstractContextManager[list[str]]:
-        """Random numbers stay where they are, but for those of dropout."""
+        """Detect changes of the random state, unless dropout is active."""
         return nullcontext([]) if dropout and training else undrawn(self.device)
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
-        """Random numbers begin at ``seed``, and afterwards where they were."""
+        """Set the random state to ``seed``, and restore it at the end."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            # torch.manual_seed would also note where it was called from, for CUDA, which takes longer than the call.
+            # torch.manual_seed also records its caller for CUDA, which takes longer than a small call.
             torch.default_generator.manual_seed(seed)
             if self.device.type == "cuda":
                 torch.cuda.manual_seed(seed)
@@ -194,7 +195,7 @@ class Subject:
     def gradients(
         self, case: Case, tensors: Tensors, grad: Tensor | None = None, learned: Tensor | None = None, **changes: Any
     ) -> list[Tensor] | None:
-        """Output, dQ, dK, dV and the gradient of ``learned``; None where the output carries no gradient."""
+        """Output, dQ, dK, dV and the gradient of ``learned``; None if the output does not require a gradient."""
         query, key, value = (tensor.detach().requires_grad_() for tensor in tensors)
         leaves = (query, key, value) if learned is None else (query, key, value, learned)
         output = self.call(case, (query, key, value), **changes).output
@@ -202,25 +203,26 @@ class Subject:
             return None
         handed = slope(output) if grad is None else grad
         with undisturbed() as disturbed, self._watched(case.dropout, changes.get("training", False)) as drawn:
-            found = torch.autograd.grad(output, leaves, handed, allow_unused=True)
+            gradients = torch.autograd.grad(output, leaves, handed, allow_unused=True)
         changes.get("changed", []).extend([*disturbed, *drawn])
         return [
             output.detach(),
-            *(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)),
+            *(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, gradients, strict=True)),
         ]
 
     def expected(self, case: Case) -> Expected:
+        """The expected results of a case."""
         return expected(case, self.dtype, self.device)
 
-    def off_budget(self, found: list[Tensor], wanted: Expected) -> str | None:
-        """The first of output, dQ, dK, dV, and what is learned, that is not within its budget, in words."""
-        return next((wrong for place, one in enumerate(found) if (wrong := _off(place, one, wanted))), None)
+    def off_budget(self, results: list[Tensor], wanted: Expected) -> str | None:
+        """A description of the first of output, dQ, dK, dV and the learned gradient over its budget, or None."""
+        return next((wrong for place, one in enumerate(results) if (wrong := _off(place, one, wanted))), None)
 
-    def off_gradient(self, place: int, found: Tensor, wanted: Expected) -> str | None:
-        """The same for one gradient, the one that ``NAMES[place]`` names."""
-        return _off(place + 1, found, wanted)
+    def off_gradient(self, place: int, gradient: Tensor, wanted: Expected) -> str | None:
+        """A description of one gradient, named ``NAMES[place]``, if it exceeds its budget; else None."""
+        return _off(place + 1, gradient, wanted)
 
 
-def _off(place: int, found: Tensor, wanted: Expected) -> str | None:
-    wrong = excess(found, wanted.textbook[place], wanted.exact[place], wanted.floors[place])
+def _off(place: int, result: Tensor, wanted: Expected) -> str | None:
+    wrong = excess(result, wanted.textbook[place], wanted.exact[place], wanted.floors[place])
     return None if wrong is None else f"{('output', *NAMES)[place]} is {wrong}"

@@ -1,4 +1,4 @@
-"""verify(): one attention function through every law."""
+"""``verify``: one attention function checked against every law."""
 
 from __future__ import annotations
 
@@ -39,43 +39,45 @@ def verify(
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
-    """Run an attention function, ours or a stranger's, through the laws that attention obeys.
+    """Check any attention function against the laws that attention obeys.
 
-    Numbers are held against the formula in float64, on a budget of twice the error that the textbook makes in the
-    same precision, plus rounding. What a function cannot be told does not apply to it; what it refuses with
-    ``NotImplementedError`` or ``ch.UnsupportedError`` does not count against it; anything else that it raises does.
+    Results are compared with the formula in float64; the error budget is twice the error of the textbook formula in the
+    same precision, plus rounding. A law does not apply if the function has no argument for it. A refusal with
+    ``NotImplementedError`` or ``ch.UnsupportedError`` is not a failure; any other exception is.
 
-    In another project's tests, three lines:
+    A test in another project::
 
         import clearhead, mine
+
         def test_my_attention():
-            report = clearhead.verify(mine.attention, signature="sdpa"); assert report.ok, report
+            report = clearhead.verify(mine.attention, signature="sdpa")
+            assert report.ok, report
 
     Args:
         fn: the function; for ``"mha"`` a class or factory of modules.
-        signature: how it is called. ``"sdpa"``: as ``torch.nn.functional.scaled_dot_product_attention``, with
-            ``attn_mask`` (bool, True may attend; or float, added), ``is_causal``, ``scale``, ``enable_gqa`` and
-            ``dropout_p`` as far as ``fn`` has them; may return ``(output, lse)`` or ``(output, weights)``.
-            ``"clearhead"``: as ``clearhead.attention`` or ``observe_attention``. ``"mha"``: as
+        signature: the calling convention. ``"sdpa"``: that of ``torch.nn.functional.scaled_dot_product_attention``,
+            with ``attn_mask`` (bool, True may attend; or float, added), ``is_causal``, ``scale``, ``enable_gqa`` and
+            ``dropout_p`` if ``fn`` has them; ``fn`` may return ``(output, lse)`` or ``(output, weights)``.
+            ``"clearhead"``: that of ``clearhead.attention`` or ``observe_attention``. ``"mha"``: that of
             ``torch.nn.MultiheadAttention``, in whose masks True forbids.
-        dtype: of query, key and value.
-        device: where they lie.
+        dtype: dtype of query, key and value, float32 by default.
+        device: device of query, key and value, the CPU by default.
         laws: names of the laws to try, by default all; ``law_names()`` lists them.
-        examples: how many further cases Hypothesis draws for each law that its fixed cases found to hold; 0 for none,
-            and then failing examples are not made smaller either. Needs the extra ``verify``.
-        linear_memory: hold the function to memory that grows with the length, backward's too; by default that of
-            forward is measured, and no law.
-        name: what the report calls the function.
-        progress: is called with the name of each law before it is tried.
+        examples: how many further cases Hypothesis draws for each law that holds on its fixed cases; with 0, failing
+            examples are not shrunk either. Needs the extra ``verify``.
+        linear_memory: whether the function must use memory linear in the length, in backward too. By default the
+            memory of forward is measured only.
+        name: name of the function in the report.
+        progress: called with the name of each law before it is tried.
 
     Returns:
-        A ``Report``: ``str()`` of it is a table, ``.ok`` the verdict, ``.broken`` names the laws that fail, and
-        ``.to_json()`` holds all of it with the smallest failing example found for each.
+        A ``Report``: ``str()`` gives a table, ``.ok`` says whether no law fails, ``.broken`` names the laws that fail,
+        and ``.to_json()`` gives everything, with the smallest failing example for each law.
 
     Raises:
-        UnsupportedError: an unknown signature, law or dtype; or a function that Python sees cannot be called so.
+        UnsupportedError: an unknown signature, law or dtype, or a function that cannot be called by the convention.
 
-    Cost: some hundreds of small calls, each with a float64 oracle beside it; some twenty seconds for most functions.
+    Cost: a few hundred small calls, each with a float64 oracle; about 20 s for most functions.
 
     >>> import torch, clearhead as ch
     >>> def average(query, key, value):
@@ -84,25 +86,27 @@ def verify(
     >>> report.ok, report.broken
     (False, ('output', 'key order'))
     """
-    known = signature_of(signature)
+    convention = signature_of(signature)
     if not callable(fn):
         raise UnsupportedError.about(
             "verify", "fn", must="be callable", got=type(fn).__name__, then="Pass an attention function."
         )
-    how = known.refused(fn)
+    how = convention.refused(fn)
     if how is not None:
         raise UnsupportedError.about(
             "verify",
             "fn",
             must=f"be callable as {how}",
             got=_shown(fn),
-            then="Wrap it in a function that is; arguments behind these need defaults, or the convention's names.",
+            then="Wrap it; further arguments need defaults or the convention's names.",
         )
     if dtype not in DTYPES:
         raise UnsupportedError.about(
-            "verify", "dtype", must="be floating point", got=dtype, then="16, 32 and 64 bit floats are served."
+            "verify", "dtype", must="be floating point", got=dtype, then="16, 32 and 64 bit floats are supported."
         )
-    subject = Subject(fn=fn, signature=known, dtype=dtype, device=torch.device(device), linear_memory=linear_memory)
+    subject = Subject(
+        fn=fn, signature=convention, dtype=dtype, device=torch.device(device), linear_memory=linear_memory
+    )
     searched = examples > 0 and can_search()
     chosen = _chosen(laws)
     findings: list[Finding] = []
@@ -119,13 +123,13 @@ def verify(
         findings=tuple(findings),
         versions=_versions(),
         searched=searched,
-        unheard=known.unheard(fn),
-        known=known.options,
+        unheard=convention.unheard(fn),
+        known=convention.options,
     )
 
 
 def law_names() -> tuple[str, ...]:
-    """Names of all laws, in the order in which they are tried.
+    """The names of all laws, in the order in which they are tried.
 
     >>> law_names()[:3]
     ('output', 'gradients', 'shape and dtype')
@@ -140,13 +144,13 @@ def _chosen(names: Iterable[str] | None) -> list[Law]:
     for name in wanted:
         if name not in law_names():
             raise UnsupportedError.about(
-                "verify", "laws", must="be names of laws", got=repr(name), then=f"Known are: {', '.join(law_names())}."
+                "verify", "laws", must="be names of laws", got=repr(name), then=f"There are: {', '.join(law_names())}."
             )
     return [law for law in LAWS if law.name in wanted]
 
 
 def _shown(fn: Callable[..., Any]) -> str:
-    """A function with its parameters."""
+    """A function's name and parameters."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
         return f"{name}{inspect.signature(fn)}"[:160]
@@ -156,27 +160,27 @@ def _shown(fn: Callable[..., Any]) -> str:
 
 def _versions() -> dict[str, str]:
     try:
-        own = metadata.version("clearhead")
+        version = metadata.version("clearhead")
     except metadata.PackageNotFoundError:
-        own = "not installed as a package"
-    return {"clearhead": own, "torch": torch.__version__, "python": platform.python_version()}
+        version = "not installed as a package"
+    return {"clearhead": version, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _only_raises(findings: list[Finding]) -> bool:
-    """Whether nothing has come of the laws so far but errors, of which one smallest call is enough."""
+    """Whether every law so far raised an error, so that one smallest example of the error suffices."""
     tried = [finding for finding in findings if finding.status != "does not apply"]
     return bool(tried) and all(finding.raised for finding in tried)
 
 
 def _try(law: Law, subject: Subject, examples: int, *, shrinks: bool = True) -> Finding:
-    """One law: its fixed cases, then what Hypothesis draws; an error is made small only where it ``shrinks``."""
+    """Try one law on its fixed cases, then on cases from Hypothesis; errors are shrunk only if ``shrinks``."""
     carried = subject.signature.carries(subject.fn)
     missing = [CARRIED[word] for word in sorted(law.needs - carried)]
     if missing:
         return Finding(
-            law=law.name, says=law.says, status="does not apply", detail=f"it cannot be told {' or '.join(missing)}"
+            law=law.name, says=law.says, status="does not apply", detail=f"it does not support {' or '.join(missing)}"
         )
-    tried, told = 0, dict[str, None]()
+    tried, reasons = 0, dict[str, None]()
     for case in _expanded(law, subject, carried):
         outcome = _outcome(law, subject, case)
         if outcome.startswith(_FAILS):
@@ -184,16 +188,16 @@ def _try(law: Law, subject: Subject, examples: int, *, shrinks: bool = True) -> 
                 case, outcome = _smaller(law, subject, carried, examples, (case, outcome))
             return _failed(law, case, outcome, tried + 1)
         if outcome:
-            told[outcome] = None
+            reasons[outcome] = None
         else:
             tried += 1
     if tried and examples and law.search:
-        found = _search(law, subject, carried, examples)
-        if found is not None:
-            return _failed(law, *found, tried + 1)
+        failure = _search(law, subject, carried, examples)
+        if failure is not None:
+            return _failed(law, *failure, tried + 1)
         tried += examples
     status: Status = "holds" if tried else "does not apply"
-    detail = "; ".join(told) if tried or told else "it cannot be told this mask"
+    detail = "; ".join(reasons) if tried or reasons else "it does not support this mask"
     return Finding(law=law.name, says=law.says, status=status, detail=detail, cases=tried)
 
 
@@ -201,7 +205,7 @@ _FAILS = "fails: "
 
 
 def _outcome(law: Law, subject: Subject, case: Case) -> str:
-    """Empty where the law holds; else what it says, beginning with ``_FAILS`` where it is broken."""
+    """Empty if the law holds; else a description, which starts with ``_FAILS`` if the law is broken."""
     try:
         law.check(subject, case)
     except Broken as broken:
@@ -218,7 +222,7 @@ def _outcome(law: Law, subject: Subject, case: Case) -> str:
 
 
 def _expanded(law: Law, subject: Subject, carried: frozenset[str]) -> Iterator[Case]:
-    """The law's cases in the forms of the signature."""
+    """The law's cases, in each form of the mask argument."""
     for case in law.cases:
         if "value width" not in carried and case.value_dim != case.head_dim:
             case = replace(case, value_dim=case.head_dim)
@@ -235,22 +239,22 @@ def _failed(law: Law, case: Case, outcome: str, cases: int) -> Finding:
 def _smaller(
     law: Law, subject: Subject, carried: frozenset[str], examples: int, fixed: tuple[Case, str]
 ) -> tuple[Case, str]:
-    """The smaller of a fixed case that fails and what Hypothesis finds, with what each says."""
-    found = _search(law, subject, carried, max(examples, _SHRINK)) if examples and law.search else None
-    return fixed if found is None or found[0].places > fixed[0].places else found
+    """The smaller of a failing fixed case and the one that Hypothesis finds, with its outcome."""
+    smallest = _search(law, subject, carried, max(examples, _SHRINK)) if examples and law.search else None
+    return fixed if smallest is None or smallest[0].places > fixed[0].places else smallest
 
 
 def _search(law: Law, subject: Subject, carried: frozenset[str], tries: int) -> tuple[Case, str] | None:
-    """A failing case as small as Hypothesis can make it, with what the law says of it."""
-    seen: list[tuple[Case, str]] = []
+    """The smallest failing case that Hypothesis finds, with its outcome; None if there is none."""
+    failures: list[tuple[Case, str]] = []
 
     def fails(case: Case) -> bool:
         outcome = _outcome(law, subject, case)
         if not outcome.startswith(_FAILS):
             return False
-        seen.append((case, outcome))
+        failures.append((case, outcome))
         return True
 
     search(law, subject.signature, carried, fails, tries)
-    # The last that Hypothesis tried need not be its smallest; and a function that fails now and then has none.
-    return min(seen, key=lambda one: (one[0].places, len(str(one[0])))) if seen else None
+    # The last case that Hypothesis tried need not be the smallest, and a function that fails randomly has none.
+    return min(failures, key=lambda one: (one[0].places, len(str(one[0])))) if failures else None

@@ -1,4 +1,4 @@
-// What stands around a matrix of weights, and the whole of it as a drawing.
+// The axes of a matrix of weights, and the matrix as an SVG drawing.
 import {css, themed} from "./colours.js";
 import {drawn, readable} from "./dom.js";
 
@@ -7,7 +7,7 @@ const {left: LEFT, top: TOP} = PLACE;
 const LABEL_FROM = 11;
 const MOST_RECTS = 20000;
 
-// Tokens on both axes, or numbers where there is no room for all.
+// Labels on both axes: tokens, or numbers if the tokens do not fit.
 export function drawAxes(matrix) {
   const {context} = matrix, {left, top, size} = matrix.look, {rows, columns} = matrix.source;
   context.textBaseline = "middle";
@@ -30,12 +30,12 @@ export function drawAxes(matrix) {
   }
 }
 
-// One token on an axis, or its number where there is no room for all.
+// One label on an axis: the token, or its number if the tokens do not fit.
 function label(matrix, place, axis, x, y, turn, chosen, step) {
   const along = turn ? x - LEFT : y - TOP;
   if (along < -1 || along > (turn ? matrix.width : matrix.height) + 1) return;
-  const {context} = matrix, room = (turn ? TOP : LEFT) - 16;
-  const text = step === 1 ? fitted(context, readable(matrix.texts[axis][place]), room) : String(place);
+  const {context} = matrix, width = (turn ? TOP : LEFT) - 16;
+  const text = step === 1 ? fitted(context, readable(matrix.texts[axis][place]), width) : String(place);
   context.save();
   context.translate(x, y);
   context.rotate(turn);
@@ -51,7 +51,7 @@ function label(matrix, place, axis, x, y, turn, chosen, step) {
   context.restore();
 }
 
-// The view as a drawing: each weight a rectangle, or the picture where there are too many.
+// The view as a drawing: a rectangle for each weight, or a bitmap if there are too many.
 export function matrixSvg(matrix) {
   const {size} = matrix.look, width = matrix.canvas.clientWidth, height = matrix.canvas.clientHeight;
   const made = drawn("svg", {xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`});
@@ -92,10 +92,10 @@ function niceStep(least) {
   return [1, 2, 5, 10].map((part) => part * power).find((step) => step >= Math.max(least, 2)) ?? Math.ceil(least);
 }
 
-// As much of a text as there is room for, never cutting a letter from its marks.
-function fitted(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
+// A text truncated to a width, never between a letter and its combining marks.
+function fitted(context, text, width) {
+  if (context.measureText(text).width <= width) return text;
   const letters = [...new Intl.Segmenter().segment(text)].map((each) => each.segment);
-  while (letters.length > 1 && context.measureText(`${letters.join("")}…`).width > room) letters.pop();
+  while (letters.length > 1 && context.measureText(`${letters.join("")}…`).width > width) letters.pop();
   return `${letters.join("")}…`;
 }

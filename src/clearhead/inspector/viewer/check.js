@@ -1,4 +1,4 @@
-// The page's data: what must be there, and arrays out of their text. The format is told in schema.py.
+// Checks the page's data and decodes its arrays. The format is described in schema.py.
 
 export class Damaged extends Error {}
 
@@ -14,13 +14,13 @@ function must(good, what) {
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const isWhole = (value) => Number.isInteger(value) && value >= 0;
 
-// The data of a page, checked; throws Damaged with a plain sentence.
+// The checked data of a page; throws Damaged with a sentence for the reader.
 export function checkPage(text) {
   let page;
   try {
     page = JSON.parse(text);
   } catch {
-    throw new Damaged("its data is not whole JSON");
+    throw new Damaged("its data is not complete JSON");
   }
   must(isObject(page) && page.format === "clearhead-view", "its data is not of the format clearhead-view");
   const reader = Object.hasOwn(READERS, page.version) ? READERS[page.version] : null;
@@ -29,27 +29,27 @@ export function checkPage(text) {
   return page;
 }
 
-// Version 1 as version 2: one run, nothing around it, no values.
+// Converts version 1 to version 2: one run, no images, facts or values.
 function checkVersion1(page) {
-  must(Array.isArray(page.layers), "layers is no list");
+  must(Array.isArray(page.layers), "layers is not a list");
   Object.assign(page, {images: [], facts: [], runs: [{name: "", says: ""}]});
   for (const layer of page.layers) {
-    must(isObject(layer), "layers holds no layer");
+    must(isObject(layer), "layers contains something else than a layer");
     Object.assign(layer, {run: 0, image: null, value_dim: 0, norms: [], values: []});
   }
   checkVersion2(page);
 }
 
 function checkVersion2(page) {
-  for (const name of ["title", "made_by"]) must(typeof page[name] === "string", `${name} is no text`);
+  for (const name of ["title", "made_by"]) must(typeof page[name] === "string", `${name} is not text`);
   for (const name of ["texts", "masks", "layers", "images", "facts", "runs"]) {
-    must(Array.isArray(page[name]), `${name} is no list`);
+    must(Array.isArray(page[name]), `${name} is not a list`);
   }
   page.texts.forEach((texts, at) => {
-    must(Array.isArray(texts) && texts.every((text) => typeof text === "string"), `texts[${at}] is no list of texts`);
+    must(Array.isArray(texts) && texts.every((text) => typeof text === "string"), `texts[${at}] is not a list of texts`);
   });
-  must(page.layers.length > 0, "it holds no layer");
-  must(page.runs.length > 0, "it holds no run");
+  must(page.layers.length > 0, "it has no layer");
+  must(page.runs.length > 0, "it has no run");
   page.images.forEach((image, at) => checkImage(image, `images[${at}]`));
   page.facts.forEach((fact, at) => checkTexts(fact, ["label", "value", "note"], `facts[${at}]`));
   page.layers.forEach((layer, at) => checkLayer(layer, `layers[${at}]`, page));
@@ -64,7 +64,7 @@ function checkRun(run, path, page) {
   checkTexts(run, ["name", "says"], path);
   must(page.layers.some((layer) => layer.run === page.runs.indexOf(run)), `${path} has no layer`);
   const {bars = [], start} = run;
-  must(Array.isArray(bars), `${path}.bars is no list`);
+  must(Array.isArray(bars), `${path}.bars is not a list`);
   bars.forEach((bar, at) => {
     checkTexts(bar, ["label"], `${path}.bars[${at}]`);
     must(bar.value >= 0 && bar.value <= 1, `${path}.bars[${at}].value is not a number from 0 to 1`);
@@ -74,14 +74,14 @@ function checkRun(run, path, page) {
 }
 
 function checkImage(image, path) {
-  must(isObject(image) && ["rows", "columns", "first"].every((name) => isWhole(image[name])), `${path} is no picture`);
+  must(isObject(image) && ["rows", "columns", "first"].every((name) => isWhole(image[name])), `${path} is not a picture`);
   checkArray(image.pixels, null, `${path}.pixels`);
   const {shape} = image.pixels;
   must(shape.length === 3 && [1, 3].includes(shape[2]), `${path}.pixels is not height x width x 1 or 3`);
 }
 
 function checkLayer(layer, path, page) {
-  must(isObject(layer) && typeof layer.name === "string", `${path} is no layer`);
+  must(isObject(layer) && typeof layer.name === "string", `${path} is not a layer`);
   for (const name of ["first", "q_len", "k_len", "head_dim", "value_dim", "num_heads", "run"]) {
     must(isWhole(layer[name]), `${path}.${name} is not a whole number`);
   }
@@ -94,7 +94,7 @@ function checkLayer(layer, path, page) {
     must(isObject(image), `${path}.image names no picture`);
     must(image.first + image.rows * image.columns <= layer.k_len, `${path}.image has patches that are no keys`);
   }
-  must(Array.isArray(layer.keys), `${path}.keys is no list`);
+  must(Array.isArray(layer.keys), `${path}.keys is not a list`);
   layer.keys.forEach((key, at) => checkArray(key, [layer.k_len, layer.head_dim], `${path}.keys[${at}]`));
   for (const [name, shape] of [["norms", [layer.k_len]], ["values", [layer.k_len, layer.value_dim]]]) {
     must(Array.isArray(layer[name]) && [0, layer.keys.length].includes(layer[name].length), `${path}.${name} does not fit its keys`);
@@ -105,7 +105,7 @@ function checkLayer(layer, path, page) {
 }
 
 function checkHead(head, path, layer, page) {
-  must(isObject(head) && isWhole(head.head), `${path} is no head`);
+  must(isObject(head) && isWhole(head.head), `${path} is not a head`);
   must(isWhole(head.key) && head.key < layer.keys.length, `${path}.key names no keys`);
   checkArray(head.query, [layer.q_len, layer.head_dim], `${path}.query`);
   checkArray(head.lse, [layer.q_len], `${path}.lse`);
@@ -123,9 +123,9 @@ function checkHead(head, path, layer, page) {
     for (const name of ["entropy", "distance", "first"]) checkArray(head[name], [layer.q_len], `${path}.${name}`);
     checkArray(head.received, [layer.k_len], `${path}.received`);
   }
-  must(Array.isArray(head.rules), `${path}.rules is no list`);
+  must(Array.isArray(head.rules), `${path}.rules is not a list`);
   head.rules.forEach((rule, at) => {
-    must(isObject(rule) && ["softcap", "relative"].includes(rule.kind), `${path}.rules[${at}] is no rule`);
+    must(isObject(rule) && ["softcap", "relative"].includes(rule.kind), `${path}.rules[${at}] is not a rule`);
     if (rule.kind === "relative") checkArray(rule.bias, [layer.q_len + layer.k_len - 1], `${path}.rules[${at}].bias`);
     else must(Number.isFinite(rule.cap), `${path}.rules[${at}].cap is not a number`);
   });
@@ -146,18 +146,18 @@ function checkBlocks(blocks, path, layer) {
 }
 
 function checkArray(array, shape, path) {
-  must(isObject(array) && Object.hasOwn(BYTES, array.type) && typeof array.data === "string", `${path} is no array`);
+  must(isObject(array) && Object.hasOwn(BYTES, array.type) && typeof array.data === "string", `${path} is not an array`);
   must(Array.isArray(array.shape) && array.shape.every(isWhole), `${path} has no shape`);
   must(!shape || shape.join() === array.shape.join(), `${path} does not have the shape ${shape?.join(" x ")}`);
   if (array.steps) checkArray(array.steps, [array.shape[0]], `${path}.steps`);
 }
 
-// The numbers of an array, flat; units and steps of rows multiplied in.
+// The flat elements of an array, multiplied by its unit or the steps of its rows.
 export async function readArray(array, path) {
   const count = array.shape.reduce((product, size) => product * size, 1);
   const bytes = await inflate(array.data, path);
   const width = BYTES[array.type];
-  must(bytes.length === count * width, `${path} does not hold ${count} numbers`);
+  must(bytes.length === count * width, `${path} does not have ${count} elements`);
   const joined = new Uint8Array(bytes.length);
   for (let part = 0; part < width; part++) {
     for (let at = 0, from = part * count; at < count; at++) joined[at * width + part] = bytes[from + at];
@@ -179,18 +179,18 @@ async function inflate(text, path) {
   try {
     return new Uint8Array(await new Response(stream).arrayBuffer());
   } catch {
-    throw new Damaged(`${path} is not whole`);
+    throw new Damaged(`${path} is not complete`);
   }
 }
 
 const PLACES = new Uint8Array(256).fill(255);
 for (let at = 0; at < LETTERS.length; at++) PLACES[LETTERS.charCodeAt(at)] = at;
 
-// Base 85: five letters are four bytes, of which a last group of fewer letters gives one fewer.
+// Base 85: five characters are four bytes; a shorter last group of n characters is n - 1 bytes.
 function letters(text, path) {
   const padding = (5 - (text.length % 5)) % 5;
   const read = new TextEncoder().encode(text + LETTERS[84].repeat(padding));
-  must(read.length === text.length + padding, `${path} holds a letter that is none of its own`);
+  must(read.length === text.length + padding, `${path} contains a character that is not base 85`);
   const bytes = new Uint8Array((read.length / 5) * 4);
   let worst = 0;
   for (let at = 0, to = 0; at < read.length; at += 5, to += 4) {
@@ -202,6 +202,6 @@ function letters(text, path) {
     bytes[to + 2] = value >>> 8;
     bytes[to + 3] = value;
   }
-  must(worst < 85, `${path} holds a letter that is none of its own`);
+  must(worst < 85, `${path} contains a character that is not base 85`);
   return bytes.subarray(0, bytes.length - padding);
 }

@@ -1,16 +1,16 @@
-// Colour scales whose lightness alone carries the number, so that they read the same to every kind of eye and in print.
+// Colour scales with monotonic lightness, readable with colour blindness and in print.
 
-// From dark blue over green to yellow, lightness rising evenly: our own stops, in the manner of viridis.
+// From dark blue over green to yellow with evenly rising lightness, similar to viridis.
 const STOPS = [
   [40, 11, 84], [51, 42, 116], [50, 71, 134], [43, 99, 140], [35, 127, 140], [37, 154, 131], [72, 180, 111],
   [128, 203, 80], [192, 220, 52], [249, 232, 74],
 ];
-// On paper more weight is more ink.
+// On paper a larger weight is darker.
 const INK = [[255, 255, 252], [205, 212, 205], [140, 158, 165], [70, 92, 120], [8, 12, 40]];
-// Blue for less, orange for more, both darker or both lighter than the middle.
+// Blue for negative, orange for positive differences, both darker or both lighter than the middle.
 const BOTH = {
   light: [[5, 60, 120], [60, 120, 185], [150, 190, 225], [246, 246, 244], [240, 190, 130], [205, 115, 40], [130, 55, 5]],
-  // On paper without colours lightness has to tell less from more.
+  // On paper without colours, lightness has to distinguish negative from positive.
   print: [[0, 20, 60], [50, 80, 120], [105, 125, 145], [160, 160, 160], [200, 180, 150], [232, 212, 175], [255, 246, 225]],
   dark: [[150, 205, 255], [80, 150, 215], [35, 80, 130], [24, 28, 34], [115, 65, 20], [205, 120, 45], [255, 200, 140]],
 };
@@ -54,7 +54,7 @@ export function theme() {
   return chosen || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 }
 
-// A function from a weight, or NaN for a forbidden place, to a pixel as one number.
+// A function from a weight, or NaN for a forbidden pair, to a pixel as one number.
 export function painterOf(scale, signed = false) {
   const {place} = SCALES[scale];
   const bytes = new Uint8ClampedArray([...FORBIDDEN[theme()], 255]);
@@ -71,7 +71,7 @@ export function css(pixel) {
   return `rgb(${pixel & 255}, ${(pixel >> 8) & 255}, ${(pixel >> 16) & 255})`;
 }
 
-// Black or white, whichever reads better on a pixel.
+// Black or white, whichever has the higher contrast with a pixel.
 export function inkOn(pixel) {
   const light = 0.2126 * (pixel & 255) + 0.7152 * ((pixel >> 8) & 255) + 0.0722 * ((pixel >> 16) & 255);
   return light > 115 ? "#101418" : "#ffffff";

@@ -1,4 +1,4 @@
-// Two heads, of one run or of two, as the difference of their weights and of what their masks allow.
+// Two heads, of one run or two: the difference of their weights and of their masks.
 import {printing} from "./colours.js";
 import {Difference} from "./difference.js";
 import {byId, element, readable, shown} from "./dom.js";
@@ -18,13 +18,13 @@ export class CompareView {
     }))));
   }
 
-  // The name of a layer's run, where its own does not say it.
+  // The name of a layer's run, if the layer's name does not contain it.
   runName(layer) {
     const {name} = this.model.page.runs[layer.run];
     return name && !layer.name.startsWith(name) ? `${name}: ` : "";
   }
 
-  // The head to compare with: the one asked for, else the same one of the next run, else the next one.
+  // The head to compare with: the selected one, else the same head of the next run, else the next head.
   get other() {
     const {layers, page} = this.model;
     const [layer, head] = state.other.split(".").map(Number);
@@ -44,7 +44,7 @@ export class CompareView {
     byId("difference").hidden = !fits;
     byId("compare-masks").textContent = "";
     if (!fits) {
-      byId("compare-note").textContent = "These two heads have other numbers of tokens: choose another.";
+      byId("compare-note").textContent = "These two heads have different numbers of tokens: choose another head.";
       return;
     }
     this.texts = texts;

@@ -1,4 +1,4 @@
-// Two heads' numbers as one: the first's weight less the second's.
+// The difference of two heads: the first one's weights minus the second one's.
 export class Difference {
   constructor(one, other) {
     Object.assign(this, {one, other, rows: one.rows, columns: one.columns, overview: null});
@@ -11,7 +11,7 @@ export class Difference {
     if (!this.masks) this.only = null;
   }
 
-  // Which of the two masks alone allows a place: 1 the first, 2 the second, 0 both or none.
+  // Which of the two masks alone allows a pair: 1 the first, 2 the second, 0 both or neither.
   only(row, column) {
     return onlyOne(this.one.allowed(row, column), this.other.allowed(row, column));
   }
@@ -28,7 +28,7 @@ export class Difference {
     return less(this.one.tile(top, bottom, left, right), this.other.tile(top, bottom, left, right));
   }
 
-  // How many places only the first mask allows, and only the second.
+  // How many pairs only the first mask allows, and how many only the second.
   get counts() {
     if (!this.counted) {
       let [first, second] = [0, 0];

@@ -1,4 +1,4 @@
-// Elements and words. Text from the data only ever goes through textContent or a canvas.
+// DOM elements and texts. Text from the data is only set as textContent or drawn on a canvas.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -26,7 +26,7 @@ export function byId(id) {
 
 const SPACES = {"\n": "↵", "\t": "⇥", " ": "␣", "": "∅"};
 
-// A token for reading: marks of subword vocabularies as the space they stand for, what cannot be seen by a sign.
+// A readable token: subword markers become spaces, invisible characters become symbols.
 export function readable(text) {
   const plain = text.replace(/^[Ġ▁]/u, " ").replace(/Ċ/gu, "\n");
   if (plain.trim() === "") return plain === "" ? SPACES[""] : [...plain].map((each) => SPACES[each] ?? "␣").join("");
@@ -35,8 +35,8 @@ export function readable(text) {
 
 const SPECIAL = /^(<.*>|\[.*\])$/u;
 
-// How tokens of a list stand in running text: joined to the one before, or behind a space. Vocabularies of words mark
-// what goes on (##), those of pieces and of bytes what begins a word (▁, Ġ, a space); letters all stand side by side.
+// How a token continues running text: joined to the previous one, or after a space. WordPiece vocabularies mark
+// continuations (##), SentencePiece and byte vocabularies mark the start of a word (▁, Ġ, a space).
 export function joiner(texts) {
   const letters = texts.includes(" ") && texts.every((text) => [...text].length <= 1);
   const begins = texts.some((text) => /^[▁Ġ ]./u.test(text));
@@ -47,20 +47,20 @@ export function joiner(texts) {
   };
 }
 
-// The direction that a text reads in: that of its first letter which has one.
+// The direction of a text: that of its first letter with a direction.
 export function direction(texts) {
   const first = texts.find((text) => /\p{L}/u.test(text) && !SPECIAL.test(text)) ?? "";
   return /^\P{L}*[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u.test(first) ? "rtl" : "ltr";
 }
 
-// GPT-2 writes each byte as a letter: those that can be seen as themselves, the others from U+0100 on, in order.
+// GPT-2 maps each byte to a character: printable ones to themselves, the others to U+0100 and up, in order.
 const BYTES = new Map();
 for (let byte = 0, others = 0; byte < 256; byte++) {
   const itself = (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
   BYTES.set(String.fromCodePoint(itself ? byte : 256 + others++), byte);
 }
 
-// Tokens of a vocabulary of bytes as the text they stand for, but for the sign that a word begins.
+// Tokens of a byte vocabulary decoded to text, except the marker of a word's start.
 export function decoded(texts) {
   const ofBytes = texts.some((text) => /^[ĠĊ]/u.test(text)) && texts.every((text) => SPECIAL.test(text) || [...text].every((letter) => BYTES.has(letter)));
   if (!ofBytes) return texts;
@@ -71,7 +71,7 @@ export function decoded(texts) {
     try {
       return `${begins ? "Ġ" : ""}${reader.decode(bytes)}`;
     } catch {
-      // A part of a letter.
+      // Part of a multi-byte character.
       return `${begins ? "Ġ" : ""}⟨${Array.from(bytes, (byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ")}⟩`;
     }
   });
@@ -84,7 +84,7 @@ export function shown(number, digits = 4) {
   return text.replaceAll("-", "−");
 }
 
-// Arrow keys walk the elements of a group, of which one is in the tab order.
+// Arrow keys move within a group of elements, of which one is in the tab order.
 export function walk(group, items, choose) {
   group.addEventListener("keydown", (event) => {
     const list = items();
@@ -103,7 +103,7 @@ export function walk(group, items, choose) {
   });
 }
 
-// The element of the next line that stands nearest below, or above.
+// The nearest element on the next line below, or above.
 function nearestRow(list, here, sign) {
   const from = list[here].getBoundingClientRect();
   let best = -1, bestGap = Infinity;

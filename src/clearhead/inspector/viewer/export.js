@@ -1,4 +1,4 @@
-// The current view as a picture or as numbers.
+// Exports the current view as PNG, SVG or CSV.
 
 export function saveText(name, kind, text) {
   saveBlob(name, new Blob([text], {type: kind}));
@@ -26,7 +26,7 @@ export function svgText(svg) {
   return `<?xml version="1.0" encoding="UTF-8"?>\n${new XMLSerializer().serializeToString(svg)}\n`;
 }
 
-// A drawing as pixels, twice as fine as it is shown.
+// A drawing as pixels, at twice its displayed resolution.
 export function pngOf(svg) {
   const width = Number(svg.getAttribute("width")), height = Number(svg.getAttribute("height"));
   return new Promise((resolve, reject) => {

@@ -1,4 +1,4 @@
-// Every layer and head as a small map, with the numbers it is known by.
+// Every layer and head as a small map, with its scores.
 import {painterOf, themed} from "./colours.js";
 import {byId, drawn, element, walk} from "./dom.js";
 import {change, state} from "./state.js";
@@ -30,7 +30,7 @@ export class Grid {
     return [...byId("heads").querySelectorAll("[data-place]")];
   }
 
-  // The heads of the chosen run, those that the name and the least score leave, in their order.
+  // The heads of the selected run that match the name and the minimum score, in order.
   listed() {
     const run = this.model.layers[state.layer].run, words = state.find.toLowerCase().split(/\s+/u);
     const all = this.model.layersOf(run).flatMap((layer) => this.model.layers[layer].heads.map((record, head) => ({layer, head, record})));
@@ -60,24 +60,24 @@ export class Grid {
       }
       row.append(this.button(each));
     }
-    if (parts.length === 0) parts.push(element("p", {class: "hint", text: "No head is left: ask for less."}));
+    if (parts.length === 0) parts.push(element("p", {class: "hint", text: "No head matches. Clear the search or lower the minimum."}));
     group.replaceChildren(...parts);
     this.mark();
   }
 
   button({layer, head, record}) {
-    const name = this.model.nameOf(layer), own = this.badges();
-    const badges = own.map(([score, title]) => element("span", {class: `badge ${score}`, title, text: record.scores[score]?.toFixed(score === "distance" ? 1 : 2) ?? ""}));
+    const name = this.model.nameOf(layer), shown = this.badges();
+    const badges = shown.map(([score, title]) => element("span", {class: `badge ${score}`, title, text: record.scores[score]?.toFixed(score === "distance" ? 1 : 2) ?? ""}));
     const made = element("button", {
       type: "button", role: "radio", class: "thumb", "data-place": `${layer}.${head}`,
-      "aria-label": `${name}, head ${record.head}: ${own.map(([score, title]) => `${title} ${record.scores[score]?.toFixed(2)}`).join("; ")}`,
+      "aria-label": `${name}, head ${record.head}: ${shown.map(([score, title]) => `${title} ${record.scores[score]?.toFixed(2)}`).join("; ")}`,
       onclick: () => change({layer, head}),
     }, this.canvas(layer, head), element("span", {class: "number", text: state.sort === "layer" ? `head ${record.head}` : `${this.model.layersOf(this.run).indexOf(layer)} · ${record.head}`}),
     element("span", {class: "badges", "aria-hidden": "true"}, ...badges));
     return made;
   }
 
-  // The usual three numbers, and the one that heads are sorted by.
+  // The three default scores, and the score that heads are sorted by.
   badges() {
     const sorted = state.sort === "layer" || BADGES.some(([score]) => score === state.sort) ? [] : [[state.sort, SORTS[state.sort]?.name ?? state.sort]];
     return [...sorted, ...BADGES];

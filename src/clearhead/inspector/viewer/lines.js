@@ -1,4 +1,4 @@
-// Tokens left and right with the strongest edges between them.
+// Queries on the left, keys on the right, and lines for the largest weights between them.
 import {css, painterOf, themed} from "./colours.js";
 import {byId, drawn, readable, shown} from "./dom.js";
 import {change, state} from "./state.js";
@@ -21,7 +21,7 @@ export class LinesView {
     this.focus(state.query);
   }
 
-  // A window of queries around the chosen one, and the keys that they look at most.
+  // A window of queries around the selected one, and the keys with their largest weights.
   found() {
     const {rows} = this.numbers;
     const first = Math.max(0, Math.min(rows - MOST_TOKENS, state.query - MOST_TOKENS / 2));
@@ -34,7 +34,7 @@ export class LinesView {
     if (columns <= MOST_TOKENS) return Array.from({length: columns}, (_, at) => at);
     const given = new Map();
     for (const edge of this.edges) {
-      // The chosen query's keys come first, whatever the others look at.
+      // The selected query's keys come first.
       given.set(edge.column, (given.get(edge.column) ?? 0) + edge.weight + (edge.row === state.query ? 1e6 : 0));
     }
     const most = [...given].sort((one, other) => other[1] - one[1]).slice(0, MOST_TOKENS);
@@ -45,7 +45,7 @@ export class LinesView {
     const keys = this.keys, place = new Map(keys.map((column, at) => [column, at]));
     const height = TOP + STEP * Math.max(this.queries.length, keys.length) + 10;
     const svg = drawn("svg", {xmlns: "http://www.w3.org/2000/svg", width: WIDTH, height, viewBox: `0 0 ${WIDTH} ${height}`, role: "img",
-      "aria-label": `Edges from queries on the left to the ${state.edges} keys on the right that they look at most`});
+      "aria-label": `Lines from queries on the left to their ${state.edges} heaviest keys on the right`});
     svg.append(drawn("rect", {width: WIDTH, height, fill: themed("--card")}));
     const head = {"font-size": 12, "font-family": "system-ui, sans-serif", fill: themed("--soft")};
     svg.append(drawn("text", {...head, x: MARGIN - 8, y: 18, "text-anchor": "end", text: "queries"}), drawn("text", {...head, x: WIDTH - MARGIN + 8, y: 18, text: "keys"}));
@@ -77,7 +77,7 @@ export class LinesView {
     }, drawn("tspan", {text: shorten(text)}), drawn("title", {text: `${number}: ${text}`}));
   }
 
-  // Only one token's edges stand out.
+  // Highlights the lines of one token.
   focus(number, side = "query") {
     for (const edge of byId("lines").querySelectorAll(".edge")) {
       edge.setAttribute("opacity", Number(edge.dataset[side]) === number ? "1" : "0.16");

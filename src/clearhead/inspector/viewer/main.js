@@ -1,4 +1,4 @@
-// The page: data in, views linked with each other, keys and buttons.
+// The page: reads the data, links the views with each other, handles keys and buttons.
 import {Damaged, checkPage} from "./check.js";
 import {css, inkOn, painterOf} from "./colours.js";
 import {CompareView} from "./compare.js";
@@ -38,7 +38,7 @@ class App {
     byId("main").hidden = false;
   }
 
-  // What was asked for, as far as the page has it.
+  // The requested state, limited to what the page has.
   possible(wanted) {
     const within = (value, count) => Math.min(Math.max(0, Math.round(value) || 0), count - 1);
     const layer = within(wanted.layer, this.model.layers.length), record = this.model.layers[layer];
@@ -97,7 +97,7 @@ class App {
     }
   }
 
-  // Of changes that come while a head is read, the last is shown.
+  // If several changes arrive while a head is decoded, the last one is shown.
   async shown(changed) {
     const {layer, head} = state;
     const numbers = await this.model.head(layer, head);
@@ -125,7 +125,7 @@ class App {
     byId("main").dataset.ready = "yes";
   }
 
-  // The text as it reads, each token behind a colour: how much the chosen query looks at it.
+  // The running text; each token's background shows the selected query's weight on it.
   reading(numbers, texts) {
     const paint = painterOf(state.scale), list = texts.keys, made = [];
     const from = Math.max(0, Math.min(state.key, list.length) - AROUND), to = Math.min(list.length, from + 2 * AROUND);
@@ -147,7 +147,7 @@ class App {
     if (to < list.length) made.push(" …");
     byId("reading").replaceChildren(...made);
     const same = texts.queries === texts.keys;
-    byId("reading-hint").textContent = `How much query ${state.query} “${readable(texts.queries[state.query])}” looks at each key.${same ? " Choose a token to make it the query." : ""}`;
+    byId("reading-hint").textContent = `Weight of query ${state.query} “${readable(texts.queries[state.query])}” on each key.${same ? " Select a token to make it the query." : ""}`;
     byId("reading").onclick = (event) => {
       const key = event.target.closest("[data-key]");
       if (key) change(same ? {query: Number(key.dataset.key)} : {key: Number(key.dataset.key)});
@@ -155,7 +155,7 @@ class App {
   }
 }
 
-// Where the first run says to begin; else the last token and itself, a place that masks leave open more than others.
+// The start of the first run; else the last token as query and key, which most masks allow.
 function beginning(page) {
   const {start} = page.runs[0], layer = start?.layer ?? page.layers.findIndex((each) => each.run === 0), record = page.layers[layer];
   const query = start?.query ?? record.q_len - 1;

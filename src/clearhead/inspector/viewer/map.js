@@ -1,4 +1,4 @@
-// One head as a matrix: overview, zoom and pan down to single weights.
+// One head as a matrix, with an overview, zoom and pan down to single weights.
 import {SCALES, css, painterOf, printing} from "./colours.js";
 import {byId, readable, shown} from "./dom.js";
 import {Matrix} from "./painter.js";
@@ -39,7 +39,7 @@ export class MapView {
     const {matrix} = this;
     if (!matrix.source) return;
     const {error} = matrix.source;
-    const what = matrix.exact ? "Every cell is one weight, computed in this page"
+    const what = matrix.exact ? "Each cell is one weight, computed in this page"
       : `Each cell is the largest weight of ${matrix.source.overview.side} × ${matrix.source.overview.side}; zoom in for single weights`;
     byId("map-note").textContent = `${what}. Weights are within ${shown(error.weight, 5)} and scores within ${shown(error.score, 5)} of the library’s. ${printing() ? "Checked" : "Grey"}: the mask forbids it.`;
   }
@@ -68,7 +68,7 @@ export class MapView {
   }
 }
 
-// Query, key, weight and score in words.
+// A sentence with the query, key, weight and score.
 export function describe(numbers, texts, row, column) {
   const start = `Query ${row} “${readable(texts.queries[row])}” → key ${column} “${readable(texts.keys[column])}”: `;
   if (!numbers.allowed(row, column)) return `${start}forbidden by the mask`;
@@ -79,7 +79,7 @@ export function legend(canvas, ticks, scale, signed = false) {
   const paint = painterOf(scale, signed), context = canvas.getContext("2d");
   const {place, ticks: marks} = SCALES[scale];
   const weightAt = (part) => {
-    // The scale's inverse, by halving: scales rise.
+    // The scale's inverse by bisection, as scales are increasing.
     let low = 0, high = 1;
     for (let turn = 0; turn < 30; turn++) {
       const middle = (low + high) / 2;

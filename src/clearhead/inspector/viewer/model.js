@@ -1,4 +1,4 @@
-// The numbers behind every view: weights computed again from queries and keys, exp(score - lse) under the mask.
+// The data of every view: weights computed from queries and keys, exp(score - lse) under the mask.
 import {readArray} from "./check.js";
 import {decoded} from "./dom.js";
 
@@ -13,7 +13,7 @@ export class Model {
     this.masks = new Map();
   }
 
-  // The places of a run's layers.
+  // The indices of a run's layers.
   layersOf(run) {
     return [...this.layers.keys()].filter((layer) => this.layers[layer].run === run);
   }
@@ -55,14 +55,14 @@ export class Model {
     return this.spelled.get(place);
   }
 
-  // A head's numbers, read when they are first asked for; the oldest are let go of when there are many.
+  // A head's data, decoded on first use; the cache evicts the least recently used head.
   head(layer, head) {
     const name = `${layer}.${head}`;
-    let found = this.cache.get(name);
-    if (found) this.cache.delete(name);
-    else found = this.read(layer, head);
-    this.cache.set(name, found);
-    return found;
+    let numbers = this.cache.get(name);
+    if (numbers) this.cache.delete(name);
+    else numbers = this.read(layer, head);
+    this.cache.set(name, numbers);
+    return numbers;
   }
 
   async read(layer, at) {
@@ -86,12 +86,12 @@ export class Model {
       made.overview = blocksOf(made, head.overview.side, await readArray(head.overview.cells, `${path}.overview`));
       const [entropy, distance, first, received] = await Promise.all(
         ["entropy", "distance", "first", "received"].map((name) => readArray(head[name], `${path}.${name}`)));
-      made.known = {entropy, distance, first, received};
+      made.stored = {entropy, distance, first, received};
     }
     return made;
   }
 
-  // Each key's value, and what the sum of weighted values is off by; null where the page does not carry them.
+  // Each key's value, and the correction of the sum of weighted values; null if the page does not store values.
   async values(layer, at) {
     const record = this.layers[layer], {key, rest} = record.heads[at];
     if (record.values.length === 0) return null;
@@ -153,7 +153,7 @@ function blocksOf({rows, columns, mask}, side, cells) {
   return {side, down, across, values: Float32Array.from(cells, (cell, at) => (open === null || open[at] ? (cell / 255) ** 2 : NaN))};
 }
 
-// Which blocks hold a place that the mask allows; masks remember it, because many heads share one.
+// Which blocks contain a pair that the mask allows; cached in the mask, as many heads share one.
 function openBlocks(mask, rows, columns, side) {
   mask.open ??= new Map();
   if (mask.open.has(side)) return mask.open.get(side);
@@ -190,7 +190,7 @@ class HeadNumbers {
     this.width = layer.head_dim;
     this.scale = layer.scale;
     this.overview = null;
-    this.known = null;
+    this.stored = null;
   }
 
   allowed(row, column) {
@@ -205,7 +205,7 @@ class HeadNumbers {
     return false;
   }
 
-  // The runs of keys, [start, stop), that a row may look at.
+  // The intervals of keys, [start, stop), that a row may attend to.
   open(row) {
     if (this.mask === null) return [[0, this.columns]];
     const made = [];
@@ -249,7 +249,7 @@ class HeadNumbers {
     return this.fix === null ? weight : Math.max(0, weight + this.fix[row * this.columns + column]);
   }
 
-  // What a large weight of a long row is off by.
+  // The correction of a large weight of a long row.
   named(row, column) {
     const {starts, places, fix} = this.near;
     for (let at = starts[row], end = starts[row + 1]; at < end; at++) if (places[at] === column) return fix[at];
@@ -272,7 +272,7 @@ class HeadNumbers {
     return Float32Array.from({length: this.columns}, (_, column) => this.weight(row, column));
   }
 
-  // A row's output: the sum of weighted values, put right for the roundings of this page.
+  // A row's output: the sum of weighted values, plus the correction for quantisation.
   output(row, carried) {
     const {values, rest, width} = carried, sum = Float64Array.from(rest.subarray(row * width, (row + 1) * width));
     for (let column = 0; column < this.columns; column++) {
@@ -297,10 +297,10 @@ class HeadNumbers {
     return best;
   }
 
-  // Of each row and column, as the page has it or as the weights say.
+  // The profile of each row and column, as stored in the page or computed from the weights.
   get profile() {
-    if (this.known === null) this.known = this.summed();
-    return this.known;
+    if (this.stored === null) this.stored = this.summed();
+    return this.stored;
   }
 
   summed() {

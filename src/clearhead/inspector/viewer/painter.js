@@ -1,4 +1,4 @@
-// A matrix of weights on a canvas: from the overview down to single weights, computed tile by tile when they are seen.
+// A matrix of weights on a canvas, from the overview down to single weights, computed in tiles as they become visible.
 import {PLACE, drawAxes, matrixSvg} from "./axes.js";
 import {inkOn, painterOf, printing, themed} from "./colours.js";
 
@@ -8,7 +8,7 @@ const SLICE_MS = 9;
 const {left: LEFT, top: TOP, edge: EDGE} = PLACE;
 const LARGEST = 72;
 const NUMBER_FROM = 44;
-// From this size on, places that only one of two masks allows are hatched; below, every fourth cell is inked.
+// From this cell size on, pairs that only one of two masks allows are hatched; below, every fourth cell is filled.
 const HATCH_FROM = 6;
 const CHECK = 0xffdedede;
 
@@ -30,7 +30,7 @@ export class Matrix {
   get width() { return this.canvas.clientWidth - LEFT - EDGE; }
   get height() { return this.canvas.clientHeight - TOP - EDGE; }
 
-  // Show other numbers; the place stays where it is if they are of the same sizes.
+  // Show another head; the position is unchanged if the sizes are equal.
   show(source, texts, scale) {
     const same = this.source && this.source.rows === source.rows && this.source.columns === source.columns;
     Object.assign(this, {source, texts});
@@ -85,7 +85,7 @@ export class Matrix {
     this.draw();
   }
 
-  // A place as ``onMove`` told it.
+  // The pair that ``onMove`` reported.
   restore(text) {
     this.asked = text;
     const [left, top, size] = text.split(",").map(Number);
@@ -94,7 +94,7 @@ export class Matrix {
     this.moved();
   }
 
-  // Around a point of the canvas; by itself around the chosen weight where that is in view, else the middle.
+  // Zoom around a point of the canvas; by default the selected weight if it is in view, else the centre.
   zoom(factor, x = this.middle.x, y = this.middle.y) {
     const {look} = this, size = Math.min(LARGEST, Math.max(this.smallest, look.size * factor));
     look.left += (x - LEFT) / look.size - (x - LEFT) / size;
@@ -202,13 +202,13 @@ export class Matrix {
     return this.pixels(across, down, values, only && ((row, column) => only[row * across + column]));
   }
 
-  // ``only`` says of a place which one of two masks allows it, 1 or 2, or 0: lines from below left, or from above left.
+  // ``only`` gives which of two masks alone allows a pair, 1 or 2, or 0; they are hatched / and \.
   pixels(width, height, values, only = null) {
     const canvas = document.createElement("canvas");
     Object.assign(canvas, {width, height});
     const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
     for (let at = 0; at < values.length; at++) pixels[at] = this.paint(values[at]);
-    // A mask's shape without colours: white, checked.
+    // Forbidden pairs without colours: a checked pattern on white.
     for (let at = 0; printing() && at < values.length; at++) {
       if (Number.isNaN(values[at]) && (at + (width % 2 === 0 ? Math.floor(at / width) : 0)) % 2) pixels[at] = CHECK;
     }
@@ -226,12 +226,12 @@ export class Matrix {
   }
 
   draw() {
-    // No frame comes while a page is printed.
+    // There are no animation frames while a page is printed.
     if (printing()) this.now();
     else if (!this.frame) this.frame = requestAnimationFrame(() => this.now());
   }
 
-  // Whether every weight in view is the exact one.
+  // Whether every visible cell is a single weight.
   get settled() {
     return !this.frame && this.wanted.length === 0;
   }
@@ -284,7 +284,7 @@ export class Matrix {
     }
   }
 
-  // A tile's pixels; null while there is no time left in this frame to compute it.
+  // A tile's pixels; null if this frame has no time left to compute it.
   tile(down, across, began) {
     const name = `${down}.${across}`;
     let tile = this.tiles.get(name);
@@ -329,7 +329,7 @@ export class Matrix {
     context.stroke();
   }
 
-  // A line across each cell that only one of two masks allows.
+  // Hatches each cell that only one of two masks allows.
   *hatches() {
     const {size} = this.look, gap = size / 5;
     for (const {row, column, x, y} of this.cells()) {
@@ -379,7 +379,7 @@ function pixelOf(colour) {
   return new Uint32Array(bytes.buffer)[0];
 }
 
-// A weight in the room of a cell.
+// A weight as a text that fits in a cell.
 function brief(weight) {
   const size = Math.abs(weight);
   const text = size === 0 ? "0" : size >= 0.001 ? weight.toFixed(3) : weight.toExponential(1);

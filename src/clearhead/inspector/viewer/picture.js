@@ -1,14 +1,14 @@
-// A picture whose patches, or pixels, are tokens: what one of them looks at, who looks at it, what all look at.
+// An image whose patches or pixels are tokens: the weights of one query, the weights on one key, the sums over queries.
 import {css, painterOf, themed} from "./colours.js";
 import {byId, drawn, element, readable, shown} from "./dom.js";
 import {change, state} from "./state.js";
 
 const SIDE = 280, SMALL = 96, GAP = 16, HEAD = 42;
 const PANELS = [
-  {name: "plain", title: () => "the picture: choose a patch"},
-  {name: "looks", title: (at) => `what query ${at.query} looks at`, chooses: "key"},
-  {name: "looked", title: (at) => `who looks at key ${at.key}`, chooses: "query"},
-  {name: "received", title: () => "what each receives from all", chooses: "key"},
+  {name: "plain", title: () => "image: select a patch"},
+  {name: "looks", title: (at) => `weights of query ${at.query} on each key`, chooses: "key"},
+  {name: "looked", title: (at) => `weights of each query on key ${at.key}`, chooses: "query"},
+  {name: "received", title: () => "attention received by each key", chooses: "key"},
 ];
 
 export class PictureView {
@@ -42,7 +42,7 @@ export class PictureView {
     await this.heads();
   }
 
-  // A number for each token, by panel; null for the picture alone.
+  // A value for each token, by panel; null for the image panel.
   values(name) {
     const {numbers} = this;
     if (name === "looks") return numbers.row(state.query);
@@ -57,14 +57,14 @@ export class PictureView {
   paint(panel) {
     const values = this.values(panel.name), {canvas} = panel, {rows, columns, first} = this.picture;
     panel.caption.textContent = PANELS.find((each) => each.name === panel.name).title(state);
-    canvas.setAttribute("aria-label", `${panel.caption.textContent}; arrows choose a patch`);
+    canvas.setAttribute("aria-label", `${panel.caption.textContent}; arrow keys select a patch`);
     const most = values === null ? 0 : highest(values.subarray(first, first + rows * columns));
     draw(canvas, this.picture, values, {most, marked: this.marked(panel.name), cover: state.cover / 100, side: SIDE});
     panel.most.textContent = values === null ? `${rows} × ${columns} patches` : `brightest ${shown(most)}`;
     panel.extra.replaceChildren(...this.outside(panel, values, most));
   }
 
-  // Tokens that are no patches, such as a class token.
+  // Tokens that are not patches, such as a class token.
   outside(panel, values, most) {
     const {rows, columns, first} = this.picture, list = this.texts.keys, paint = painterOf(state.scale), made = [];
     for (let token = 0; token < list.length && made.length < 24; token++) {
@@ -77,7 +77,7 @@ export class PictureView {
     return made;
   }
 
-  // What the chosen query looks at in every head of the run.
+  // The weights of the selected query in every head of the run.
   async heads() {
     const {layer: place, query} = state, run = this.model.layers[place].run, made = [];
     const paint = [];
@@ -124,7 +124,7 @@ export class PictureView {
 
   hover(panel, token) {
     if (token === null) return this.say();
-    const {numbers} = this, own = this.square ? state.query : null;
+    const {numbers} = this, selected = this.square ? state.query : null;
     const said = {
       plain: () => `Token ${this.name(token)}`,
       looks: () => `Query ${state.query} → key ${this.name(token)}: weight ${shown(numbers.weight(state.query, token), 5)}`,
@@ -132,10 +132,10 @@ export class PictureView {
       received: () => `Key ${this.name(token)} receives ${shown(numbers.profile.received[token], 4)} from all ${numbers.rows} queries`,
     }[panel]();
     byId("picture-note").textContent = `${said}.`;
-    for (const each of this.panels.values()) if (!each.figure.hidden) this.outline(each, token === own ? null : token);
+    for (const each of this.panels.values()) if (!each.figure.hidden) this.outline(each, token === selected ? null : token);
   }
 
-  // The same patch in every picture.
+  // Outlines the same patch in every panel.
   outline(panel, token) {
     if (panel.hovered === token) return;
     panel.hovered = token;
@@ -179,7 +179,7 @@ function highest(values) {
   return most;
 }
 
-// The picture, each patch behind the colour of its number, and a frame around the chosen one.
+// The image with a colour over each patch, and a frame around the selected patch.
 function draw(canvas, picture, values, {most, marked, also = null, cover, side}) {
   const {rows, columns, first} = picture, ratio = devicePixelRatio || 1;
   const cell = Math.max(1, Math.round((side * ratio) / columns)), width = cell * columns;
@@ -187,7 +187,7 @@ function draw(canvas, picture, values, {most, marked, also = null, cover, side})
   Object.assign(canvas, {width, height});
   const context = canvas.getContext("2d"), paint = painterOf(state.scale);
   context.imageSmoothingEnabled = picture.canvas.width > 4 * columns;
-  // Colours under colours could not be told apart.
+  // The image is drawn in grey, as colours under colours are indistinguishable.
   context.drawImage(values === null ? picture.canvas : picture.grey, 0, 0, width, height);
   if (values !== null) {
     context.globalAlpha = cover;

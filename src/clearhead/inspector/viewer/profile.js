@@ -67,13 +67,13 @@ export class ProfileView {
   }
 
   choose(event) {
-    const found = this.place(event);
-    if (found) change({[found.chart.axis]: found.at});
+    const place = this.place(event);
+    if (place) change({[place.chart.axis]: place.at});
   }
 
   hover(event) {
-    const found = this.place(event);
-    if (found) this.say(found.at);
+    const place = this.place(event);
+    if (place) this.say(place.at);
   }
 
   say(at) {
@@ -106,7 +106,7 @@ function bars(values, x, y, inner) {
   }).join("");
 }
 
-// Of more places than pixels, the largest and the smallest in each.
+// If there are more values than pixels, the largest and the smallest value of each pixel.
 function band(values, y, inner) {
   const up = [], down = [];
   for (let pixel = 0; pixel < inner; pixel++) {

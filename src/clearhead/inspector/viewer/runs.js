@@ -1,4 +1,4 @@
-// The results of the page, its runs side by side, and what there is to say of the chosen one.
+// The results of the page, its runs side by side, and the description of the selected run.
 import {byId, element, shown, walk} from "./dom.js";
 import {change, state} from "./state.js";
 
@@ -31,7 +31,7 @@ export class RunsView {
     return made;
   }
 
-  // The same layer and head of another run, or where that one says to begin.
+  // The same layer and head of another run, or that run's start.
   choose(run) {
     const {start} = this.model.page.runs[run];
     if (start) {

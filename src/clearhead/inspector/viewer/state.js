@@ -1,4 +1,4 @@
-// What is looked at, in one place: every view reads it and is told when it changes; the address's fragment holds it.
+// The state of all views. Views read it and are notified of changes; the URL fragment stores it.
 
 export const state = {
   view: "map", layer: 0, head: 0, query: 0, key: 0, other: "", sort: "layer", least: -1e9, scale: "root", edges: 3,
@@ -13,7 +13,7 @@ export function onChange(listener) {
   listeners.push(listener);
 }
 
-// Change some of it; those that ask are told what has changed.
+// Change some of the state and notify the listeners of what changed.
 export function change(wanted) {
   const next = limit({...state, ...wanted});
   const changed = new Set(Object.keys(next).filter((name) => next[name] !== state[name]));
@@ -26,7 +26,7 @@ export function change(wanted) {
 let waiting = 0;
 
 function writeFragment() {
-  // Browsers refuse to be told many times a second.
+  // Browsers limit how often a URL may change.
   clearTimeout(waiting);
   waiting = setTimeout(() => {
     const parts = Object.entries(state).filter(([name, value]) => value !== DEFAULTS[name]);
@@ -34,22 +34,22 @@ function writeFragment() {
     try {
       history.replaceState(null, "", `#${text}`);
     } catch {
-      // A frame without an address of its own.
+      // A frame without its own URL.
     }
   }, 120);
 }
 
 function readFragment() {
-  const found = {...DEFAULTS};
+  const read = {...DEFAULTS};
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
     if (!Object.hasOwn(DEFAULTS, name)) continue;
-    if (!NUMBERS.includes(name)) found[name] = value;
-    else if (Number.isFinite(Number(value))) found[name] = Number(value);
+    if (!NUMBERS.includes(name)) read[name] = value;
+    else if (Number.isFinite(Number(value))) read[name] = Number(value);
   }
-  return found;
+  return read;
 }
 
-// Begin from the fragment, what it leaves out from ``initial``; ``limits`` puts right what the page does not have.
+// Start from the fragment, with defaults from ``initial``; ``limits`` clips values that the page does not have.
 export function startState(initial, limits) {
   limit = limits;
   Object.assign(DEFAULTS, initial);

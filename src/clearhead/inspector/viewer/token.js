@@ -41,7 +41,7 @@ export class TokenView {
     byId("token-sum").replaceChildren(...this.sum(ruled, longest));
     byId("token-more").textContent = [
       listed.length > MOST_ROWS ? `${MOST_ROWS} of ${listed.length} keys are shown; the CSV has them all.` : "",
-      this.carried === null && layer.value_dim > 0 ? "This page carries the length of each value, not its channels: ch.view(…, values=True) carries them." : "",
+      this.carried === null && layer.value_dim > 0 ? "This page stores the norm of each value, not its channels: ch.view(…, values=True) stores them." : "",
     ].join(" ");
   }
 
@@ -55,7 +55,7 @@ export class TokenView {
       step("scores", "s[j] = q · K[j]", `${numbers.columns} keys`),
       step("scaling", "s[j] × scale", `scale ${shown(numbers.scale, 6)}`),
       ...(ruled ? [step("rules", "in order, before the mask", layer.says.join("; "))] : []),
-      step("mask", "−∞ where not allowed", numbers.mask === null ? "no mask: all keys stay" : `${open} of ${numbers.columns} keys stay${layer.says[0] ? `: ${layer.says[0]}` : ""}`),
+      step("mask", "−∞ where not allowed", numbers.mask === null ? "no mask: all keys are allowed" : `${open} of ${numbers.columns} keys are allowed${layer.says[0] ? `: ${layer.says[0]}` : ""}`),
       step("softmax", "w[j] = exp(s[j] − lse)", `lse ${shown(numbers.lse[row], 5)}; weights sum to ${shown(sum, 5)}`),
     ];
     if (carried !== null) {
@@ -70,7 +70,7 @@ export class TokenView {
     return Array.from(values.subarray(column * width, (column + 1) * width), (value) => weight * value);
   }
 
-  // The last line of the table: the sum of the weighted values.
+  // The last row of the table: the sum of the weighted values.
   sum(ruled, most) {
     if (this.carried === null) return [];
     const output = this.numbers.output(state.query, this.carried);
@@ -142,7 +142,7 @@ function vector(numbers) {
   return `[${some.join(", ")}${numbers.length > some.length ? ", …" : ""}]${numbers.length > ALL ? `, ${numbers.length} channels` : ""}`;
 }
 
-// Channels side by side, blue below 0 and orange above.
+// Channels as a strip, blue below 0 and orange above.
 function strip(numbers, most) {
   const canvas = element("canvas", {class: "strip", width: numbers.length, height: 1, "aria-hidden": "true"}), paint = painterOf("root", true);
   const image = new ImageData(numbers.length, 1), pixels = new Uint32Array(image.data.buffer);

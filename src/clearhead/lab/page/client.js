@@ -1,7 +1,7 @@
-// The one way in which the page asks the server for work; the address that it came from holds the token.
+// Requests jobs from the server; the page's URL contains the token.
 
-// Ask for a work by name. Resolves to its result; rejects with the server's one line. ``progress(done, text)`` is told
-// how far it is, and aborting ``signal`` ends the work itself.
+// Request a job by name. Resolves to its result, or rejects with the server's error line. ``progress(done, text)`` is
+// called with its progress, and aborting ``signal`` cancels the job.
 export async function ask(name, params = {}, {progress, signal} = {}) {
   let answer;
   try {
@@ -10,17 +10,17 @@ export async function ask(name, params = {}, {progress, signal} = {}) {
     });
   } catch (failure) {
     if (signal?.aborted) throw failure;
-    throw new Error("The lab does not answer: it has been stopped, or its machine is asleep. Start it again.");
+    throw new Error("The lab does not answer: it has stopped, or its machine is asleep. Start it again.");
   }
   if (!answer.headers.get("content-type")?.startsWith("application/x-ndjson")) {
-    throw new Error("busy: the lab has too many visitors. Try again soon.");
+    throw new Error("busy: the lab has too many connections. Try again soon.");
   }
   for await (const line of linesOf(answer)) {
     if ("error" in line) throw new Error(line.error);
     if ("result" in line) return line.result;
     progress?.(line.progress, line.text);
   }
-  throw new Error("The lab stopped before it had an answer. Start it again.");
+  throw new Error("The lab stopped before it answered. Start it again.");
 }
 
 async function* linesOf(answer) {

@@ -1,53 +1,52 @@
-// The shell: three rooms, one open at a time; the address's fragment names it, and a room's module is loaded when it is
-// first opened.
+// The shell: three tabs, one visible at a time. The URL fragment names it, and its module is loaded on first use.
 import {ask} from "./client.js";
 
-const ROOMS = ["worked", "model", "variants"];
+const TABS = ["worked", "model", "variants"];
 const byId = (id) => document.getElementById(id);
 const opened = new Map();
 
 function named() {
-  const [room] = location.hash.slice(1).split("&");
-  return ROOMS.includes(room) ? room : null;
+  const [name] = location.hash.slice(1).split("&");
+  return TABS.includes(name) ? name : null;
 }
 
-async function show(room) {
-  for (const each of ROOMS) {
-    byId(`tab-${each}`).setAttribute("aria-selected", String(each === room));
-    byId(`tab-${each}`).tabIndex = each === room ? 0 : -1;
-    byId(`room-${each}`).hidden = each !== room;
+async function show(name) {
+  for (const each of TABS) {
+    byId(`tab-${each}`).setAttribute("aria-selected", String(each === name));
+    byId(`tab-${each}`).tabIndex = each === name ? 0 : -1;
+    byId(`panel-${each}`).hidden = each !== name;
   }
-  if (opened.has(room)) return;
-  const root = byId(`room-${room}`);
-  opened.set(room, root);
+  if (opened.has(name)) return;
+  const root = byId(`panel-${name}`);
+  opened.set(name, root);
   try {
-    const module = await import(`./${room}.js`);
+    const module = await import(`./${name}.js`);
     await module.open(root, ask);
     root.dataset.ready = "";
   } catch (failure) {
-    opened.delete(room);
+    opened.delete(name);
     const said = document.createElement("p");
     said.setAttribute("role", "alert");
-    said.textContent = `This room could not be opened: ${failure.message}`;
+    said.textContent = `This tab could not be opened: ${failure.message}`;
     root.replaceChildren(said);
   }
 }
 
-function go(room) {
-  history.replaceState(null, "", `#${room}`);
-  show(room);
+function go(name) {
+  history.replaceState(null, "", `#${name}`);
+  show(name);
 }
 
-ROOMS.forEach((room, at) => {
-  const tab = byId(`tab-${room}`);
-  tab.addEventListener("click", () => go(room));
+TABS.forEach((name, at) => {
+  const tab = byId(`tab-${name}`);
+  tab.addEventListener("click", () => go(name));
   tab.addEventListener("keydown", (event) => {
     const next = {
-      ArrowRight: at + 1, ArrowLeft: at - 1 + ROOMS.length, Home: 0, End: ROOMS.length - 1,
+      ArrowRight: at + 1, ArrowLeft: at - 1 + TABS.length, Home: 0, End: TABS.length - 1,
     }[event.key];
     if (next === undefined) return;
     event.preventDefault();
-    const other = ROOMS[next % ROOMS.length];
+    const other = TABS[next % TABS.length];
     go(other);
     byId(`tab-${other}`).focus();
   });
@@ -58,7 +57,7 @@ byId("theme").addEventListener("click", () => {
   if (next) root.dataset.theme = next;
   else delete root.dataset.theme;
   byId("theme").textContent = `Theme: ${next ?? "system"}`;
-  // Rooms that draw their colours listen to this.
+  // Tabs that draw colours on a canvas listen to this.
   dispatchEvent(new Event("theme"));
 });
 

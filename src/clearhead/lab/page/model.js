@@ -1,20 +1,20 @@
-// The room "Your model": a text through a model of this machine, changes inside it, and what they do to its prediction.
+// The tab "Your model": runs a local model on a text, edits it, and shows the effect on its prediction.
 import {element, readable} from "./dom.js";
 import {Changes} from "./model_changes.js";
 import {Said} from "./model_said.js";
 
-// How long to wait for further changes before the model is run again, in milliseconds.
+// Milliseconds to wait for further changes before the model runs again.
 const PAUSE = 200;
 
 export async function open(root, ask) {
-  const known = await ask("models");
-  new Room(root, ask, known);
+  const menu = await ask("models");
+  new ModelTab(root, ask, menu);
 }
 
-class Room {
-  constructor(root, ask, known) {
+class ModelTab {
+  constructor(root, ask, menu) {
     this.ask = ask;
-    this.known = known;
+    this.menu = menu;
     this.looked = null;
     this.work = null;
     this.said = new Said((place) => this.moveTo(place));
@@ -23,7 +23,7 @@ class Room {
   }
 
   build(root) {
-    const {models, text, limits} = this.known;
+    const {models, text, limits} = this.menu;
     this.model = element("select", {id: "mdl-model", "aria-describedby": "mdl-about"},
       ...models.map((each, place) => element("option", {value: place, text: each.name})));
     this.about = element("p", {class: "hint", id: "mdl-about", text: models[0].about});
@@ -54,28 +54,28 @@ class Room {
       type: "button", text: "Undo all changes", onclick: () => this.changes.undo(), disabled: true,
     });
     this.inside = element("section", {class: "card", "aria-labelledby": "mdl-change-title", hidden: true},
-      element("h2", {id: "mdl-change-title", text: "Change it inside"}),
-      element("p", {class: "hint", text: "Heads switched off give 0. Scores are divided by the temperature: below 1 sharper, above 1 flatter. A window leaves keys at most so many tokens away. The prediction follows at once."}),
+      element("h2", {id: "mdl-change-title", text: "Edit the model"}),
+      element("p", {class: "hint", text: "A head that is switched off has output 0. Scores are divided by the temperature: below 1 weights are sharper, above 1 flatter. A window allows keys up to this many tokens away. The prediction updates at once."}),
       this.changes.root, element("div", {class: "row"}, this.compare, this.reset));
     this.frame = element("iframe", {class: "mdl-frame", sandbox: "allow-scripts allow-downloads"});
     this.frameTitle = element("h2", {id: "mdl-frame-title"});
     this.shown = element("section", {"aria-labelledby": "mdl-frame-title", hidden: true}, this.frameTitle, this.frame);
-    this.empty = element("p", {class: "card hint", text: "Look at a text: what the model says of it stands here, every head of it below, and all of it can be changed inside."});
+    this.empty = element("p", {class: "card hint", text: "Press Look to run the model on the text. Its prediction appears here, with controls to edit the model, and every head below."});
     root.append(
       element("div", {class: "columns"},
         element("section", {class: "card", "aria-labelledby": "mdl-title"},
           element("h2", {id: "mdl-title", text: "A model and a text"}),
           element("div", {class: "field"}, element("label", {for: "mdl-model", text: "Model"}), this.model, this.about),
           element("div", {class: "field"}, element("label", {for: "mdl-text", text: "Text"}), this.text,
-            element("p", {class: "hint", id: "mdl-text-hint", text: `At most ${limits.tokens.toLocaleString("en")} tokens. Ctrl+Enter looks.`})),
+            element("p", {class: "hint", id: "mdl-text-hint", text: `At most ${limits.tokens.toLocaleString("en")} tokens. Ctrl+Enter is the same as Look.`})),
           element("div", {class: "field"}, element("label", {for: "mdl-layers", text: "Layers to show"}), this.layers,
-            element("p", {class: "hint", id: "mdl-layers-hint", text: "All, or some: 0, 3, 5-8"})),
+            element("p", {class: "hint", id: "mdl-layers-hint", text: "All, or some, such as 0, 3, 5-8"})),
           element("div", {class: "row"}, this.go, this.stop), this.bar, this.status, this.alert),
         element("div", {class: "stage"}, this.empty, this.said.root, this.inside)),
       this.shown);
   }
 
-  // Look at the text as it stands; with ``both``, at the last text looked at, as it is beside as it is changed.
+  // Run the model on the current text; with ``both``, on the last text, without and with edits.
   async look(both = false) {
     let layers;
     try {
@@ -85,20 +85,20 @@ class Room {
     }
     const asked = both ? this.looked : {model: Number(this.model.value), text: this.text.value, place: null};
     const edits = both ? this.changes.edits() : [];
-    const found = await this.run(both ? "compare" : "look", {...asked, layers, edits});
-    if (!found) return;
+    const answer = await this.run(both ? "compare" : "look", {...asked, layers, edits});
+    if (!answer) return;
     if (!both) {
       this.looked = asked;
-      this.changes.show(asked.model, found.layers);
+      this.changes.show(asked.model, answer.layers);
       this.inside.hidden = false;
       this.empty.hidden = true;
     }
-    this.show(found, asked);
+    this.show(answer, asked);
     this.shown.hidden = false;
     this.frame.title = this.frameTitle.textContent = both ? "Every head before and after" : "Every head on this text";
-    this.frame.src = `views/${found.view}${both ? "#view=compare" : ""}`;
+    this.frame.src = `views/${answer.view}${both ? "#view=compare" : ""}`;
     if (both) this.shown.scrollIntoView({block: "start"});
-    // Changes that hold, or were made meanwhile, are not in it yet.
+    // Edits that were made meanwhile are not in the answer yet.
     if (JSON.stringify(this.changes.edits()) !== JSON.stringify(edits)) this.edit();
   }
 
@@ -112,8 +112,8 @@ class Room {
   async edit() {
     if (!this.looked || this.looking) return;
     const asked = this.looked;
-    const found = await this.run("edit", {...asked, edits: this.changes.edits()});
-    if (found) this.show(found, asked);
+    const answer = await this.run("edit", {...asked, edits: this.changes.edits()});
+    if (answer) this.show(answer, asked);
   }
 
   moveTo(place) {
@@ -122,12 +122,12 @@ class Room {
     this.waiting = setTimeout(() => this.edit(), PAUSE);
   }
 
-  show(found, asked) {
-    this.said.show(found, this.changes.edits().length > 0);
-    this.status.textContent = `${this.known.models[asked.model].name}: ${found.tokens.length.toLocaleString("en")} tokens${found.note ? `; ${found.note}` : ""}`;
+  show(answer, asked) {
+    this.said.show(answer, this.changes.edits().length > 0);
+    this.status.textContent = `${this.menu.models[asked.model].name}: ${answer.tokens.length.toLocaleString("en")} tokens${answer.note ? `; ${answer.note}` : ""}`;
   }
 
-  // One work at a time: a newer one takes the place of an older. Gives its result, or nothing where there is none.
+  // Runs one job at a time; a newer one cancels the older. Resolves to its result, or null.
   async run(name, params) {
     this.work?.abort();
     clearTimeout(this.waiting);
@@ -174,9 +174,9 @@ class Room {
 function numbersOf(written) {
   const numbers = [];
   for (const part of written.split(/[\s,]+/u).filter((each) => each !== "" && each !== "all")) {
-    const found = /^(\d{1,4})(?:[-–](\d{1,4}))?$/u.exec(part);
-    if (!found) throw new Error(`Layers to show must be numbers, such as 0, 3, 5-8; got ${readable(part)}.`);
-    for (let each = Number(found[1]); each <= Number(found[2] ?? found[1]); each++) numbers.push(each);
+    const match = /^(\d{1,4})(?:[-–](\d{1,4}))?$/u.exec(part);
+    if (!match) throw new Error(`Layers to show must be numbers, such as 0, 3, 5-8; got ${readable(part)}.`);
+    for (let each = Number(match[1]); each <= Number(match[2] ?? match[1]); each++) numbers.push(each);
   }
   return numbers;
 }

@@ -1,7 +1,7 @@
-// What is changed inside the model: a line for each layer with its heads, its temperature and its mask.
+// The edits of the model: a line for each layer with its heads, its temperature and its mask.
 import {element, walk} from "./dom.js";
 
-const MASKS = [["own", "as it is"], ["causal", "causal"], ["window", "window"], ["none", "none: all see all"]];
+const MASKS = [["own", "unmodified"], ["causal", "causal"], ["window", "window"], ["none", "none: all keys"]];
 
 export class Changes {
   constructor(changed) {
@@ -12,7 +12,7 @@ export class Changes {
     walk(this.root, () => [...this.root.querySelectorAll("[role=switch]")], (next) => this.stopAt(next));
   }
 
-  // The layers of a model that was looked at; changes made stay where the model is the same.
+  // Shows the layers of a model; edits remain if the model is the same.
   show(model, layers) {
     if (model === this.model && layers.length === this.lines.length) return;
     this.model = model;
@@ -27,7 +27,7 @@ export class Changes {
     this.stopAt(0);
   }
 
-  // Of all heads one is in the tab order; arrows walk the others.
+  // One head is in the tab order; arrow keys move to the others.
   stopAt(next) {
     [...this.root.querySelectorAll("[role=switch]")].forEach((each, at) => { each.tabIndex = at === next ? 0 : -1; });
   }
@@ -48,7 +48,7 @@ export class Changes {
   }
 }
 
-// The arrows of a temperature step by tenths; what is typed may lie between.
+// The arrows of a temperature step by tenths; typed values may lie between.
 function wrong(input) {
   const {badInput, rangeUnderflow, rangeOverflow} = input.validity;
   return badInput || rangeUnderflow || rangeOverflow || input.value === "" || (input.step === "1" && !Number.isInteger(Number(input.value)));
@@ -90,7 +90,7 @@ class Line {
     if (this.valid()) this.changed();
   }
 
-  // What differs from the model as it is, is marked; what is no number, too.
+  // Marks values that differ from the unedited model, and invalid ones.
   mark() {
     this.reach.hidden = this.mask.value !== "window";
     this.temperature.classList.toggle("mdl-set", Number(this.temperature.value) !== 1);

@@ -1,9 +1,9 @@
-// What the model says: the text's tokens, one of them chosen, and the prediction there before and after.
+// The model's prediction: the text's tokens, one of them selected, and the prediction at it, before and after edits.
 import {decoded, element, joiner, readable, shown, walk} from "./dom.js";
 
 const TITLES = {
-  next: "Which token comes next", mask: "Which token stands there", class: "Which class it is",
-  states: "How far its last states move",
+  next: "Next token", mask: "Masked token", class: "Class",
+  states: "Change of the last hidden states",
 };
 
 export class Said {
@@ -23,7 +23,7 @@ export class Said {
   }
 
   show({said: raw, tokens: pieces, place, mask}, changed) {
-    // The text and what is predicted are pieces of one vocabulary, and are read as such.
+    // The text and the predictions are pieces of one vocabulary and are decoded together.
     const texts = decoded([...pieces, ...raw.rows.map((row) => row.text)]);
     const tokens = texts.slice(0, pieces.length), join = raw.kind === "class" ? null : joiner(texts);
     const said = {...raw, rows: raw.rows.map((row, at) => ({...row, text: named(texts[pieces.length + at], join)}))};
@@ -31,13 +31,13 @@ export class Said {
     this.title.textContent = TITLES[said.kind];
     const placed = said.kind === "next" || said.kind === "mask";
     this.about.textContent = {
-      next: "The prediction is what follows the chosen token.",
-      mask: `The prediction is for the chosen token. Write ${mask || "the mask token"} into the text where the model shall fill in.`,
+      next: "The prediction is for the token after the selected one.",
+      mask: `The prediction is for the selected token. Write ${mask || "the mask token"} into the text where the model should predict.`,
       class: "The prediction is for the whole text.",
-      states: "This model has no head that predicts. Change it inside, and see which tokens' last states move, as a part of their length.",
+      states: "This model has no prediction head. Edit it to see which tokens' last hidden states change, relative to their norm.",
     }[said.kind];
     this.tokens.hidden = !placed;
-    this.tokens.setAttribute("aria-label", said.kind === "next" ? "What follows which token" : "Which token is predicted");
+    this.tokens.setAttribute("aria-label", said.kind === "next" ? "Token before the prediction" : "Predicted token");
     if (placed) this.place(tokens, place, join);
     this.moved.textContent = sentence(said, changed);
     this.moved.hidden = this.moved.textContent === "";
@@ -53,7 +53,7 @@ export class Said {
           type: "button", role: "radio", class: joined ? "mdl-token mdl-joined" : "mdl-token", "data-place": at, text: word,
           "aria-label": `token ${at}: ${word}`, onclick: () => this.choose(at),
         });
-        // Lines break where words do.
+        // A zero-width space allows line breaks between words.
         return joined || at === 0 ? [made] : ["\u200b", made];
       }));
     }
@@ -68,7 +68,7 @@ export class Said {
   }
 }
 
-// A piece that goes on with a word is told from one that begins it.
+// A piece that continues a word gets an ellipsis.
 function named(text, join) {
   if (!join) return readable(text);
   const {joined, shown: word} = join(text);
@@ -81,11 +81,11 @@ function percent(part) {
 
 function sentence(said, changed) {
   if (!changed || said.moved === null) return "";
-  if (said.kind === "states") return `All last states together have moved by ${percent(said.moved)} of their length.`;
+  if (said.kind === "states") return `The last hidden states have changed by ${percent(said.moved)} of their norm.`;
   const best = (when) => said.rows.reduce((most, row) => (row[when] > most[when] ? row : most));
   const before = best("before"), after = best("after");
   const now = before === after
-    ? `“${after.text}” stays first, ${percent(before.before)} before and ${percent(after.after)} after.`
+    ? `“${after.text}” remains first, ${percent(before.before)} before and ${percent(after.after)} after.`
     : `First was “${before.text}” (${percent(before.before)}), now it is “${after.text}” (${percent(after.after)}).`;
   return `${percent(said.moved)} of the probability has moved. ${now}`;
 }
@@ -97,7 +97,7 @@ function bar(part) {
 }
 
 function saidTable(rows, changed) {
-  // Bars fill their column by the largest: what counts is how they stand to each other.
+  // Bars are relative to the largest.
   const most = Math.max(...rows.flatMap((row) => [row.before, changed ? row.after ?? 0 : 0]), 1e-12);
   const cells = (part, kind) => [
     element("td", {class: "mdl-number", text: percent(part)}), element("td", {class: kind}, bar(part / most)),
@@ -117,7 +117,7 @@ function statesTable(rows) {
   const most = Math.max(...rows.map((row) => row.moved), 1e-12);
   return element("table", {class: "mdl-said"},
     element("colgroup", {}, element("col", {class: "mdl-name"}), element("col", {class: "mdl-number"}), element("col")),
-    element("thead", {}, element("tr", {}, element("th", {scope: "col", text: "token"}), element("th", {scope: "col", colspan: 2, text: "moved, as a part of its length"}))),
+    element("thead", {}, element("tr", {}, element("th", {scope: "col", text: "token"}), element("th", {scope: "col", colspan: 2, text: "change, relative to its norm"}))),
     element("tbody", {}, ...rows.map((row) => element("tr", {},
       element("th", {scope: "row", class: "word", dir: "auto", text: row.text}),
       element("td", {class: "mdl-number", text: percent(row.moved)}), element("td", {class: "mdl-after"}, bar(row.moved / most))))));

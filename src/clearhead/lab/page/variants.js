@@ -1,4 +1,4 @@
-// Variants: a mask and score rules, chosen or typed, their shape, and what they do to a head.
+// The tab "Variants": a mask and score rules, selected or typed, and their effect on a head.
 import {painterOf, themed} from "./colours.js";
 import {element} from "./dom.js";
 import {Editor} from "./variants_editor.js";
@@ -14,8 +14,8 @@ const LEVELS = 160;
 
 export async function open(root, ask) {
   const menu = await ask("variants-menu", {});
-  const room = new Variants(root, ask, menu);
-  await room.load(menu.starts[1]);
+  const variants = new Variants(root, ask, menu);
+  await variants.load(menu.starts[1]);
 }
 
 class Variants {
@@ -53,7 +53,7 @@ class Variants {
       charts: element("div", {class: "charts"}), curves: element("div", {class: "charts"}),
       backend: element("div"), stage: element("div", {class: "stage"}),
       scale: element("canvas", {width: LEVELS, height: 1, "aria-hidden": "true"}),
-      python: pythonCard("As Python", "The same with the public API."),
+      python: pythonCard("As Python", "The same variant with the public API."),
     };
     made.tokens.value = String(menu.tokens.start);
     return made;
@@ -66,7 +66,7 @@ class Variants {
     const field = (label, control, ...more) => element("div", {class: "field"},
       element("label", {for: control.id, text: label}), element("div", {class: "row"}, control, ...more));
     const figure = (title, map) => element("figure", {class: "map"}, element("figcaption", {text: title}), map.canvas);
-    const divided = element("span", {class: "hint", text: "scores are divided by it"});
+    const divided = element("span", {class: "hint", text: "divisor of the scores"});
     const side = element("div", {class: "stage side"},
       card("Variant", field("Start from", parts.start), parts.source),
       card("Mask: which keys a query may see", this.mask.root),
@@ -76,7 +76,7 @@ class Variants {
     parts.stage.append(
       card("The mask's shape",
         element("div", {class: "shape-of"}, figure("rows are queries, columns are keys", maps.mask), parts.facts)),
-      card("What it does to the head",
+      card("Effect on the head",
         element("div", {class: "maps"}, figure("weights before: every key, no rules", maps.before),
           figure("weights after: this mask and these rules", maps.after)),
         element("p", {class: "hint scale"}, "weight 0 ", parts.scale, " 1, by its square root; ",
@@ -131,7 +131,7 @@ class Variants {
     this.root.dataset.shown = String(Number(this.root.dataset.shown ?? 0) + 1);
   }
 
-  // An answer, or why there is none: then what was shown before stays, faintly.
+  // Shows an answer, or an error; then the previous answer remains, dimmed.
   take(answer, message) {
     this.parts.alert.textContent = message;
     for (const editor of [this.mask, this.rules]) editor.refuse(answer.refused ?? null);

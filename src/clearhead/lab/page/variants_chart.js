@@ -1,29 +1,29 @@
-// Lines over whole numbers, drawn as SVG; each line has a dash and a name of its own besides its colour.
+// Line charts over integers as SVG; lines differ in dash pattern and name, not only in colour.
 import {drawn, element} from "./dom.js";
 import {shown} from "./worked_dom.js";
 
 const WIDTH = 360, HEIGHT = 180, LEFT = 44, RIGHT = 12, TOP = 8, BOTTOM = 36;
 
-// A span a little larger than the numbers, and the round numbers within it.
+// An axis range with a margin around the values, and its ticks.
 function spanOf(numbers) {
   let low = Math.min(...numbers), high = Math.max(...numbers);
   if (high - low < 1e-9) [low, high] = [low - 0.5, high + 0.5];
-  const room = 0.05 * (high - low), rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const margin = 0.05 * (high - low), rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((times) => times * power >= rough * 0.999);
-  [low, high] = [low - room, high + room];
+  [low, high] = [low - margin, high + margin];
   const first = Math.ceil(low / step), count = Math.floor(high / step) - first + 1;
   const ticks = Array.from({length: count}, (_, at) => (first + at) * step);
   return {low, high, ticks, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9))};
 }
 
 export function lineChart({title, across, places, lines}) {
-  const known = lines.flatMap(({values}) => values).filter((value) => value !== null);
+  const numbers = lines.flatMap(({values}) => values).filter((value) => value !== null);
   const figure = element("figure", {class: "chart"}, element("figcaption", {text: title}));
-  if (!known.length) {
+  if (!numbers.length) {
     figure.append(element("p", {class: "hint", text: "There is nothing to draw."}));
     return figure;
   }
-  const {low, high, ticks, digits} = spanOf(known), first = places[0], last = places.at(-1);
+  const {low, high, ticks, digits} = spanOf(numbers), first = places[0], last = places.at(-1);
   const x = (place) => LEFT + ((place - first) / (last - first || 1)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const ends = lines.map(({name, values}) => {
@@ -54,7 +54,7 @@ function legend({name, look}) {
   return element("span", {}, drawn("svg", {viewBox: "0 0 24 8", class: "key", "aria-hidden": "true"}, sample), name);
 }
 
-// A line with gaps where there is no number; a number between two gaps is a dot.
+// A line with gaps at missing values; a value between two gaps is a dot.
 function path(places, values, x, y) {
   let made = "", open = false;
   values.forEach((value, at) => {

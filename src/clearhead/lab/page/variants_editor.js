@@ -1,10 +1,10 @@
-// The lists of masks and score rules that a reader puts together: one row a part, its fields beside it.
+// The editable lists of masks and score rules: one row per part, with its fields.
 import {element} from "./dom.js";
 import {readNumber} from "./worked_dom.js";
 
 const LISTS = new Set(["wholes", "numbers"]);
 
-// What a field's text means: a number, a list of them, or the text itself for the server to judge.
+// The value of a field: a number, a list of numbers, or its text, which the server checks.
 function meant(kind, text) {
   if (kind === "text") return text;
   const read = (part) => readNumber(part, Infinity) ?? part.trim();
@@ -14,7 +14,7 @@ function meant(kind, text) {
 const written = (value) => (Array.isArray(value) ? value.join(", ") : String(value));
 
 export class Editor {
-  // ``what`` is "mask" or "rule", as the server names the place of a part that it refuses.
+  // ``what`` is "mask" or "rule", as in the server's place of an invalid part.
   constructor({what, label, kinds, most, joined = false, changed}) {
     Object.assign(this, {what, kinds, most, joined, changed, parts: []});
     this.list = element("ol", {class: "parts", "aria-label": label});
@@ -65,7 +65,7 @@ export class Editor {
     if (this.joined) {
       controls.push(element("button", {
         type: "button", class: "not", "aria-pressed": String(part.not), text: "not",
-        "aria-label": `turn ${this.what} ${at + 1} around`,
+        "aria-label": `negate ${this.what} ${at + 1}`,
         onclick: () => { part.not = !part.not; this.redraw(place); },
       }));
     }
@@ -76,7 +76,7 @@ export class Editor {
     });
     choose.classList.add("kind");
     controls.push(choose, element("button", {
-      type: "button", class: "away", text: "×", "aria-label": `take ${this.what} ${at + 1} away`,
+      type: "button", class: "away", text: "×", "aria-label": `remove ${this.what} ${at + 1}`,
       onclick: () => { this.parts.splice(at, 1); this.redraw(`${this.what}/${Math.max(0, at - 1)}`); },
     }));
     const said = element("p", {class: "alert refused", id: `refused-${this.what}-${at}`, role: "alert", hidden: true});
@@ -106,7 +106,7 @@ export class Editor {
       element("span", {class: "hint", text: field.says}));
   }
 
-  // Show why a part is refused, beside it; null where none is.
+  // Show the error of an invalid part beside it; null clears all errors.
   refuse(refused) {
     this.parts.forEach((_, at) => {
       const place = `${this.what}/${at}`, wrong = refused?.place === place;

@@ -1,4 +1,4 @@
-// A small square of numbers on a canvas: a mask, or a head's weights. One place is chosen, by pointer or by arrow keys.
+// A small matrix on a canvas: a mask, or a head's weights. One cell is selected, by pointer or by arrow keys.
 import {css, painterOf, themed} from "./colours.js";
 import {element} from "./dom.js";
 
@@ -9,7 +9,7 @@ export class SquareMap {
   constructor({label, labels = false, choose}) {
     Object.assign(this, {labels, choose, numbers: [], words: [], chosen: null, tiles: null});
     this.canvas = element("canvas", {
-      class: "square", tabindex: 0, role: "application", "aria-roledescription": "map, arrow keys walk it", "aria-label": label,
+      class: "square", tabindex: 0, role: "application", "aria-roledescription": "map, arrow keys move in it", "aria-label": label,
     });
     this.canvas.addEventListener("pointermove", (event) => {
       const at = this.placeOf(event);
@@ -19,8 +19,8 @@ export class SquareMap {
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
-  // ``numbers`` by query and key, null where forbidden; ``tiles`` is the side of tiles to draw lines between; ``colour``
-  // gives the places that are not forbidden one colour, where numbers do not.
+  // ``numbers`` by query and key, null if forbidden; ``tiles`` is the side of the tiles to outline; ``colour`` is the
+  // single colour of allowed cells, for a mask.
   show(numbers, words, {tiles = null, colour = null, label = null} = {}) {
     Object.assign(this, {numbers, words, tiles, colour});
     if (label) this.canvas.setAttribute("aria-label", label);
@@ -36,16 +36,16 @@ export class SquareMap {
     const move = MOVES[event.key], side = this.numbers.length;
     if (!move || !side || event.altKey || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
-    const [query, key] = this.chosen ?? [0, 0], held = (place) => Math.max(0, Math.min(side - 1, place));
-    this.choose(this.chosen ? [held(query + move[0]), held(key + move[1])] : [0, 0]);
+    const [query, key] = this.chosen ?? [0, 0], clamped = (place) => Math.max(0, Math.min(side - 1, place));
+    this.choose(this.chosen ? [clamped(query + move[0]), clamped(key + move[1])] : [0, 0]);
   }
 
-  // Where the squares begin, and how large one is, in pixels of the page.
+  // The position of the matrix and the size of a cell, in CSS pixels.
   get layout() {
     const width = this.canvas.clientWidth, side = Math.max(1, this.numbers.length);
-    const roomy = this.labels && (width - 52) / side >= LABELS_FROM;
-    const left = roomy ? 46 : EDGE, top = roomy ? 46 : EDGE;
-    return {left, top, size: (width - left - EDGE) / side, roomy};
+    const labelled = this.labels && (width - 52) / side >= LABELS_FROM;
+    const left = labelled ? 46 : EDGE, top = labelled ? 46 : EDGE;
+    return {left, top, size: (width - left - EDGE) / side, labelled};
   }
 
   placeOf(event) {
@@ -58,17 +58,17 @@ export class SquareMap {
     const ratio = devicePixelRatio || 1, width = this.canvas.clientWidth, side = this.numbers.length;
     if (!width || !side) return;
     Object.assign(this.canvas, {width: Math.round(width * ratio), height: Math.round(width * ratio)});
-    const pen = this.canvas.getContext("2d"), {left, top, size, roomy} = this.layout;
+    const pen = this.canvas.getContext("2d"), {left, top, size, labelled} = this.layout;
     pen.scale(ratio, ratio);
     const paint = painterOf("root"), gap = size > 7 ? 1 : 0;
-    // Edges on whole pixels, or seams would show between small places.
+    // Cell borders on whole pixels, to avoid seams between small cells.
     const edge = (from, at) => Math.round((from + at * size) * ratio) / ratio;
     this.numbers.forEach((row, query) => row.forEach((number, key) => {
       const x = edge(left, key), y = edge(top, query);
       pen.fillStyle = this.colour && number !== null ? this.colour : css(paint(number ?? NaN));
       pen.fillRect(x, y, edge(left, key + 1) - x - gap, edge(top, query + 1) - y - gap);
     }));
-    if (roomy) this.write(pen, left, top, size);
+    if (labelled) this.write(pen, left, top, size);
     if (this.tiles) this.lines(pen, left, top, size);
     if (this.chosen && this.chosen.every((at) => at < side)) this.frame(pen, left, top, size);
   }

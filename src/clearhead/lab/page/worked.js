@@ -1,4 +1,4 @@
-// The worked example: a sheet of tokens and weights, and every step of attention over it.
+// The tab "Worked example": a worksheet of tokens and weights, and every step of attention on it.
 import {element} from "./dom.js";
 import {settled} from "./worked_dom.js";
 import {drawControls, drawScaleHint, lay, partsOf, press, REST, stepCards} from "./worked_layout.js";
@@ -14,8 +14,8 @@ const WAIT = 90;
 
 export async function open(root, ask) {
   const {presets, limits} = await ask("worked-start", {});
-  const room = new Worked(root, ask, presets, limits);
-  await room.load(presets[0]);
+  const example = new Worked(root, ask, presets, limits);
+  await example.load(presets[0]);
 }
 
 class Worked {
@@ -25,12 +25,12 @@ class Worked {
     this.parts = partsOf(this);
     lay(this);
     walkCells(root);
-    // Moves, not arrivals: what scrolls under a resting pointer was not pointed at.
+    // Only pointer moves count, not content that scrolls under a resting pointer.
     for (const event of ["pointermove", "focusin"]) root.addEventListener(event, ({target}) => this.explain(target));
     root.addEventListener("pointerleave", () => this.explain(document.activeElement));
   }
 
-  // A lesson's own numbers, whatever stood there before.
+  // Load a lesson's numbers.
   async load(preset) {
     Object.assign(this, {preset, sheet: sheetOf(preset), shown: null, before: null, first: null, place: null});
     this.parts.source.textContent = `${preset.source}.`;
@@ -39,7 +39,7 @@ class Worked {
     await this.compute();
   }
 
-  // Take over what a reader changed. Edits of one place in a row count as one, and begin at what was shown before it.
+  // Apply an edit. Consecutive edits of one cell count as one edit.
   edit(place, change, redraw = false) {
     if (place !== this.place || redraw) this.before = this.shown;
     this.place = place;
@@ -74,7 +74,7 @@ class Worked {
   }
 
   drawInputs() {
-    const {sheet, limits, parts} = this, held = document.activeElement?.dataset?.cell;
+    const {sheet, limits, parts} = this, focused = document.activeElement?.dataset?.cell;
     this.refused.clear();
     this.sayRefused();
     const table = (id, values) => numberTable({
@@ -90,14 +90,14 @@ class Worked {
     parts.inputs.replaceChildren(table("X", sheet.X), ...projections, mask);
     drawControls(this);
     press(parts.since, this.since);
-    if (held) this.cell(held)?.focus();
+    if (focused) this.cell(focused)?.focus();
   }
 
   cell(place) {
     return this.root.querySelector(`[data-cell="${place}"]`);
   }
 
-  // A cell's text that is no number, told by its message; null once it is one.
+  // The error of a cell that is not a number; null clears it.
   refuse(input, message) {
     if (message === null) this.refused.delete(input.dataset.cell);
     else this.refused.set(input.dataset.cell, message);
@@ -142,15 +142,15 @@ class Worked {
     this.shown = {tables: [...inputTables(sheet), ...answer.steps], answer};
     this.first ??= this.shown;
     this.before ??= this.shown;
-    const held = document.activeElement?.dataset?.cell;
+    const focused = document.activeElement?.dataset?.cell;
     this.parts.steps.replaceChildren(...stepCards(sheet, answer));
-    if (held) this.root.querySelector(`td[data-cell="${held}"]`)?.focus({preventScroll: true});
+    if (focused) this.root.querySelector(`td[data-cell="${focused}"]`)?.focus({preventScroll: true});
     this.mark(this.since);
     if (this.written) this.explain(this.cell(this.written));
     this.root.dataset.shown = String(Number(this.root.dataset.shown ?? 0) + 1);
   }
 
-  // Mark every cell that differs, and say how many there are.
+  // Mark every cell that differs, and show their number.
   mark(since) {
     this.since = since;
     press(this.parts.since, since);
@@ -163,19 +163,19 @@ class Worked {
   }
 
   reached(places) {
-    if (places.size === 0) return "Edit a number: every number that it reaches is marked.";
+    if (places.size === 0) return "Edit a number to mark every number that depends on it.";
     const counts = this.shown.answer.steps.map(({id, symbol, values}) => ({
       symbol, all: values.length * values[0].length,
       changed: [...places].filter((place) => place.startsWith(`${id}/`)).length,
     }));
     const sum = (name) => counts.reduce((total, each) => total + each[name], 0);
-    if (sum("changed") === 0) return "This reaches no number of the steps.";
+    if (sum("changed") === 0) return "This changes no number of the steps.";
     const parts = counts.filter(({changed}) => changed).map(({symbol, all, changed}) => `${changed} of ${all} in ${symbol}`);
-    const what = this.since === "edit" ? "This edit reaches" : "Other than in the lesson:";
+    const what = this.since === "edit" ? "This edit changes" : "Different from the lesson:";
     return `${what} ${sum("changed")} of ${sum("all")} numbers: ${parts.join(", ")}.`;
   }
 
-  // Write out what the cell under the pointer, or with the focus, was made from.
+  // Show how the cell under the pointer, or with the focus, is computed.
   explain(target) {
     const cell = target?.closest?.("[data-cell]") ?? null, {made} = this.parts;
     if (cell !== null && cell.classList.contains("asked")) return;

@@ -1,7 +1,7 @@
-// Numbers, waiting and Python, as the worked example and the variants share them.
+// Helpers for numbers, delays and Python, shared by the worked example and the variants.
 import {element} from "./dom.js";
 
-// A number as the sheets show it: a proper minus, four places, powers of ten where those would hide it.
+// A formatted number: a minus sign, four decimal places, or a power of ten if four places are too few.
 export function shown(number, digits = 4) {
   if (number === null) return "−∞";
   const size = Math.abs(number);
@@ -10,7 +10,7 @@ export function shown(number, digits = 4) {
   return (plain ? number.toFixed(digits) : number.toExponential(2)).replace(/-/g, "−");
 }
 
-// The number that a text means, or null: no words, no infinities, nothing beyond ``most``.
+// The number in a text; null if it is not a finite number up to ``most``.
 export function readNumber(text, most) {
   const plain = text.trim().replace(/−/g, "-").replace(",", ".");
   if (!/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?$/iu.test(plain)) return null;
@@ -18,7 +18,7 @@ export function readNumber(text, most) {
   return Math.abs(number) <= most ? number : null;
 }
 
-// Calls back once nothing more has come for ``wait`` milliseconds.
+// Calls back after ``wait`` milliseconds without another call.
 export function settled(wait, done) {
   let timer = 0;
   return () => {
@@ -27,7 +27,7 @@ export function settled(wait, done) {
   };
 }
 
-// Python to read, copy and take away.
+// A card with Python to read, copy and download.
 export function pythonCard(title, hint) {
   const text = element("pre", {class: "python", tabindex: 0, "aria-label": title});
   const said = element("span", {class: "hint", role: "status"});

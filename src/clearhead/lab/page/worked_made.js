@@ -1,7 +1,7 @@
-// What a cell of a step was made from, by the step's recipe: the cells to point at, and the sum written out.
+// How a cell of a step is computed, by the step's recipe: the cells to highlight, and the sum with its terms.
 import {shown} from "./worked_dom.js";
 
-// A sum is written out up to this many terms.
+// The largest number of terms in a sum that is shown in full.
 const TERMS = 8;
 
 const bracketed = (number) => (number !== null && number < 0 ? `(${shown(number)})` : shown(number));
@@ -12,7 +12,7 @@ const times = (pairs) => {
 const rowOf = (table, row) => table.values[row].map((_, column) => [table.id, row, column]);
 const columnOf = (table, column) => table.values.map((_, row) => [table.id, row, column]);
 
-// From a recipe to {sum, cells}: ``tables`` finds a table by its id, inputs among them.
+// From a recipe to {sum, cells}; ``tables`` returns a table by its id, including inputs.
 const RECIPES = {
   product({left, right, bias}, row, column, tables) {
     const [one, other] = [tables(left), tables(right)];

@@ -1,4 +1,4 @@
-// The sheet as numbers: what a reader edits, and how it grows and shrinks.
+// The worksheet as numbers, and the operations that add and remove rows and columns.
 
 export const WEIGHTS = ["W_q", "W_k", "W_v"];
 export const BIASES = ["b_q", "b_k", "b_v"];
@@ -20,7 +20,7 @@ export function maskOf(kind, tokens) {
   return Array.from({length: tokens}, (_, query) => row(query));
 }
 
-// Each gives a new sheet, or null where there is no room.
+// Each returns a new worksheet, or null at the size limit.
 export const CHANGES = {
   addToken(sheet, limits) {
     if (sheet.X.length >= limits.tokens) return null;
@@ -42,7 +42,7 @@ export const CHANGES = {
     const cut = Object.fromEntries(WEIGHTS.map((name) => [name, sheet[name].slice(0, -1)]));
     return {...sheet, ...cut, X: sheet.X.map((row) => row.slice(0, -1))};
   },
-  // A channel more, or less, for every head.
+  // Add or remove a channel of every head.
   addChannel(sheet, limits) {
     if (sheet.W_q[0].length + sheet.heads > limits.columns) return null;
     return byHead(sheet, (part) => [...part, 0]);
@@ -62,7 +62,7 @@ function byHead(sheet, change) {
   return {...sheet, ...changed};
 }
 
-// The tables of the sheet that hold numbers or marks, as the steps' recipes name them.
+// The tables of the worksheet, by the names in the steps' recipes.
 export function inputTables(sheet) {
   const tables = [["X", sheet.X], ...WEIGHTS.map((name) => [name, sheet[name]])];
   for (const name of BIASES) if (sheet[name]) tables.push([name, [sheet[name]]]);
@@ -70,14 +70,14 @@ export function inputTables(sheet) {
   return tables.map(([id, values]) => ({id, symbol: id, values}));
 }
 
-// Places, as "table/row/column", whose number is another one than before; where there is no before, all are.
+// Cells, as "table/row/column", whose number has changed; all cells if there was no number before.
 export function changedPlaces(tables, before) {
   const places = new Set();
   if (!before) return places;
-  const known = new Map(before.map((table) => [table.id, table.values]));
+  const previous = new Map(before.map((table) => [table.id, table.values]));
   for (const {id, values} of tables) {
     values.forEach((row, at) => row.forEach((number, column) => {
-      const old = known.get(id)?.[at]?.[column];
+      const old = previous.get(id)?.[at]?.[column];
       const same = number === old || (typeof number === "number" && typeof old === "number"
         && Math.abs(number - old) <= 1e-12 * Math.max(1, Math.abs(old)));
       if (!same) places.add(`${id}/${at}/${column}`);

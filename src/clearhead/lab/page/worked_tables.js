@@ -1,4 +1,4 @@
-// The tables of the sheet: those that are edited, and those that show a step. A cell's place is "table/row/column".
+// The tables of the worksheet: editable ones, and those of a step. A cell's place is "table/row/column".
 import {element} from "./dom.js";
 import {readNumber, shown} from "./worked_dom.js";
 
@@ -20,7 +20,7 @@ function heading(symbol, title, shape, formula) {
 
 const counted = (count) => Array.from({length: count}, (_, at) => String(at + 1));
 
-// A table of numbers to edit. ``edit(row, column, number)`` is told of every good number; a bad one is marked and said.
+// An editable table. ``edit(row, column, number)`` is called with valid numbers; an invalid one is marked and reported.
 export function numberTable({id, title, values, most, edit, refuse}) {
   const rows = values.map((numbers, row) => element("tr", {},
     element("th", {scope: "row", text: values.length > 1 || id === "X" ? String(row + 1) : ""}),
@@ -31,19 +31,19 @@ export function numberTable({id, title, values, most, edit, refuse}) {
 }
 
 export function numberCell({id, row, column, number, name, most, edit, refuse}) {
-  let held = number;
+  let current = number;
   const input = element("input", {
     type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false", class: "cell", "aria-label": name,
     "data-cell": place(id, row, column),
   });
   const rest = () => {
-    input.value = shown(held);
+    input.value = shown(current);
     input.removeAttribute("aria-invalid");
     refuse(input, null);
   };
   input.value = shown(number);
   input.addEventListener("focus", () => {
-    if (!input.hasAttribute("aria-invalid")) input.value = String(held);
+    if (!input.hasAttribute("aria-invalid")) input.value = String(current);
     input.select();
   });
   input.addEventListener("input", () => {
@@ -52,18 +52,18 @@ export function numberCell({id, row, column, number, name, most, edit, refuse}) 
     if (read === null) {
       input.setAttribute("aria-invalid", "true");
       const bad = `“${input.value.slice(0, 40)}” is no number between −${most} and ${most}`;
-      refuse(input, `${name}: ${bad}. ${shown(held)} still counts.`);
+      refuse(input, `${name}: ${bad}. ${shown(current)} still counts.`);
       return;
     }
     refuse(input, null);
-    held = read;
+    current = read;
     edit(row, column, read);
   });
-  input.addEventListener("blur", () => { if (!input.hasAttribute("aria-invalid")) input.value = shown(held); });
+  input.addEventListener("blur", () => { if (!input.hasAttribute("aria-invalid")) input.value = shown(current); });
   input.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     rest();
-    input.value = String(held);
+    input.value = String(current);
     input.select();
   });
   return input;
@@ -78,11 +78,11 @@ export function maskTable({allowed, toggle}) {
       text: may ? "■" : "·", onclick: () => toggle(query, key),
     })))));
   const shape = `${allowed.length}×${allowed.length}`;
-  return frame("mask", heading("mask", "who may attend", shape), counted(allowed.length), rows,
+  return frame("mask", heading("mask", "allowed keys", shape), counted(allowed.length), rows,
     `mask, a row per query, ${shape}`);
 }
 
-// A step's numbers. One of its cells is in the tab order; arrow keys go to the others.
+// The table of a step. One cell is in the tab order; arrow keys move to the others.
 export function stepTable(step) {
   const rows = step.values.map((numbers, row) => element("tr", {},
     element("th", {scope: "row", text: String(row + 1)}),
@@ -101,7 +101,7 @@ export function stepTable(step) {
 
 const STEPS = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Enter: [1, 0]};
 
-// Arrow keys and Enter go from cell to cell as in a spreadsheet, and sideways from table to table.
+// Arrow keys and Enter move between cells as in a spreadsheet, and sideways between tables.
 export function walkCells(root) {
   root.addEventListener("keydown", (event) => {
     const cell = event.target.closest("[data-cell]"), step = STEPS[event.key];
@@ -119,7 +119,7 @@ export function walkCells(root) {
   });
 }
 
-// Whether the caret has letters left to cross before it leaves the cell.
+// Whether the caret can move within the cell's text in this direction.
 function withinText(input, sign) {
   const {selectionStart: start, selectionEnd: end, value} = input;
   if (start === 0 && end === value.length) return false;

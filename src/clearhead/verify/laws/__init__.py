@@ -36,4 +36,4 @@ LAWS: tuple[Law, ...] = (
     *returned.LAWS,
     *memory.LAWS,
 )
-"""Every law."""
+"""All laws."""

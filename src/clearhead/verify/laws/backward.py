@@ -1,4 +1,4 @@
-"""Backward as autograd calls it: any gradient handed in, any of the inputs learning, more than once."""
+"""Laws of backward: gradients in any layout, any subset of inputs that require them, repeated and delayed backward."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["LAWS"]
 
 
 def _handed(shape: tuple[int, ...], subject: Subject) -> dict[str, Tensor]:
-    """Gradients of an output by how they lie in memory."""
+    """Gradients of an output by a description of their memory layout."""
     plain = slope(torch.empty(shape, dtype=subject.dtype, device=subject.device))
     return {
-        "it is made": plain,
-        "it is made, and is large": 100.0 * plain,
+        "contiguous": plain,
+        "contiguous with large values": 100.0 * plain,
         "heads last": plain.transpose(1, 2).contiguous().transpose(1, 2),
-        "part of a larger one": laid_out(plain, "slice"),
-        "every other number of a larger one": laid_out(plain, "every other"),
-        "one number for all channels": plain[..., :1].expand(shape),
-        "one row for all queries": plain[:, :, :1].expand(shape),
-        "one number": plain.new_tensor(0.7).expand(shape),
+        "a slice of a larger tensor": laid_out(plain, "slice"),
+        "every other element of a larger tensor": laid_out(plain, "every other"),
+        "one value expanded over channels": plain[..., :1].expand(shape),
+        "one row expanded over queries": plain[:, :, :1].expand(shape),
+        "one value expanded": plain.new_tensor(0.7).expand(shape),
     }
 
 
@@ -37,14 +37,14 @@ def _check_layouts(subject: Subject, case: Case) -> None:
     tensors, mask = subject.draw(case), subject.spoken(case)
     for layout, grad in _handed((*tensors[0].shape[:3], case.value_dim), subject).items():
         before = grad.clone()
-        found = subject.gradients(case, tensors, grad)
-        if found is None:
+        results = subject.gradients(case, tensors, grad)
+        if results is None:
             raise NotApplicable("its output carries no gradient")
         if not torch.equal(grad, before):
-            raise Broken("the gradient handed to the output was written to")
+            raise Broken("the gradient of the output was written to")
         wanted = expected_of(tensors, allowed=None if mask is None else mask.allowed, scale=case.scale, grad=before)
-        wrong = subject.off_budget(found, wanted)
-        require(None if wrong is None else f"for a gradient of the output that lies in memory as {layout}, {wrong}")
+        wrong = subject.off_budget(results, wanted)
+        require(None if wrong is None else f"for a gradient of the output with the layout {layout!r}, {wrong}")
 
 
 def _check_alone(subject: Subject, case: Case) -> None:
@@ -53,15 +53,15 @@ def _check_alone(subject: Subject, case: Case) -> None:
         raise NotApplicable("its output carries no gradient")
     for places in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
         leaves = [tensor.detach().requires_grad_(at in places) for at, tensor in enumerate(tensors)]
-        words = f"where only {' and '.join(('query', 'key', 'value')[place] for place in places)}"
-        words += " wants a gradient" if len(places) == 1 else " want gradients"
+        words = f"if only {' and '.join(('query', 'key', 'value')[place] for place in places)}"
+        words += " requires a gradient" if len(places) == 1 else " require gradients"
         output = subject.call(case, (leaves[0], leaves[1], leaves[2])).output
         if not output.requires_grad:
             raise Broken(f"the output carries no gradient {words}")
         with undisturbed():
             learning = [leaves[place] for place in places]
-            found = torch.autograd.grad(output, learning, slope(output), allow_unused=True)
-        for place, one in zip(places, found, strict=True):
+            gradients = torch.autograd.grad(output, learning, slope(output), allow_unused=True)
+        for place, one in zip(places, gradients, strict=True):
             if one is None:
                 raise Broken(f"{NAMES[place]} is absent {words}")
             wrong = subject.off_gradient(place, one, wanted)
@@ -75,41 +75,42 @@ def _check_twice(subject: Subject, case: Case) -> None:
         raise NotApplicable("its output carries no gradient")
     for time in ("first", "second"):
         with undisturbed():
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 output, (query, key, value), slope(output), retain_graph=time == "first", allow_unused=True
             )
-        kept = [torch.zeros_like(query) if one is None else one for one in found]
-        wrong = subject.off_budget([output.detach(), *kept], subject.expected(case))
+        results = [torch.zeros_like(query) if one is None else one for one in gradients]
+        wrong = subject.off_budget([output.detach(), *results], subject.expected(case))
         require(None if wrong is None else f"in the {time} backward of one forward, {wrong}")
 
 
 def _check_later(subject: Subject, case: Case) -> None:
-    """Two forwards, then both backwards, the first one's first and, in a second turn, last."""
+    """Two forwards, then both backwards, in both orders."""
     cases = (case, replace(case, seed=case.seed + 1))
     for turn in ((0, 1), (1, 0)):
-        leaves = [[tensor.detach().requires_grad_() for tensor in subject.draw(own)] for own in cases]
-        outputs = [subject.call(own, (q, k, v)).output for own, (q, k, v) in zip(cases, leaves, strict=True)]
+        leaves = [[tensor.detach().requires_grad_() for tensor in subject.draw(each)] for each in cases]
+        outputs = [subject.call(each, (q, k, v)).output for each, (q, k, v) in zip(cases, leaves, strict=True)]
         if not all(output.requires_grad for output in outputs):
             raise NotApplicable("its output carries no gradient")
         for place in turn:
             with undisturbed():
-                found = torch.autograd.grad(outputs[place], leaves[place], slope(outputs[place]), allow_unused=True)
-            kept = [
-                torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves[place], found, strict=True)
+                gradients = torch.autograd.grad(outputs[place], leaves[place], slope(outputs[place]), allow_unused=True)
+            results = [
+                torch.zeros_like(leaf) if one is None else one
+                for leaf, one in zip(leaves[place], gradients, strict=True)
             ]
-            wrong = subject.off_budget([outputs[place].detach(), *kept], subject.expected(cases[place]))
+            wrong = subject.off_budget([outputs[place].detach(), *results], subject.expected(cases[place]))
             words = ("first", "second")[place]
             require(None if wrong is None else f"in the backward of the {words} of two forwards, {wrong}")
 
 
-def _check_again(subject: Subject, case: Case) -> None:
-    """Derivatives of ``sum(grad * d output)``: right, or an error that says that there are none."""
+def _check_second_derivatives(subject: Subject, case: Case) -> None:
+    """Second derivatives: correct, or refused with an error."""
     tensors, mask = subject.draw(case), subject.spoken(case)
-    found = []
-    for own in (torch.float64, subject.dtype, None):
-        leaves = [tensor.detach().to(own or subject.dtype).requires_grad_() for tensor in tensors]
+    derivatives = []
+    for dtype in (torch.float64, subject.dtype, None):
+        leaves = [tensor.detach().to(dtype or subject.dtype).requires_grad_() for tensor in tensors]
         query, key, value = leaves
-        if own is None:
+        if dtype is None:
             output = subject.call(case, (query, key, value)).output
         else:
             output = attend(query, key, value, allowed=None if mask is None else mask.allowed, scale=case.scale).output
@@ -120,13 +121,15 @@ def _check_again(subject: Subject, case: Case) -> None:
             with undisturbed():
                 first = torch.autograd.grad(output, leaves, handed, create_graph=True)
                 total = sum((one * slope(one)).sum() for one in first)
-                found.append(torch.autograd.grad(total, (*leaves, handed), allow_unused=True))  # type: ignore[arg-type]
+                derivatives.append(torch.autograd.grad(total, (*leaves, handed), allow_unused=True))  # type: ignore[arg-type]
         except (RuntimeError, *REFUSALS) as error:
-            raise NotApplicable(f"it says that its gradients have none: {' '.join(str(error).split())[:120]}") from None
-    for name, exact, textbook, one in zip(("query", "key", "value", "the gradient handed in"), *found, strict=True):
+            raise NotApplicable(f"second derivatives are refused: {' '.join(str(error).split())[:120]}") from None
+    for name, exact, textbook, one in zip(
+        ("query", "key", "value", "the output's gradient"), *derivatives, strict=True
+    ):
         floor = 8.0 * rounding(exact, case.k_len * case.head_dim, 1.0, dtype=subject.dtype)
         wrong = excess(torch.zeros_like(exact) if one is None else one, textbook, exact, floor)
-        require(None if wrong is None else f"the gradient of its gradients by {name} is {wrong}")
+        require(None if wrong is None else f"the second derivative by {name} is {wrong}")
 
 
 _SMALL = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
@@ -135,14 +138,14 @@ _CASES = (Case(q_len=2, k_len=3), _SMALL, replace(_SMALL, mask="causal"))
 LAWS = (
     Law(
         name="gradient layouts",
-        says="strides of the gradient handed to the output do not matter, and it is not written to",
+        says="strides of the output's gradient do not matter, and it is not written to",
         check=_check_layouts,
         search=False,
         cases=_CASES,
     ),
     Law(
         name="gradients alone",
-        says="query, key and value receive their gradients where one of them wants one, or two",
+        says="query, key and value receive their gradients if one or two of them require gradients",
         check=_check_alone,
         search=False,
         cases=_CASES,
@@ -156,15 +159,15 @@ LAWS = (
     ),
     Law(
         name="backward later",
-        says="gradients are those of their own forward, whatever was called in between",
+        says="gradients belong to their own forward, also with other calls between forward and backward",
         check=_check_later,
         search=False,
         cases=_CASES,
     ),
     Law(
         name="gradients of gradients",
-        says="gradients differentiated once more are right, or an error says that they cannot be",
-        check=_check_again,
+        says="second derivatives are correct, or are refused with an error",
+        check=_check_second_derivatives,
         search=False,
         cases=_CASES,
     ),

@@ -1,5 +1,8 @@
-"""NaN and inf that nobody may attend to reach nothing; NaN that is attended to shows where it is, and only there; and
-so does NaN that arrives as a gradient."""
+"""Laws of containment of NaN and infinity.
+
+Masked ones reach nothing. A NaN that is attended to reaches exactly the rows that attend to it, and likewise a NaN in
+a gradient.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,17 @@ def _unseen(subject: Subject, case: Case) -> Tensor:
     """Keys that no query of their batch and key head may attend to, ``[batch, kv_heads, k_len]``."""
     mask = subject.spoken(case)
     assert mask is not None
-    seen: Tensor = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len).any(dim=2)
-    of_key_head: Tensor = seen.unflatten(1, (case.kv_heads, case.group)).any(dim=2)
+    attended: Tensor = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len).any(dim=2)
+    of_key_head: Tensor = attended.unflatten(1, (case.kv_heads, case.group)).any(dim=2)
     return ~of_key_head
 
 
 def _poisoned(subject: Subject, case: Case) -> Tensors:
-    """The tensors with poison in unseen places, where any number gives what is expected."""
+    """The tensors with NaN or infinity in the tokens that no query may attend to."""
     query, key, value = subject.draw(case)
     unseen = _unseen(subject, case)[..., None]
     if not bool(unseen.any()):
-        raise NotApplicable("every key is seen")
+        raise NotApplicable("every key may be attended to")
     bad = _POISON[case.poison]
     return query, key.masked_fill(unseen, bad), value.masked_fill(unseen, bad)
 
@@ -45,15 +48,17 @@ def _check_output(subject: Subject, case: Case) -> None:
 
 
 def _check_gradients(subject: Subject, case: Case) -> None:
-    found = subject.gradients(case, _poisoned(subject, case))
-    if found is None:
+    results = subject.gradients(case, _poisoned(subject, case))
+    if results is None:
         raise NotApplicable("its output carries no gradient")
-    require(subject.off_budget(found, subject.expected(case)))
+    require(subject.off_budget(results, subject.expected(case)))
 
 
 def _with_nan(subject: Subject, case: Case) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """One token of the first sequence is NaN, in query, key or value by turns: its name, the output, and which rows
-    ``[batch, 1, q_len, 1]`` may depend on it."""
+    """One token of the first sequence is NaN, in query, key and value in turn.
+
+    Yields the tensor's name, the output, and which rows ``[batch, 1, q_len, 1]`` may depend on the token.
+    """
     mask = subject.spoken(case)
     place = min(case.q_len, case.k_len) // 2
     everywhere = torch.ones(1, 1, case.q_len, case.k_len, dtype=torch.bool, device=subject.device)
@@ -93,8 +98,8 @@ def _check_arrivals(subject: Subject, case: Case) -> None:
     place = min(case.q_len, case.k_len) // 2
     grad = slope(wanted.exact[0]).to(subject.dtype)
     grad[0, :, place] = torch.nan
-    found = subject.gradients(case, subject.draw(case), grad)
-    if found is None:
+    results = subject.gradients(case, subject.draw(case), grad)
+    if results is None:
         raise NotApplicable("its output carries no gradient")
     rows, keys = (
         torch.zeros(case.batch, 1, length, 1, dtype=torch.bool, device=subject.device)
@@ -103,17 +108,17 @@ def _check_arrivals(subject: Subject, case: Case) -> None:
     rows[0, 0, place] = True
     keys[0, 0, :, 0] = True if mask is None else mask.allowed[0, 0, place]
     for number, (name, reached) in enumerate((("dQ", rows), ("dK", keys), ("dV", keys)), start=1):
-        spread = (found[number].isnan() & ~reached).nonzero()
+        spread = (results[number].isnan() & ~reached).nonzero()
         if spread.numel():
             raise Broken(f"a NaN that arrives at query {place} of one sequence reaches {name} at {spread[0].tolist()}")
-        # What it does not reach has nothing of that row's gradient, whatever it is.
-        clean = torch.where(reached, wanted.exact[number].to(subject.dtype), found[number])
+        # Gradients that it may not reach must equal those of the clean call.
+        clean = torch.where(reached, wanted.exact[number].to(subject.dtype), results[number])
         wrong = subject.off_gradient(number - 1, clean, wanted)
         require(None if wrong is None else f"beside a NaN that arrives at query {place}, {wrong}")
 
 
 def _fit(case: Case) -> Case:
-    """The last key is unseen under a causal mask only where there are fewer queries than keys."""
+    """Under a causal mask, no query attends to the last key only if there are fewer queries than keys."""
     if KINDS[case.mask].square or case.mask == "dense":
         return replace(case, q_len=case.k_len)
     return replace(case, q_len=min(case.q_len, case.k_len - 1)) if case.mask == "causal" and case.k_len > 1 else case
@@ -132,8 +137,8 @@ _CASES = tuple(
     for poison in ("nan", "inf", "-inf")
 )
 
-_SEEN = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
-_NEIGHBOURS = (_SEEN, replace(_SEEN, mask="causal"), replace(_SEEN, q_len=65, k_len=65, mask="causal"))
+_SMALL = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
+_NEIGHBOURS = (_SMALL, replace(_SMALL, mask="causal"), replace(_SMALL, q_len=65, k_len=65, mask="causal"))
 
 LAWS = (
     Law(
@@ -141,13 +146,13 @@ LAWS = (
         says="a NaN in a query, key or value makes the rows that attend to it NaN",
         check=_check_shown,
         search=False,
-        # Three keys are fewer than a vector of any processor has lanes.
+        # Three keys are fewer than the lanes of any vector unit.
         cases=(
             Case(q_len=9, k_len=9),
-            _SEEN,
-            replace(_SEEN, q_len=3, k_len=70),
-            replace(_SEEN, mask="causal"),
-            replace(_SEEN, q_len=3, k_len=3),
+            _SMALL,
+            replace(_SMALL, q_len=3, k_len=70),
+            replace(_SMALL, mask="causal"),
+            replace(_SMALL, q_len=3, k_len=3),
         ),
     ),
     Law(
@@ -155,7 +160,7 @@ LAWS = (
         says="a NaN reaches no row that may not attend to it, and no other sequence of the batch",
         check=_check_not_spread,
         every_form=True,
-        # What is added to NaN is NaN.
+        # A float mask is added, and NaN plus -inf is NaN.
         not_as=frozenset({"float"}),
         search=False,
         cases=_NEIGHBOURS,
@@ -165,32 +170,32 @@ LAWS = (
         says="a NaN in a row's gradient reaches that row's query, and the keys and values that it may attend to",
         check=_check_arrivals,
         every_form=True,
-        # A score of -inf that is added is a number of its row's, and has a share of its gradient.
+        # With an added -inf, the score is part of its row's gradient.
         not_as=frozenset({"float"}),
         search=False,
         cases=_NEIGHBOURS,
     ),
     Law(
         name="containment",
-        says="NaN and inf in keys and values that nobody may attend to change no output",
+        says="NaN and inf in keys and values that no query attends to change no output",
         check=_check_output,
         needs=frozenset({"mask"}),
         every_form=True,
-        # What is added to NaN is NaN.
+        # A float mask is added, and NaN plus -inf is NaN.
         not_as=frozenset({"float"}),
         fit=_fit,
         cases=_CASES,
     ),
     Law(
         name="containment in gradients",
-        says="NaN and inf in keys and values that nobody may attend to change no gradient",
+        says="NaN and inf in keys and values that no query attends to change no gradient",
         check=_check_gradients,
         needs=frozenset({"mask"}),
         every_form=True,
-        # What is added to NaN is NaN.
+        # A float mask is added, and NaN plus -inf is NaN.
         not_as=frozenset({"float"}),
         fit=_fit,
         cases=_CASES,
     ),
 )
-"""Laws of what is not finite."""
+"""Laws of NaN and infinity."""

@@ -1,6 +1,6 @@
-"""Dropout: how much is dropped, where, that nothing is while it is off, and that backward knows.
+"""Laws of dropout: the rate, independence, no dropout if it is off, and the same weights in backward.
 
-With the identity for values the output is the weights themselves, so dropped ones can be counted.
+With the identity as values the output equals the weights, so dropped weights can be counted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from clearhead.verify.subject import Subject, Tensors, expected_of
 
 __all__ = ["LAWS"]
 
-#: Standard deviations that chance may take: once in two million times.
+#: Tolerance in standard deviations; a correct function exceeds it once in two million times.
 _SIGMAS = 5.0
 
 
 def _probe(subject: Subject, case: Case, allowed: Tensor | None = None) -> tuple[Tensors, Tensor]:
-    """Tensors whose values are the identity beside random numbers, and the weights before dropout."""
+    """Tensors whose values are the identity and random channels, and the weights before dropout."""
     query, key, value = subject.draw(case)
     value = value.clone()
     value[..., : case.k_len] = torch.eye(case.k_len, dtype=value.dtype, device=value.device)
@@ -34,50 +34,50 @@ def _probe(subject: Subject, case: Case, allowed: Tensor | None = None) -> tuple
 
 
 def _factors(subject: Subject, case: Case, output: Tensor, weights: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """What each weight was multiplied by: 0 or ``1 / (1 - p)``, else it was not dropout; 0 where it is forbidden."""
+    """The factor of each weight, 0 or ``1 / (1 - p)``; other factors raise, and masked weights have 0."""
     factor = output[..., : case.k_len].detach().double() / weights
     if allowed is not None:
         factor = torch.where(allowed, factor, 0.0)
-    kept = 1.0 / (1.0 - case.dropout)
+    factor_kept = 1.0 / (1.0 - case.dropout)
     unit = 64.0 * torch.finfo(subject.dtype).eps
-    strange = (factor.abs() > unit) & ((factor - kept).abs() > unit * kept)
+    strange = (factor.abs() > unit) & ((factor - factor_kept).abs() > unit * factor_kept)
     if bool(strange.any()):
         place = strange.nonzero()[0].tolist()
         raise Broken(
-            f"the weight at {place} is multiplied by {factor[tuple(place)].item():.4g}, not by 0 or {kept:.4g}"
+            f"the weight at {place} is multiplied by {factor[tuple(place)].item():.4g}, not by 0 or {factor_kept:.4g}"
         )
-    return (factor > 0.5 * kept).double() * kept
+    return (factor > 0.5 * factor_kept).double() * factor_kept
 
 
 def _check_statistics(subject: Subject, case: Case) -> None:
     try:
         check_output(subject, replace(case, dropout=0.0))
     except Broken:
-        raise NotApplicable("it is wrong without dropout, which is another law's matter") from None
+        raise NotApplicable("it is wrong without dropout, which other laws report") from None
     tensors, weights = _probe(subject, case)
     output = subject.call(case, tensors, training=True).output
-    kept = (_factors(subject, case, output, weights) > 0.0).double()
+    survives = (_factors(subject, case, output, weights) > 0.0).double()
     p = case.dropout
-    _near("the share of weights kept", kept.mean().item(), 1.0 - p, (p * (1.0 - p) / kept.numel()) ** 0.5)
+    _near("the share of weights kept", survives.mean().item(), 1.0 - p, (p * (1.0 - p) / survives.numel()) ** 0.5)
     both = (1.0 - p) ** 2 + p**2
     for axis, name in ((0, "batch members"), (1, "heads"), (2, "queries"), (3, "keys")):
-        # Random numbers that come again do so a tile further on.
-        for lag in (2**power for power in range(7) if 2**power < kept.shape[axis]):
-            one, other = (kept.narrow(axis, start, kept.shape[axis] - lag) for start in (0, lag))
+        # Repeated random numbers usually repeat at the distance of a tile.
+        for lag in (2**power for power in range(7) if 2**power < survives.shape[axis]):
+            one, other = (survives.narrow(axis, start, survives.shape[axis] - lag) for start in (0, lag))
             same = (one == other).double()
-            # Pairs share a member, which widens the spread by at most two.
+            # Pairs share members, which increases the standard deviation by a factor of at most two.
             spread = 2.0 * (both * (1.0 - both) / same.numel()) ** 0.5
-            _near(f"the share of weights treated alike in {name} {lag} apart", same.mean().item(), both, spread)
+            _near(f"the share of equal dropout decisions in {name} {lag} apart", same.mean().item(), both, spread)
     _check_values(subject, case, tensors, output)
 
 
 def _check_values(subject: Subject, case: Case, tensors: Tensors, output: Tensor) -> None:
-    """Every channel of a value is weighted alike: weights are dropped, not outputs."""
-    seen = output[..., : case.k_len].double() @ tensors[2][..., case.k_len :].double()
-    found = output[..., case.k_len :]
+    """Every channel of a value has the same weight: dropout acts on weights, not outputs."""
+    expected = output[..., : case.k_len].double() @ tensors[2][..., case.k_len :].double()
+    actual = output[..., case.k_len :]
     budget = 16.0 * torch.finfo(subject.dtype).eps * case.k_len**0.5 * 4.0
-    wrong = excess(found, seen, seen, budget)
-    require(None if wrong is None else f"channels of a value are dropped apart from each other: {wrong}")
+    wrong = excess(actual, expected, expected, budget)
+    require(None if wrong is None else f"channels of a value are dropped independently: {wrong}")
 
 
 def _check_draws(subject: Subject, case: Case) -> None:
@@ -87,40 +87,45 @@ def _check_draws(subject: Subject, case: Case) -> None:
         torch.manual_seed(case.seed)
         outputs = [subject.call(case, tensors, training=True, seed=None).output.clone() for _ in range(2)]
     outputs.append(subject.call(case, tensors, training=True, seed=case.seed + 1).output)
-    kept = [_factors(subject, case, output, weights) > 0.0 for output in outputs]
+    survive = [_factors(subject, case, output, weights) > 0.0 for output in outputs]
     same = (1.0 - case.dropout) ** 2 + case.dropout**2
-    for other, what in ((kept[1], "in two calls"), (kept[2], "under two random seeds")):
-        found = (kept[0] == other).double().mean().item()
-        _near(f"the share of weights treated alike {what}", found, same, (same * (1.0 - same) / other.numel()) ** 0.5)
+    for other, what in ((survive[1], "in two calls"), (survive[2], "under two random seeds")):
+        share = (survive[0] == other).double().mean().item()
+        _near(f"the share of equal dropout decisions {what}", share, same, (same * (1.0 - same) / other.numel()) ** 0.5)
 
 
 def _check_masked(subject: Subject, case: Case) -> None:
     if case.group > 1 and "grouped heads" not in subject.signature.carries(subject.fn):
-        raise NotApplicable(f"it cannot be told {CARRIED['grouped heads']}")
+        raise NotApplicable(f"it does not support {CARRIED['grouped heads']}")
     try:
         check_both(subject, replace(case, dropout=0.0))
     except Broken:
-        raise NotApplicable("it is wrong without dropout, which is another law's matter") from None
+        raise NotApplicable("it is wrong without dropout, which other laws report") from None
     mask = subject.spoken(case)
     assert mask is not None
     allowed, p = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len), case.dropout
     tensors, weights = _probe(subject, case, allowed)
     output = subject.call(case, tensors, training=True).output
-    kept = (_factors(subject, case, output, weights, allowed) > 0.0)[allowed].double()
-    _near("the share of weights kept under a mask", kept.mean().item(), 1.0 - p, (p * (1.0 - p) / kept.numel()) ** 0.5)
+    survives = (_factors(subject, case, output, weights, allowed) > 0.0)[allowed].double()
+    _near(
+        "the share of weights kept under a mask",
+        survives.mean().item(),
+        1.0 - p,
+        (p * (1.0 - p) / survives.numel()) ** 0.5,
+    )
     try:
-        found = subject.gradients(case, tensors, training=True)
+        results = subject.gradients(case, tensors, training=True)
     except REFUSALS:
         return
-    if found is not None:
-        keep = _factors(subject, case, found[0], weights, allowed)
-        wrong = subject.off_budget(found, expected_of(tensors, allowed=allowed, keep=keep))
+    if results is not None:
+        keep = _factors(subject, case, results[0], weights, allowed)
+        wrong = subject.off_budget(results, expected_of(tensors, allowed=allowed, keep=keep))
         require(None if wrong is None else f"for the weights that forward dropped, {wrong}")
 
 
-def _near(what: str, found: float, wanted: float, spread: float) -> None:
-    if abs(found - wanted) > _SIGMAS * spread:
-        raise Broken(f"{what} is {found:.4f}, not {wanted:.4f} (within {_SIGMAS * spread:.2g})")
+def _near(what: str, actual: float, expected: float, spread: float) -> None:
+    if abs(actual - expected) > _SIGMAS * spread:
+        raise Broken(f"{what} is {actual:.4f}, not {expected:.4f} (within {_SIGMAS * spread:.2g})")
 
 
 def _check_off(subject: Subject, case: Case) -> None:
@@ -133,16 +138,16 @@ def _check_off(subject: Subject, case: Case) -> None:
 
 def _check_backward(subject: Subject, case: Case) -> None:
     tensors, weights = _probe(subject, case)
-    found = subject.gradients(case, tensors, training=True)
-    if found is None:
+    results = subject.gradients(case, tensors, training=True)
+    if results is None:
         raise NotApplicable("its output carries no gradient")
-    keep = _factors(subject, case, found[0], weights)
-    wrong = subject.off_budget(found, expected_of(tensors, keep=keep))
+    keep = _factors(subject, case, results[0], weights)
+    wrong = subject.off_budget(results, expected_of(tensors, keep=keep))
     require(None if wrong is None else f"for the weights that forward dropped, {wrong}")
 
 
 def _wide(case: Case) -> Case:
-    """Room in the values for the identity and as many random channels again."""
+    """A case whose values are wide enough for the identity and as many random channels."""
     return replace(case, q_len=case.k_len, head_dim=2 * case.k_len, value_dim=2 * case.k_len, size=0.3)
 
 
@@ -153,7 +158,7 @@ _TILES = _wide(Case(kv_heads=2, q_len=128, k_len=128, dropout=0.25))
 LAWS = (
     Law(
         name="dropout",
-        says="weights are dropped with probability p, each for itself, and the others divided by 1 - p",
+        says="weights are dropped independently with probability p, and the others divided by 1 - p",
         check=_check_statistics,
         search=False,
         needs=frozenset({"dropout"}),
@@ -161,7 +166,7 @@ LAWS = (
     ),
     Law(
         name="dropout draws",
-        says="each call drops other weights, and so does each random seed",
+        says="different calls and different random seeds drop different weights",
         check=_check_draws,
         search=False,
         needs=frozenset({"dropout"}),

@@ -1,4 +1,4 @@
-"""Calls with nothing in them: no sequence, no query, no key."""
+"""The law of empty calls: no sequence, no query or no key."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["LAWS"]
 
 
 def _check_empty(subject: Subject, case: Case) -> None:
-    """Whatever is there is 0: an output without keys is a sum of nothing, and no gradient reaches anything."""
+    """All results are 0: an output without keys is an empty sum, and its gradients are 0."""
     tensors = subject.draw(case)
     lacking = {"sequence": case.batch, "query": case.q_len, "key": case.k_len}
     where = f"without a {' and a '.join(name for name, count in lacking.items() if not count)}"
     shapes = ((*tensors[0].shape[:3], case.value_dim), *(tuple(tensor.shape) for tensor in tensors))
     for learning in (False, True):
         try:
-            found = subject.gradients(case, tensors) if learning else [subject.call(case, tensors).output]
+            results = subject.gradients(case, tensors) if learning else [subject.call(case, tensors).output]
         except REFUSALS:
             if learning:
                 return
@@ -29,7 +29,7 @@ def _check_empty(subject: Subject, case: Case) -> None:
                 f"{'with gradients ' * learning}it raises {type(error).__name__}: {' '.join(str(error).split())[:120]}"
             )
             raise NotApplicable(f"{where} {said}") from None
-        for name, one, shape in zip(("the output", *NAMES), found or (), shapes, strict=False):
+        for name, one, shape in zip(("the output", *NAMES), results or (), shapes, strict=False):
             if tuple(one.shape) != shape:
                 raise Broken(f"{where}, {name} has shape {tuple(one.shape)}, not {shape}")
             if not bool((one == 0.0).all()):
@@ -47,11 +47,11 @@ _LACKING = (
 LAWS = (
     Law(
         name="empty calls",
-        says="without a sequence, a query or a key, output and gradients are 0 of the right shape, or an error says no",
+        says="without a sequence, a query or a key, output and gradients are 0, or an error is raised",
         check=_check_empty,
         search=False,
         every_form=True,
         cases=(*_LACKING, *(replace(case, mask="dense") for case in _LACKING), replace(_LACKING[2], mask="causal")),
     ),
 )
-"""The law of nothing."""
+"""The law of empty calls."""

@@ -1,4 +1,4 @@
-"""Nothing leaks: a query never depends on a key that it may not attend to, in numbers or in gradients."""
+"""Laws of causality: a query depends on no key that it may not attend to, in output or gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["LAWS"]
 
 
 def _cuts(length: int) -> list[int]:
-    """Last positions that may be seen: the first, the middle, each side of a tile's border, the last but one."""
-    found = {0, length // 2, length - 2, *(place for place in (31, 62, 63, 64, 126, 127, 128) if place < length - 1)}
-    return sorted(place for place in found if 0 <= place < length - 1)
+    """Positions at which to cut: the first, the middle, both sides of tile borders, the last but one."""
+    cuts = {0, length // 2, length - 2, *(place for place in (31, 62, 63, 64, 126, 127, 128) if place < length - 1)}
+    return sorted(place for place in cuts if 0 <= place < length - 1)
 
 
 def _check_perturbed(subject: Subject, case: Case) -> None:
@@ -25,15 +25,15 @@ def _check_perturbed(subject: Subject, case: Case) -> None:
     before = subject.call(case, (query, key, value)).output.clone()
     for cut in _cuts(case.k_len):
         changed = (_changed(key, cut + 1), _changed(value, cut + 1))
-        after = subject.call(case, (query, *changed)).output
-        differs = (before[:, :, : cut + 1] != after[:, :, : cut + 1]).nonzero()
+        perturbed = subject.call(case, (query, *changed)).output
+        differs = (before[:, :, : cut + 1] != perturbed[:, :, : cut + 1]).nonzero()
         if differs.numel():
             row = int(differs[:, 2].max())
             raise Broken(f"the query at {row} changes with the key or value at {cut + 1} or later")
 
 
 def _changed(tensor: Tensor, first: int) -> Tensor:
-    """Other numbers, and larger ones, from a position on."""
+    """Different and larger values from a position on."""
     other = tensor.clone()
     other[:, :, first:] = -7.0 * other[:, :, first:].flip(-1) + 3.0
     return other
@@ -45,14 +45,14 @@ def _check_gradient(subject: Subject, case: Case) -> None:
     for cut in _cuts(case.k_len):
         grad = torch.zeros(shape, dtype=subject.dtype, device=subject.device)
         grad[:, :, : cut + 1] = 1.0 + torch.arange(shape[3], dtype=subject.dtype, device=subject.device)
-        found = subject.gradients(case, tensors, grad)
-        if found is None:
+        results = subject.gradients(case, tensors, grad)
+        if results is None:
             raise NotApplicable("its output carries no gradient")
-        for name, one in (("dK", found[2]), ("dV", found[3])):
+        for name, one in (("dK", results[2]), ("dV", results[3])):
             late = (one[:, :, cut + 1 :] != 0.0).nonzero()
             if late.numel():
                 raise Broken(f"{name} at {cut + 1 + int(late[0, 2])} has a share of the queries up to {cut}")
-        if bool((found[1][:, :, cut + 1 :] != 0.0).any()):
+        if bool((results[1][:, :, cut + 1 :] != 0.0).any()):
             raise Broken(f"dQ after {cut} has a share of the gradient of queries up to {cut}")
 
 
@@ -68,7 +68,7 @@ _CASES = tuple(
 LAWS = (
     Law(
         name="no leak from the future",
-        says="under a causal mask, changing what comes later changes not one bit of what came before",
+        says="under a causal mask, changing later keys and values leaves earlier outputs bitwise identical",
         check=_check_perturbed,
         every_form=True,
         fit=_square,
@@ -76,7 +76,7 @@ LAWS = (
     ),
     Law(
         name="no leak in gradients",
-        says="under a causal mask, a query hands exactly 0 to the keys and values after it",
+        says="under a causal mask, the gradient of a query reaches later keys and values as exactly 0",
         check=_check_gradient,
         every_form=True,
         fit=_square,

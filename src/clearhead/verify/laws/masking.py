@@ -1,4 +1,4 @@
-"""Masks: what True means, where a causal flag begins, every kind of mask, and rows with nothing to attend to."""
+"""Laws of masks: polarity, causal alignment, every kind of mask, and empty rows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["LAWS", "as_square"]
 
 
 def as_square(case: Case) -> Case:
-    """As many keys as queries where the mask needs it; negative positions are left to masks that read only distance."""
+    """The case with as many keys as queries if its mask needs that, and without negative positions."""
     if case.mask != "none" and KINDS[case.mask].square:
         return replace(case, q_len=case.k_len, end=False)
     return replace(case, end=case.end and case.q_len <= case.k_len)
 
 
 def _needs_full_rows(subject: Subject, case: Case) -> None:
-    """Rows with nothing to attend to have a law of their own, so that the name of a broken law says what is wrong."""
+    """Raise ``NotApplicable`` for empty rows, which have their own law."""
     mask = subject.spoken(case)
     if mask is not None and not bool(mask.allowed.any(dim=-1).all()):
-        raise NotApplicable("a query may attend to nothing, which is another law's matter")
+        raise NotApplicable("a query may attend to nothing, which another law covers")
 
 
 def _check_masked(subject: Subject, case: Case) -> None:
@@ -55,7 +55,7 @@ def _check_polarity(subject: Subject, case: Case) -> None:
 
 
 def _check_flag(subject: Subject, case: Case) -> None:
-    """With the flag alone; the other alignment is named where the function has that one."""
+    """The flag alone; if the function has the other alignment, the failure names it."""
     tensors = subject.draw(case)
     output = subject.call(case, tensors, form="flag").output
     wrong = subject.off_budget([output], subject.expected(case))
@@ -65,12 +65,12 @@ def _check_flag(subject: Subject, case: Case) -> None:
     q_pos = torch.arange(case.q_len, device=subject.device)[:, None] + case.k_len - case.q_len
     other = expected_of(tensors, allowed=torch.arange(case.k_len, device=subject.device)[None] <= q_pos)
     if case.q_len != case.k_len and excess(output, other.textbook[0], other.exact[0], other.floors[0]) is None:
-        raise Broken("its causal flag puts the last query beside the last key; here the first is beside the first key")
+        raise Broken("its causal flag aligns the last query with the last key, not the first query with the first key")
     raise Broken(wrong)
 
 
 def _check_end(subject: Subject, case: Case) -> None:
-    """A causal mask that is given in full, for either alignment."""
+    """A causal mask passed as a mask, in either alignment."""
     output = subject.call(case, subject.draw(case)).output
     wrong = subject.off_budget([output], subject.expected(case))
     if wrong is not None:
@@ -78,55 +78,55 @@ def _check_end(subject: Subject, case: Case) -> None:
         if excess(output, other.textbook[0], other.exact[0], other.floors[0]) is None:
             places = ("first", "last") if case.end else ("last", "first")
             raise Broken(
-                f"the {places[0]} query stands beside the {places[0]} key, not the {places[1]} beside the {places[1]}"
+                f"the {places[0]} query is aligned with the {places[0]} key, not the {places[1]} with the {places[1]}"
             )
         raise Broken(wrong)
     check_both(subject, case)
 
 
 def _check_shapes(subject: Subject, case: Case) -> None:
-    """The same mask with fewer axes, with other strides, and as one of its own for every head."""
+    """The same mask with fewer axes, with other strides, and with a copy for every head."""
     _needs_full_rows(subject, case)
     tensors, mask, wanted = subject.draw(case), subject.spoken(case), subject.expected(case)
     assert mask is not None
     whole = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len)
     shapes = {
-        "with an axis for each": whole.contiguous(),
+        "of all four axes": whole.contiguous(),
         "that is expanded": whole,
         "that is transposed in memory": whole.mT.contiguous().mT,
     }
-    roomy = torch.ones(*whole.shape[:2], case.q_len + 3, case.k_len + 5, dtype=torch.bool, device=whole.device)
-    roomy[:, :, 2:-1, 1:-4] = whole
-    shapes["that is part of a larger one"] = roomy[:, :, 2:-1, 1:-4]
+    larger = torch.ones(*whole.shape[:2], case.q_len + 3, case.k_len + 5, dtype=torch.bool, device=whole.device)
+    larger[:, :, 2:-1, 1:-4] = whole
+    shapes["that is a slice of a larger one"] = larger[:, :, 2:-1, 1:-4]
     if bool((whole == whole[:1, :1]).all()):
         shapes["of [q_len, k_len]"] = whole[0, 0]
     if bool((whole == whole[:, :1, :1]).all()):
         shapes["of [batch, 1, 1, k_len]"] = whole[:, :1, :1].contiguous()
     for words, allowed in shapes.items():
-        own = Spoken(allowed, Dense(allowed))
-        wrong = subject.off_budget([subject.call(case, tensors, mask=own).output], wanted)
+        reshaped = Spoken(allowed, Dense(allowed))
+        wrong = subject.off_budget([subject.call(case, tensors, mask=reshaped).output], wanted)
         require(None if wrong is None else f"for a mask {words}, {wrong}")
 
 
 def _check_three_axes(subject: Subject, case: Case) -> None:
-    """With as many sequences as heads, a function that takes the first axis for the sequences' does not notice."""
+    """With as many sequences as heads, so that a function that reads the first axis as sequences does not raise."""
     tensors, mask = subject.draw(case), subject.spoken(case)
     assert mask is not None
     whole = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len)
     for words, three in (("[heads, q_len, k_len]", whole[0].contiguous()), ("[1, q_len, k_len]", whole[0, :1])):
-        own, wanted = Spoken(three, Dense(three)), expected_of(tensors, allowed=three)
+        mask_3d, wanted = Spoken(three, Dense(three)), expected_of(tensors, allowed=three)
         for learning in (False, True):
             try:
-                one = subject.call(case, tensors, mask=own).output
-                found = subject.gradients(case, tensors, mask=own) if learning else [one]
+                one = subject.call(case, tensors, mask=mask_3d).output
+                results = subject.gradients(case, tensors, mask=mask_3d) if learning else [one]
             except Exception as error:
                 if learning and isinstance(error, REFUSALS):
                     continue
                 said = " ".join(str(error).split())[:120]
                 raise NotApplicable(f"for a mask {words} it raises {type(error).__name__}: {said}") from None
-            wrong = subject.off_budget(found or [], wanted)
+            wrong = subject.off_budget(results or [], wanted)
             if wrong is not None and subject.off_budget([one], expected_of(tensors, allowed=three[:, None])) is None:
-                raise Broken("the first of a mask's three axes is read as the sequences', not the heads'")
+                raise Broken("the first of a mask's three axes is read as sequences, not as heads")
             require(None if wrong is None else f"for a mask {words}, {wrong}")
 
 
@@ -158,10 +158,10 @@ LAWS = (
             for name in KINDS if name not in _EMPTY
             for length in (9, 21, *((64, 65, 129) if name in ("causal", "window", "padding", "documents") else ()))
         ) + tuple(
-            # Rows of a mask that divide by what a vector or a tile holds may take a way of their own.
+            # Mask rows that are multiples of a vector or tile may take another code path.
             replace(_SMALL, mask="dense", q_len=length, k_len=length) for length in (16, 32)
         ) + tuple(
-            # Axes taken for one another are noticed only where they are not as long as each other, or all are.
+            # Exchanged axes of different lengths raise; they are detected only at equal lengths.
             replace(_SMALL, batch=size, kv_heads=size, mask=name) for name in ("padding", "dense") for size in (2, 3)
         ),
     ),
@@ -196,13 +196,13 @@ LAWS = (
             for name in ("window", "causal window", "prefix", "padding", "global", "strided", "blocks", "dense")
             for q_len, k_len, end in ((5, 11, True), (11, 5, False), (1, 65, True))
         ) + tuple(
-            # So many keys may be shared among several workers even where there is one query.
+            # This many keys may be split among workers even for one query.
             replace(_SMALL, batch=3, mask=name, q_len=1, k_len=257, end=True) for name in ("padding", "dense")
         ),
     ),
     Law(
         name="causal flag",
-        says="the causal flag is the causal mask, the first query beside the first key",
+        says="the causal flag is the causal mask, with the first query aligned with the first key",
         check=_check_flag,
         needs=frozenset({"causal flag"}),
         cases=tuple(
@@ -213,7 +213,7 @@ LAWS = (
     ),
     Law(
         name="causal alignment",
-        says="a causal mask begins where it is said to: at the first key, or so that the last query is beside the last",
+        says="a causal mask has the given alignment: first query with first key, or last query with last key",
         check=_check_end,
         needs=_MASK,
         fit=as_square,
@@ -224,7 +224,7 @@ LAWS = (
     ),
     Law(
         name="scale under a mask",
-        says="any scale, negative and 0 too, leaves what is forbidden forbidden",
+        says="any scale, including negative ones and 0, leaves forbidden keys forbidden",
         check=_check_masked,
         needs=frozenset({"scale"}),
         every_form=True,
@@ -235,7 +235,7 @@ LAWS = (
     ),
     Law(
         name="huge scores under a mask",
-        says="scores in the thousands give finite numbers, and what is forbidden stays so",
+        says="scores in the thousands give finite results, and forbidden keys remain forbidden",
         check=_check_masked,
         needs=_MASK,
         cases=tuple(
@@ -245,7 +245,7 @@ LAWS = (
     ),
     Law(
         name="empty rows",
-        says="a query that may attend to nothing gives 0, and gradients stay finite",
+        says="a query that may attend to nothing gives 0, and gradients are finite",
         check=check_both,
         needs=_MASK,
         every_form=True,

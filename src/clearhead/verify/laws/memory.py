@@ -1,5 +1,7 @@
-"""Peak memory against length: forward's is measured always; where the function claims that it is linear, that is a law,
-for backward too."""
+"""The law of memory: peak memory against length.
+
+Forward is always measured. If the function claims linear memory, forward and backward must be linear.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,20 @@ from clearhead.verify.subject import Subject, Tensors
 
 __all__ = ["LAWS", "Growth", "growth"]
 
-#: Between linear, 1, and square, 2; a log-linear fit over a factor of 4 reads scratch space of fixed size as less.
+#: A limit between linear, 1, and quadratic, 2; scratch space of fixed size lowers the exponent over a factor of 4.
 _LINEAR_UP_TO = 1.4
 _LENGTHS = (512, 1024, 2048)
-#: With so many heads a table of scores takes at least 32 MiB, which glibc gives back as soon as it is freed. Of smaller
-#: ones, and backward makes many, it keeps some, so that a short sequence would read as if it needed more than it does.
+#: With this many heads a score matrix has at least 32 MiB, which glibc returns to the system when it is freed. glibc
+#: caches smaller blocks, of which backward allocates many, so a short sequence would appear to need too much.
 _LENGTHS_WITH_BACKWARD, _HEADS_WITH_BACKWARD = (1024, 2048), 8
 
 
 class Growth(dict[int, int]):
-    """Peak bytes by length, the shortest first."""
+    """A mapping from length to peak bytes, the shortest first."""
 
     @property
     def exponent(self) -> float:
-        """How memory grows: as ``length ** exponent`` between the shortest and the longest."""
+        """The exponent of growth between the shortest and the longest: memory is about ``length ** exponent``."""
         (first, least), *_, (last, most) = self.items()
         return math.log(max(most, 1) / max(least, 1)) / math.log(last / first)
 
@@ -41,17 +43,17 @@ class Growth(dict[int, int]):
 
 
 def growth(subject: Subject, case: Case, *, backward: bool = False) -> Growth:
-    """Peak memory of forward, or of forward and backward, beyond what is held before it, its results included."""
-    found = Growth()
+    """Additional peak memory of forward, or of forward and backward, including their results."""
+    sizes = Growth()
     lengths, heads = (_LENGTHS_WITH_BACKWARD, _HEADS_WITH_BACKWARD) if backward else (_LENGTHS, case.kv_heads)
     with _only_new_garbage():
         for length in lengths:
-            own = replace(case, kv_heads=heads, q_len=length, k_len=length)
-            size = _peak(subject, own, subject.draw(own), backward)
+            sized = replace(case, kv_heads=heads, q_len=length, k_len=length)
+            size = _peak(subject, sized, subject.draw(sized), backward)
             if size is None:
-                raise NotApplicable("this system does not tell peak memory")
-            found[length] = size
-    return found
+                raise NotApplicable("this system does not report peak memory")
+            sizes[length] = size
+    return sizes
 
 
 def _peak(subject: Subject, case: Case, tensors: Tensors, backward: bool) -> int | None:
@@ -64,11 +66,11 @@ def _peak(subject: Subject, case: Case, tensors: Tensors, backward: bool) -> int
             return subject.call(case, tensors)
 
     if subject.device.type != "cuda":
-        # The benchmark's room brings more than a light import of clearhead may.
+        # Imported here to keep ``import clearhead`` light.
         from clearhead.benchmark.memory import peak_extra_bytes
 
         return peak_extra_bytes(call)
-    # The first call takes room that stays, for the products of matrices.
+    # The first call allocates a persistent GEMM workspace.
     call()
     torch.cuda.reset_peak_memory_stats(subject.device)
     before = torch.cuda.memory_allocated(subject.device)
@@ -78,7 +80,7 @@ def _peak(subject: Subject, case: Case, tensors: Tensors, backward: bool) -> int
 
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    """What lives already is left out of the collections before each measurement, which take longer than the calls."""
+    """Exclude existing objects from the garbage collections before each measurement, which would dominate its time."""
     if gc.get_freeze_count():
         yield
         return
@@ -91,23 +93,23 @@ def _only_new_garbage() -> Iterator[None]:
 
 
 def _confirmed(subject: Subject, case: Case, *, backward: bool = False) -> Growth:
-    """The growth, measured twice before it counts as more than linear.
+    """The growth; it is measured twice before it counts as more than linear.
 
-    Pages that the allocator kept from earlier calls hide need, so of two readings the larger is the truer.
+    Pages that the allocator cached from earlier calls hide usage, so the larger of two measurements counts.
     """
-    found = growth(subject, case, backward=backward)
-    if found.exponent <= _LINEAR_UP_TO or not subject.linear_memory:
-        return found
-    again = growth(subject, case, backward=backward)
-    return Growth({length: max(size, again[length]) for length, size in found.items()})
+    measured = growth(subject, case, backward=backward)
+    if measured.exponent <= _LINEAR_UP_TO or not subject.linear_memory:
+        return measured
+    repeated = growth(subject, case, backward=backward)
+    return Growth({length: max(size, repeated[length]) for length, size in measured.items()})
 
 
 def _check_memory(subject: Subject, case: Case) -> None:
-    found = _confirmed(subject, case)
+    measured = _confirmed(subject, case)
     if not subject.linear_memory:
-        raise NotApplicable(f"measured: {found}")
-    if found.exponent > _LINEAR_UP_TO:
-        raise Broken(f"memory {found}")
+        raise NotApplicable(f"measured: {measured}")
+    if measured.exponent > _LINEAR_UP_TO:
+        raise Broken(f"memory {measured}")
     try:
         both = _confirmed(subject, case, backward=True)
     except REFUSALS:
@@ -119,7 +121,7 @@ def _check_memory(subject: Subject, case: Case) -> None:
 LAWS = (
     Law(
         name="memory",
-        says="peak memory grows with the length, not with its square, and so it does with backward",
+        says="peak memory is linear in the length, not quadratic, in forward and backward",
         check=_check_memory,
         search=False,
         cases=(Case(kv_heads=2, q_len=_LENGTHS[-1], k_len=_LENGTHS[-1], head_dim=64, value_dim=64),),

@@ -1,4 +1,4 @@
-"""Output and gradients against the oracle: sizes, scale, heads, magnitudes, layouts."""
+"""Laws of output and gradients: sizes, scale, heads, magnitudes, layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clearhead.masks import Dense
 from clearhead.verify.case import LAYOUTS, Case
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.masks import Spoken
-from clearhead.verify.signatures import CARRIED, Call, read
+from clearhead.verify.signatures import CARRIED, AttentionCall, read
 from clearhead.verify.subject import Subject, Tensors
 
 __all__ = ["LAWS", "check_both", "check_gradients", "check_output", "require"]
@@ -23,40 +23,44 @@ _CROSSED = ((1, 257), (257, 1), (64, 65), (65, 64), (31, 129), (2, 1))
 
 
 def require(wrong: str | None) -> None:
-    """Raise ``Broken`` with what is wrong, if anything is."""
+    """Raise ``Broken`` with ``wrong`` unless it is None."""
     if wrong is not None:
         raise Broken(wrong)
 
 
 def check_output(subject: Subject, case: Case) -> None:
+    """Check the output, without gradients."""
     output = subject.call(case, subject.draw(case)).output
     require(subject.off_budget([output], subject.expected(case)))
 
 
 def _check_named(subject: Subject, case: Case) -> None:
-    """The output; where it is wrong, whether it would be right with heads behind the lengths."""
+    """Check the output; if it is wrong, whether it would be right for ``[batch, len, heads, head_dim]``."""
     query, key, value = subject.draw(case)
     wrong = subject.off_budget([subject.call(case, (query, key, value)).output], subject.expected(case))
     if wrong is None:
         return
-    turned = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    transposed = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     with suppress(Exception):
-        other = subject.signature.made(subject.fn, Call(query=query, key=key, value=value))(*turned)
-        output = read(other, Call(query=turned[0], key=turned[1], value=turned[2])).output.transpose(1, 2)
+        other = subject.signature.made(subject.fn, AttentionCall(query=query, key=key, value=value))(*transposed)
+        output = read(
+            other, AttentionCall(query=transposed[0], key=transposed[1], value=transposed[2])
+        ).output.transpose(1, 2)
         if subject.off_budget([output], subject.expected(case)) is None:
-            wrong = "it takes [batch, len, heads, head_dim]; here tensors are [batch, heads, len, head_dim]"
+            wrong = "it expects [batch, len, heads, head_dim]; here tensors are [batch, heads, len, head_dim]"
     raise Broken(wrong)
 
 
 def check_gradients(subject: Subject, case: Case) -> None:
-    found = subject.gradients(case, subject.draw(case))
-    if found is None:
+    """Check the output and its gradients."""
+    results = subject.gradients(case, subject.draw(case))
+    if results is None:
         raise NotApplicable("its output carries no gradient")
-    require(subject.off_budget(found, subject.expected(case)))
+    require(subject.off_budget(results, subject.expected(case)))
 
 
 def check_both(subject: Subject, case: Case) -> None:
-    """Output without gradients, and output with them: many functions take another way then."""
+    """Check the output without gradients, then with them, as many functions have separate code paths."""
     check_output(subject, case)
     _check_gradients_if_any(subject, case)
 
@@ -79,7 +83,7 @@ def _check_form(subject: Subject, case: Case) -> None:
 
 
 def _leaves(tensors: Tensors, learning: bool) -> Tensors:
-    """The same tensors, each of which wants a gradient, or none of which does."""
+    """The tensors, all with or all without ``requires_grad``."""
     query, key, value = (tensor.detach().requires_grad_(learning) for tensor in tensors)
     return query, key, value
 
@@ -89,11 +93,11 @@ def _check_inputs_unchanged(subject: Subject, case: Case) -> None:
     given: dict[str, Any] = {"mask": mask}
     handed = None if mask is None else mask.allowed
     if mask is not None and case.form == "float":
-        # The numbers that are added are handed over as they are only where they alone say what is forbidden.
+        # An all-True mask passes the float mask unmodified, so that a write to it is detected.
         handed = torch.zeros_like(mask.allowed, dtype=subject.dtype).masked_fill(~mask.allowed, -torch.inf)
         everything = torch.ones_like(mask.allowed)
         given = {"mask": Spoken(everything, Dense(everything)), "bias": handed}
-    kept = None if handed is None else handed.clone()
+    copy = None if handed is None else handed.clone()
     for learning in (False, True):
         tensors = _leaves(drawn, learning)
         before = [tensor.detach().clone() for tensor in tensors]
@@ -106,14 +110,14 @@ def _check_inputs_unchanged(subject: Subject, case: Case) -> None:
         _require_equal(tensors, before, " while gradients are recorded" * learning)
         for name, one in zip(("query", "key", "value"), tensors, strict=True):
             if one.requires_grad != learning or one.grad is not None:
-                raise Broken(f"{name} was changed: whether it wants a gradient, or the gradient that it holds")
-        if handed is not None and kept is not None and not torch.equal(handed, kept):
+                raise Broken(f"{name} was changed: its requires_grad or its grad")
+        if handed is not None and copy is not None and not torch.equal(handed, copy):
             raise Broken("the mask was written to")
     before = [tensor.clone() for tensor in drawn]
     with suppress(*REFUSALS):
         subject.gradients(case, drawn, **given)
     _require_equal(drawn, before, " by backward")
-    if handed is not None and kept is not None and not torch.equal(handed, kept):
+    if handed is not None and copy is not None and not torch.equal(handed, copy):
         raise Broken("the mask was written to by backward")
 
 
@@ -126,11 +130,11 @@ def _require_equal(tensors: Tensors, before: list[Tensor], words: str) -> None:
 def _check_scale(subject: Subject, case: Case) -> None:
     if case.group > 1:
         if "grouped heads" not in subject.signature.carries(subject.fn):
-            raise NotApplicable(f"it cannot be told {CARRIED['grouped heads']}")
+            raise NotApplicable(f"it does not support {CARRIED['grouped heads']}")
         try:
             check_both(subject, replace(case, scale=None))
         except Broken:
-            raise NotApplicable("grouped heads are wrong at any scale, which is another law's matter") from None
+            raise NotApplicable("grouped heads are wrong at any scale, which another law reports") from None
     check_both(subject, case)
 
 
@@ -142,7 +146,7 @@ def _check_heads(subject: Subject, case: Case) -> None:
         return
     if case.group > 1 and case.kv_heads > 1:
         query, key, value = subject.draw(case)
-        # What the function would have to give if head h read key head h % kv_heads.
+        # The result if query head h read key head h % kv_heads.
         order = torch.arange(case.heads).view(case.kv_heads, case.group).mT.flatten()
         other = subject.call(case, (query[:, order], key, value)).output[:, order.argsort()]
         if subject.off_budget([other], subject.expected(case)) is None:
@@ -151,7 +155,7 @@ def _check_heads(subject: Subject, case: Case) -> None:
 
 
 def _check_huge(subject: Subject, case: Case) -> None:
-    """Where 16 bits hold no score before it is scaled, and so the textbook gives none either, finite ones will do."""
+    """If scores overflow 16 bits before scaling, in the textbook too, finite results suffice."""
     if bool(torch.isfinite(subject.expected(case).textbook[0]).all()):
         check_both(subject, case)
         return
@@ -159,7 +163,7 @@ def _check_huge(subject: Subject, case: Case) -> None:
     strange = (~torch.isfinite(output)).nonzero()
     if strange.numel():
         place = strange[0].tolist()
-        raise Broken(f"output is {output[tuple(place)].item():.4g} at {place}, where scaled scores are in range")
+        raise Broken(f"output is {output[tuple(place)].item():.4g} at {place}, although scaled scores are in range")
 
 
 def _check_gradients_if_any(subject: Subject, case: Case) -> None:
@@ -170,14 +174,14 @@ def _check_gradients_if_any(subject: Subject, case: Case) -> None:
 
 
 _SMALL = Case(batch=2, kv_heads=2, q_len=7, k_len=7)
-#: One of the three lies otherwise than the others.
+#: One of the three tensors has another layout than the others.
 _MIXED = (
     *(f"{name}: {layout}" for name in ("query", "key", "value") for layout in LAYOUTS[1:4]),
     "key: one head",
     "value: one head",
 )
 
-#: Batch and heads, beyond the sizes of tables that a kernel may have.
+#: Batch and heads beyond the sizes of tables that a kernel may have.
 _MANY = ((1, 33), (17, 2))
 
 LAWS = (
@@ -195,21 +199,21 @@ LAWS = (
     ),
     Law(
         name="shape and dtype",
-        says="the output is [batch, heads, q_len, value_dim] in query's dtype, under a mask and with gradients too",
+        says="the output is [batch, heads, q_len, value_dim] in query's dtype, also under a mask and with gradients",
         check=_check_form,
         cases=(Case(q_len=1, k_len=1), replace(_SMALL, q_len=3, k_len=11), replace(_SMALL, mask="dense")),
         every_form=True,
     ),
     Law(
         name="inputs unchanged",
-        says="query, key, value and the mask are not written to, with gradients neither, nor by backward",
+        says="query, key, value and the mask are not written to, by forward or backward",
         check=_check_inputs_unchanged,
         cases=(_SMALL, replace(_SMALL, mask="causal"), replace(_SMALL, mask="dense")),
         every_form=True,
     ),
     Law(
         name="lengths",
-        says="output and gradients hold at 1, at primes, beside tile borders, and where q_len differs from k_len",
+        says="output and gradients are correct at length 1, at primes, near tile borders, and for q_len != k_len",
         check=check_both,
         cases=tuple(
             Case(kv_heads=2, q_len=q_len, k_len=k_len)
@@ -218,9 +222,9 @@ LAWS = (
     ),
     Law(
         name="long and wide",
-        says="more than a thousand keys or queries, and heads wider than 64, count in full",
+        says="output and gradients are correct with over a thousand keys or queries, and with heads wider than 64",
         check=check_both,
-        # Each is slower than all that is small.
+        # Each case is slow.
         search=False,
         cases=(
             Case(q_len=3, k_len=1500), Case(q_len=1500, k_len=3), Case(kv_heads=2, head_dim=128, value_dim=128),
@@ -229,7 +233,7 @@ LAWS = (
     ),
     Law(
         name="widths",
-        says="output and gradients hold at widths of 1, at odd ones, and where no power of 2 is near",
+        says="output and gradients are correct at width 1, at odd widths, and at widths far from a power of 2",
         check=check_both,
         search=False,
         cases=tuple(
@@ -239,16 +243,16 @@ LAWS = (
     ),
     Law(
         name="many heads and sequences",
-        says="more than 32 heads, and more than 16 or 65535 sequences, count in full, under a mask and in decode too",
+        says="output and gradients are correct with over 32 heads and 65535 sequences, also under a mask and in decode",
         check=check_both,
-        # Each is slower than all that is small.
+        # Each case is slow.
         search=False,
         cases=(
             *(
                 replace(_SMALL, batch=batch, kv_heads=kv_heads)
                 for batch, kv_heads in ((1, 9), (1, 17), (1, 33), (5, 2), (9, 2), (17, 2), (5, 9))
             ),
-            # A GPU's grid has 65535 places along all axes but one.
+            # A CUDA grid has at most 65535 blocks along all axes but one.
             Case(batch=65537, q_len=1, k_len=2, head_dim=2, value_dim=2),
             *(replace(_SMALL, batch=batch, kv_heads=kv_heads, q_len=1) for batch, kv_heads in _MANY),
             *(
@@ -305,14 +309,14 @@ LAWS = (
             Case(batch=3, kv_heads=2, group=2, q_len=1, k_len=9, mask="padding"),
             Case(kv_heads=33, group=2), Case(batch=5, kv_heads=9, group=4, q_len=1, k_len=9),
             Case(batch=2, kv_heads=17, group=2, mask="dense"),
-            # More rows in a group than a tile holds; and so many keys that one query's may be shared among workers.
+            # More rows in a group than a tile has; and enough keys to be split among workers for one query.
             Case(kv_heads=2, group=2, q_len=65, k_len=65), Case(kv_heads=2, group=2, q_len=1, k_len=257),
             *(Case(batch=2, kv_heads=2, group=2, layout=layout) for layout in ("heads last", "slice")),
         ),
     ),
     Law(
         name="huge scores",
-        says="scores in the thousands give finite numbers, on the error budget",
+        says="scores in the thousands give finite results, on the error budget",
         check=_check_huge,
         cases=(
             replace(_SMALL, size=20.0), replace(_SMALL, size=60.0), replace(_SMALL, q_len=65, k_len=65, size=60.0),
@@ -326,4 +330,4 @@ LAWS = (
         cases=tuple(replace(_SMALL, layout=layout, q_len=9, k_len=9) for layout in (*LAYOUTS[1:], *_MIXED)),
     ),
 )  # fmt: skip
-"""Laws of plain numbers."""
+"""Laws of output and gradients."""

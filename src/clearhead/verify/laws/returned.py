@@ -1,4 +1,4 @@
-"""What is returned beside the output: log-sum-exp, weights, their entropy, what each key receives."""
+"""Laws of returned statistics: log-sum-exp, weights, their entropy, and the attention that each key receives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _check_lse(subject: Subject, case: Case) -> None:
     if lse is None:
         raise NotApplicable("it returns no log-sum-exp")
     exact = subject.expected(case).lse
-    # Scores of about the size of the case's own, summed over head_dim and then over keys.
+    # Scores of the case's magnitude, summed over head_dim and then over keys.
     reach = 1.0 + exact[torch.isfinite(exact)].abs().max().item() if bool(torch.isfinite(exact).any()) else 1.0
     floor = 32.0 * _unit(subject) * reach * case.head_dim**0.5
     wrong = excess(lse, exact, exact, floor)
@@ -56,16 +56,16 @@ def _check_weights(subject: Subject, case: Case) -> None:
     exact = subject.expected(case).weights
     if weights.shape != exact.shape:
         raise Broken(f"the weights have shape {tuple(weights.shape)}, not {tuple(exact.shape)}")
-    found = weights.detach().double()
-    if bool((found < 0.0).any()):
-        raise Broken(f"a weight is {found.min().item():.3g}")
+    returned = weights.detach().double()
+    if bool((returned < 0.0).any()):
+        raise Broken(f"a weight is {returned.min().item():.3g}")
     floor = 32.0 * _unit(subject) * case.head_dim**0.5
-    sums, wanted = found.sum(dim=-1), exact.sum(dim=-1)
+    sums, wanted = returned.sum(dim=-1), exact.sum(dim=-1)
     require(_said("the sum of a row of weights", excess(sums, wanted, wanted, floor)))
-    entropy = torch.special.entr(found).sum(dim=-1)
+    entropy = torch.special.entr(returned).sum(dim=-1)
     if bool((entropy > math.log(max(1, case.k_len)) + floor * case.k_len).any()):
         raise Broken(f"the entropy of a row is {entropy.max().item():.4g}, above ln {case.k_len}")
-    require(_said("the weight", excess(found, exact, exact, floor)))
+    require(_said("the weight", excess(returned, exact, exact, floor)))
 
 
 def _said(what: str, wrong: str | None) -> str | None:
@@ -131,4 +131,4 @@ LAWS = (
         cases=_CASES,
     ),
 )
-"""Laws of what else is returned."""
+"""Laws of returned statistics."""

@@ -1,4 +1,4 @@
-"""What is added to scores, or done to them: float masks with finite numbers, and each score rule."""
+"""Laws of scores: float masks with finite values, and each score rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CAP = 1.5
 
 
 def _numbers(subject: Subject, *shape: int) -> Tensor:
-    """Numbers for a bias or a table, the same ones every time."""
+    """Deterministic random values for a bias or a table."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(29), dtype=torch.float64)
     return drawn.to(dtype=subject.dtype, device=subject.device)
 
@@ -36,7 +36,7 @@ def _numbers(subject: Subject, *shape: int) -> Tensor:
 
 
 def _biases(subject: Subject, case: Case) -> list[Tensor]:
-    """A bias for every head of the batch, one for all, and one of each head's keys."""
+    """A bias for every sequence and head, one shared by all, and one for each head's keys."""
     places = (case.q_len, case.k_len)
     shapes = ((case.batch, case.heads, *places), (1, 1, *places), (1, case.heads, 1, case.k_len))
     return [_numbers(subject, *shape) for shape in shapes]
@@ -44,7 +44,7 @@ def _biases(subject: Subject, case: Case) -> list[Tensor]:
 
 def _handed_over(subject: Subject, case: Case, bias: Tensor) -> dict[str, Any]:
     if "float" not in subject.signature.forms("dense", subject.signature.carries(subject.fn)):
-        raise NotApplicable("it cannot be told a float mask")
+        raise NotApplicable("it does not support a float mask")
     mask = subject.spoken(case)
     if mask is None:
         everything = torch.ones(1, 1, case.q_len, case.k_len, dtype=torch.bool, device=subject.device)
@@ -53,7 +53,7 @@ def _handed_over(subject: Subject, case: Case, bias: Tensor) -> dict[str, Any]:
 
 
 def _bias_rule(bias: Tensor) -> Rule:
-    return Rule(bias, lambda own: {"bias": own})
+    return Rule(bias, lambda learned: {"bias": learned})
 
 
 def _check_bias(subject: Subject, case: Case) -> None:
@@ -63,16 +63,16 @@ def _check_bias(subject: Subject, case: Case) -> None:
         wanted = expected_of(tensors, allowed=said["mask"].allowed, rule=_bias_rule(bias))
         require(subject.off_budget([subject.call(case, tensors, **said).output], wanted))
         try:
-            found = subject.gradients(case, tensors, **said)
+            results = subject.gradients(case, tensors, **said)
         except REFUSALS:
             continue
-        require(None if found is None else subject.off_budget(found, wanted))
+        require(None if results is None else subject.off_budget(results, wanted))
     if case.mask == "none":
         _check_lowest(subject, case)
 
 
 def _check_lowest(subject: Subject, case: Case) -> None:
-    """The lowest finite number forbids as -inf does; a whole row of it, which has no agreed meaning, gives numbers."""
+    """The lowest finite value forbids like -inf; a row of only this value, whose meaning is open, must be finite."""
     tensors, bias = subject.draw(case), _biases(subject, case)[1]
     allowed = torch.ones_like(bias, dtype=torch.bool).tril()
     lowest = bias.masked_fill(~allowed, torch.finfo(subject.dtype).min)
@@ -81,11 +81,11 @@ def _check_lowest(subject: Subject, case: Case) -> None:
     strange = (~torch.isfinite(output)).nonzero()
     if strange.numel():
         place = strange[0].tolist()
-        raise Broken(f"output is {output[tuple(place)].item()} at {place} for a float mask of its lowest numbers")
+        raise Broken(f"output is {output[tuple(place)].item()} at {place} for a float mask of the lowest finite value")
     wanted = expected_of(tensors, allowed=allowed, rule=_bias_rule(bias))
     last = torch.arange(case.q_len, device=subject.device)[:, None] == case.q_len - 1
     wrong = subject.off_budget([torch.where(last, wanted.exact[0].to(output.dtype), output)], wanted)
-    require(None if wrong is None else f"where a float mask has its lowest number for what is forbidden, {wrong}")
+    require(None if wrong is None else f"if a float mask forbids with the lowest finite value, {wrong}")
 
 
 def _check_bias_gradient(subject: Subject, case: Case) -> None:
@@ -93,26 +93,26 @@ def _check_bias_gradient(subject: Subject, case: Case) -> None:
     for bias in _biases(subject, case):
         leaf = bias.clone().requires_grad_()
         said = _handed_over(subject, case, leaf)
-        found = subject.gradients(case, tensors, learned=leaf, **said)
-        if found is None:
+        results = subject.gradients(case, tensors, learned=leaf, **said)
+        if results is None:
             raise NotApplicable("its output carries no gradient")
         wanted = expected_of(tensors, allowed=said["mask"].allowed, rule=_bias_rule(bias))
-        require(subject.off_budget(found, wanted))
+        require(subject.off_budget(results, wanted))
         output = subject.call(case, tensors, **said).output
         if not output.requires_grad:
-            raise Broken("the output carries no gradient where only the float mask wants one")
+            raise Broken("the output carries no gradient if only the float mask requires one")
         with undisturbed():
             (alone,) = torch.autograd.grad(output, leaf, slope(output), allow_unused=True)
         wrong = subject.off_gradient(3, torch.zeros_like(leaf) if alone is None else alone, wanted)
-        require(None if wrong is None else f"where only the float mask wants a gradient, {wrong}")
+        require(None if wrong is None else f"if only the float mask requires a gradient, {wrong}")
 
 
 # Score rules ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A score rule: the numbers it learns, the object that says it, and what it means to the oracle."""
+class _RuleLaw:
+    """A score rule: its learned tensor, its object in clearhead, and its options for the oracle."""
 
     learned: Callable[[Subject, Case], Tensor | None]
     ours: Callable[[Tensor | None], ScoreRule]
@@ -142,29 +142,29 @@ def _with_slopes(slopes: Tensor) -> ScoreRule:
     return Alibi(slopes=slopes)
 
 
-def _check_rule(known: _Known) -> Callable[[Subject, Case], None]:
+def _check_rule(law: _RuleLaw) -> Callable[[Subject, Case], None]:
     def check(subject: Subject, case: Case) -> None:
-        learned = known.learned(subject, case)
+        learned = law.learned(subject, case)
         tensors, mask = subject.draw(case), subject.spoken(case)
         wanted = expected_of(
             tensors,
             allowed=None if mask is None else mask.allowed,
-            rule=Rule(learned, lambda own: known.meaning(case, own)),
+            rule=Rule(learned, lambda values: law.meaning(case, values)),
         )
-        require(subject.off_budget([subject.call(case, tensors, rules=(known.ours(learned),)).output], wanted))
+        require(subject.off_budget([subject.call(case, tensors, rules=(law.ours(learned),)).output], wanted))
         leaf = None if learned is None else learned.clone().requires_grad_()
         try:
-            found = subject.gradients(case, tensors, learned=leaf, rules=(known.ours(leaf),))
+            results = subject.gradients(case, tensors, learned=leaf, rules=(law.ours(leaf),))
         except REFUSALS:
             return
-        require(None if found is None else subject.off_budget(found, wanted))
+        require(None if results is None else subject.off_budget(results, wanted))
 
     return check
 
 
-def _law(name: str, says: str, known: _Known) -> Law:
+def _law(name: str, says: str, rule: _RuleLaw) -> Law:
     return Law(
-        name=name, says=says, check=_check_rule(known), needs=frozenset({"score rules"}), fit=as_square, cases=_CASES
+        name=name, says=says, check=_check_rule(rule), needs=frozenset({"score rules"}), fit=as_square, cases=_CASES
     )
 
 
@@ -187,29 +187,33 @@ LAWS = (
     *(
         Law(name=name, says=says, check=check, needs=frozenset({"mask"}), search=False, cases=_BIAS_CASES)
         for name, says, check in (
-            ("float mask", "finite numbers in a float mask are added to scaled scores", _check_bias),
+            ("float mask", "finite values of a float mask are added to scaled scores", _check_bias),
             ("float mask in gradients", "a float mask that is learned receives its gradient", _check_bias_gradient),
         )
     ),
     _law(
         "alibi",
-        "Alibi takes slope[head] * |q_pos - k_pos| from scaled scores",
-        _Known(lambda s, c: _numbers(s, c.heads).abs(), lambda own: _of(_with_slopes, own), _alibi),
+        "Alibi subtracts slope[head] * |q_pos - k_pos| from scaled scores",
+        _RuleLaw(lambda s, c: _numbers(s, c.heads).abs(), lambda values: _of(_with_slopes, values), _alibi),
     ),
     _law(
         "relative bias",
-        "RelativeBias adds table[head, q_pos - k_pos], its ends for what lies further away",
-        _Known(lambda s, c: _numbers(s, c.heads, 2 * _REACH + 1), lambda own: _of(RelativeBias, own), _relative),
+        "RelativeBias adds table[head, q_pos - k_pos], with distances clipped to the table",
+        _RuleLaw(
+            lambda s, c: _numbers(s, c.heads, 2 * _REACH + 1), lambda values: _of(RelativeBias, values), _relative
+        ),
     ),
     _law(
         "soft cap",
         "SoftCap makes scaled scores cap * tanh(score / cap), before the mask",
-        _Known(lambda s, c: None, lambda own: SoftCap(_CAP), lambda case, own: {"cap": _CAP}),
+        _RuleLaw(lambda s, c: None, lambda values: SoftCap(_CAP), lambda case, values: {"cap": _CAP}),
     ),
     _law(
         "sink",
-        "Sink takes part in the softmax as a score of each head without a value",
-        _Known(lambda s, c: _numbers(s, c.heads), lambda own: _of(Sink, own), lambda case, own: {"sink": own}),
+        "Sink adds a logit per head to the softmax, without a value",
+        _RuleLaw(
+            lambda s, c: _numbers(s, c.heads), lambda values: _of(Sink, values), lambda case, values: {"sink": values}
+        ),
     ),
 )
-"""Laws of what happens to scores."""
+"""Laws of score rules and float masks."""

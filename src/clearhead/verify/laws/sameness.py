@@ -1,4 +1,4 @@
-"""What must not matter: the order of keys, the neighbours in a batch, the run."""
+"""Laws of invariance: the order of keys, other sequences of the batch, repeated runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LAWS"]
 
 
 def _check_alone(subject: Subject, case: Case) -> None:
-    """Each member of a batch by itself."""
+    """Each sequence of a batch alone."""
     tensors = subject.draw(case)
     wanted = subject.expected(case)
     for row in range(case.batch):
@@ -33,7 +33,7 @@ def _check_alone(subject: Subject, case: Case) -> None:
 
 
 def _check_apart(subject: Subject, case: Case) -> None:
-    """Other numbers in the last member of the batch and in the last head; the rest to the bit."""
+    """Change the last sequence and the last head; the other results must be bitwise identical."""
     query, key, value = subject.draw(case)
     before = subject.call(case, (query, key, value)).output.clone()
     for axis, name in ((0, "batch member"), (1, "key head")):
@@ -41,14 +41,14 @@ def _check_apart(subject: Subject, case: Case) -> None:
             continue
         changed: list[Tensor] = []
         for tensor in (query, key, value):
-            own = tensor.clone()
+            copy = tensor.clone()
             members = case.group if axis == 1 and tensor is query else 1
-            own.narrow(axis, own.shape[axis] - members, members).mul_(-3.0).add_(1.0)
-            changed.append(own)
-        after = subject.call(case, (changed[0], changed[1], changed[2])).output
-        kept = before.shape[axis] - (case.group if axis == 1 else 1)
-        if not torch.equal(before.narrow(axis, 0, kept), after.narrow(axis, 0, kept)):
-            raise Broken(f"other numbers in the last {name} change the others")
+            copy.narrow(axis, copy.shape[axis] - members, members).mul_(-3.0).add_(1.0)
+            changed.append(copy)
+        perturbed = subject.call(case, (changed[0], changed[1], changed[2])).output
+        count = before.shape[axis] - (case.group if axis == 1 else 1)
+        if not torch.equal(before.narrow(axis, 0, count), perturbed.narrow(axis, 0, count)):
+            raise Broken(f"changing the last {name} changes the others")
 
 
 def _check_key_order(subject: Subject, case: Case) -> None:
@@ -56,7 +56,7 @@ def _check_key_order(subject: Subject, case: Case) -> None:
     order = torch.randperm(case.k_len, generator=torch.Generator().manual_seed(5)).to(subject.device)
     output = subject.call(case, (query, key[:, :, order], value[:, :, order])).output
     wrong = subject.off_budget([output], subject.expected(case))
-    require(None if wrong is None else f"after the keys and values were put in another order, {wrong}")
+    require(None if wrong is None else f"after a permutation of keys and values, {wrong}")
 
 
 def _check_run_to_run(subject: Subject, case: Case) -> None:
@@ -84,7 +84,7 @@ LAWS = (
     ),
     Law(
         name="apart",
-        says="other members of the batch and other heads change not one bit",
+        says="results are bitwise independent of other sequences of the batch and of other heads",
         check=_check_apart,
         cases=(replace(_BATCH, batch=2, q_len=3, k_len=3), _BATCH, replace(_BATCH, q_len=65, k_len=65)),
     ),

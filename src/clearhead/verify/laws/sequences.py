@@ -1,4 +1,4 @@
-"""Sequences: packed as padded, one token at a time as all at once, in parts as whole."""
+"""Laws of sequences: packed equals padded, decode equals prefill, merged parts equal the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LAWS"]
 
 
 def _lengths(case: Case) -> list[int]:
-    """How ``k_len`` tokens are shared among sequences."""
+    """Lengths of sequences that sum to ``k_len``."""
     first = max(1, case.k_len // 2)
     second = max(0, (case.k_len - first) // 3)
     return [length for length in (first, second, case.k_len - first - second) if length]
@@ -27,18 +27,18 @@ def _check_packed(subject: Subject, case: Case) -> None:
     tensors = subject.draw(case)
     lengths = _lengths(case)
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(subject.device)
-    apart = (numbers[:, None] == numbers[None])[None, None]
-    # Padding of keys cannot say which query belongs to which document.
+    same_sequence = (numbers[:, None] == numbers[None])[None, None]
+    # A padding mask cannot express documents.
     form = "bool" if case.form == "padding" else case.form
-    packed = subject.call(case, tensors, mask=Spoken(apart, Documents(lengths=lengths)), form=form).output
-    require(_named("packed", subject.off_budget([packed], expected_of(tensors, allowed=apart))))
+    packed = subject.call(case, tensors, mask=Spoken(same_sequence, Documents(lengths=lengths)), form=form).output
+    require(_named("packed", subject.off_budget([packed], expected_of(tensors, allowed=same_sequence))))
     padded = _padded(tensors, lengths)
     ends = torch.tensor(lengths, device=subject.device).view(-1, 1, 1, 1)
     real = torch.arange(max(lengths), device=subject.device).view(1, 1, 1, -1) < ends
     real = real.expand(-1, 1, max(lengths), -1)
     output = subject.call(case, padded, mask=Spoken(real, Padding(lengths))).output
     joined = torch.cat([output[row : row + 1, :, :length] for row, length in enumerate(lengths)], dim=2)
-    require(_named("padded", subject.off_budget([joined], expected_of(tensors, allowed=apart))))
+    require(_named("padded", subject.off_budget([joined], expected_of(tensors, allowed=same_sequence))))
 
 
 def _named(what: str, wrong: str | None) -> str | None:
@@ -46,50 +46,50 @@ def _named(what: str, wrong: str | None) -> str | None:
 
 
 def _padded(tensors: Tensors, lengths: list[int]) -> Tensors:
-    """Each sequence as one member of a batch, with large numbers at the padding."""
-    found = []
+    """The sequences as a padded batch, with large values at the padding."""
+    padded = []
     for tensor in tensors:
         rows = tensor.new_full((len(lengths), tensor.shape[1], max(lengths), tensor.shape[3]), 50.0)
         start = 0
         for row, length in enumerate(lengths):
             rows[row, :, :length] = tensor[0, :, start : start + length]
             start += length
-        found.append(rows)
-    return found[0], found[1], found[2]
+        padded.append(rows)
+    return padded[0], padded[1], padded[2]
 
 
 def _check_decode(subject: Subject, case: Case) -> None:
-    """Keys and values are written into room that is there beforehand, as a cache does."""
+    """Keys and values are written to preallocated buffers, as in a KV cache."""
     query, key, value = subject.draw(case)
     causal = torch.ones(case.k_len, case.k_len, dtype=torch.bool, device=subject.device).tril()
     wanted = expected_of((query, key, value), allowed=causal)
-    held, stored = torch.full_like(key, 9.0), torch.full_like(value, 9.0)
+    key_cache, value_cache = torch.full_like(key, 9.0), torch.full_like(value, 9.0)
     rows = []
     for step in range(case.k_len):
-        held[:, :, step], stored[:, :, step] = key[:, :, step], value[:, :, step]
-        seen = (query[:, :, step : step + 1], held[:, :, : step + 1], stored[:, :, : step + 1])
-        rows.append(subject.call(case, seen, mask=None, form="none").output.clone())
+        key_cache[:, :, step], value_cache[:, :, step] = key[:, :, step], value[:, :, step]
+        inputs = (query[:, :, step : step + 1], key_cache[:, :, : step + 1], value_cache[:, :, : step + 1])
+        rows.append(subject.call(case, inputs, mask=None, form="none").output.clone())
     require(_named("one token at a time", subject.off_budget([torch.cat(rows, dim=2)], wanted)))
 
 
 def _check_static_cache(subject: Subject, case: Case) -> None:
-    """A cache of fixed room: every slot is handed over, and a mask says which are filled."""
+    """A KV cache of fixed capacity: all slots are passed, and a mask says which are filled."""
     query, key, value = subject.draw(case)
     causal = torch.ones(case.k_len, case.k_len, dtype=torch.bool, device=subject.device).tril()
     wanted = expected_of((query, key, value), allowed=causal)
-    held, stored = torch.full_like(key, 9.0), torch.full_like(value, 9.0)
+    key_cache, value_cache = torch.full_like(key, 9.0), torch.full_like(value, 9.0)
     form, rows = subject.signature.forms("dense", frozenset({"mask"}))[0], []
     for step in range(case.k_len):
-        held[:, :, step], stored[:, :, step] = key[:, :, step], value[:, :, step]
+        key_cache[:, :, step], value_cache[:, :, step] = key[:, :, step], value[:, :, step]
         allowed = causal[None, None, step : step + 1]
         mask = Spoken(allowed, Causal() if form == "object" else Dense(allowed))
-        token = (query[:, :, step : step + 1], held, stored)
+        token = (query[:, :, step : step + 1], key_cache, value_cache)
         rows.append(subject.call(case, token, mask=mask, form=form, offset=step).output.clone())
-    require(_named("from a cache of fixed room", subject.off_budget([torch.cat(rows, dim=2)], wanted)))
+    require(_named("from a cache of fixed capacity", subject.off_budget([torch.cat(rows, dim=2)], wanted)))
 
 
 def _check_split(subject: Subject, case: Case) -> None:
-    """Two halves of the keys, put together by their log-sum-exp."""
+    """Two halves of the keys, merged by their log-sum-exp."""
     query, key, value = subject.draw(case)
     cut = case.k_len // 2
     if cut == 0:
@@ -99,7 +99,7 @@ def _check_split(subject: Subject, case: Case) -> None:
         half = subject.call(case, (query, key[:, :, part], value[:, :, part]), returned=True)
         if half.lse is None:
             raise NotApplicable("it returns no log-sum-exp")
-        # Copies, should the next call write to the same memory.
+        # Copies, in case the next call writes to the same memory.
         outputs.append(half.output.double().clone())
         parts.append(half.lse.double().clone())
     lses = torch.stack(parts)
@@ -123,7 +123,7 @@ _TOKENS = Case(kv_heads=2, q_len=9, k_len=9)
 LAWS = (
     Law(
         name="packed equals padded",
-        says="sequences laid end to end under a mask give what they give padded, and alone",
+        says="packed sequences under a mask give the results of padded sequences and of each alone",
         check=_check_packed,
         needs=frozenset({"mask"}),
         every_form=True,
@@ -132,14 +132,14 @@ LAWS = (
     ),
     Law(
         name="decode equals prefill",
-        says="one token at a time, on keys that grow in place, gives what all at once gives",
+        says="decoding one token at a time with growing keys gives the results of one call",
         check=_check_decode,
         fit=_all_tokens,
         cases=(replace(_TOKENS, q_len=2, k_len=2), replace(_TOKENS, batch=2), replace(_TOKENS, q_len=18, k_len=18)),
     ),
     Law(
         name="fixed cache",
-        says="one token at a time, from a cache of fixed room under a mask, gives what all at once gives",
+        says="decoding one token at a time from a cache of fixed capacity under a mask gives the results of one call",
         check=_check_static_cache,
         needs=frozenset({"mask"}),
         fit=_all_tokens,
@@ -147,7 +147,7 @@ LAWS = (
     ),
     Law(
         name="split and merged",
-        says="two halves of the keys, merged by their log-sum-exp, give the whole",
+        says="two halves of the keys, merged by their log-sum-exp, give the result of all keys",
         check=_check_split,
         cases=(Case(q_len=2, k_len=2), replace(_TOKENS, batch=2), replace(_TOKENS, q_len=3, k_len=130)),
     ),

@@ -1,4 +1,4 @@
-"""The works of all rooms, in one table."""
+"""The jobs of all tabs."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ __all__ = ["works_of"]
 
 
 def works_of(folders: Sequence[Path], views: Views, limits: Limits) -> tuple[Work, ...]:
-    """Every work that the page can ask for."""
+    """Every kind of job that the page can request."""
     return (*worked.WORKS, *look.works_of(Models(folders, limits), views, limits), *variants.WORKS)

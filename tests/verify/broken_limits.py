@@ -1,6 +1,7 @@
-"""Attention functions that are wrong at an edge only: nothing in a call, one tile or one grid further on, a length that
-divides, a tensor that begins behind the start of its memory, the ends of what a number can hold. ``broken`` takes
-them in."""
+"""Attention functions with faults in boundary cases only.
+
+Empty calls, sizes beyond one tile or grid, divisible lengths, storage offsets, and the range of floating point values.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +15,39 @@ from torch import Tensor
 from tests.verify.broken_calls import Attention, as_torch_s, only_where
 from tests.verify.steps import RIGHT, Broken, but, take_causal, take_drop, take_forbid
 
-__all__ = ["BROKEN_EDGES"]
+__all__ = ["BROKEN_LIMITS"]
 
 _TILE = 64
 
 
 def _at_output(change: Callable[[Tensor, Tensor], Tensor]) -> Attention:
-    """The right attention, its output changed, given itself and the key."""
+    """The correct attention with a changed output."""
     return as_torch_s(lambda query, key, value, **options: change(RIGHT(query, key, value, **options), key))
 
 
 class _Backward(torch.autograd.Function):
-    """Hands a tensor on; backward changes the gradient that arrives, given what is kept."""
+    """Identity; backward changes the gradient, given ``saved``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, kept: Any, change: Callable[[Tensor, Any], Tensor]) -> Tensor:
-        ctx.kept, ctx.change = kept, change
+    def forward(ctx: Any, tensor: Tensor, saved: Any, change: Callable[[Tensor, Any], Tensor]) -> Tensor:
+        ctx.saved, ctx.change = saved, change
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.change(grads[0], ctx.kept), None, None
+        return ctx.change(grads[0], ctx.saved), None, None
 
 
 # Nothing ----------------------------------------------------------------------------------------------------------
 
 
 def _of_no_batch(output: Tensor, key: Tensor) -> Tensor:
-    """Without a sequence there is nothing to launch, and nothing is said of the shape."""
+    """Without a sequence the output has another shape."""
     return output if output.shape[0] else output.flatten(0, 1)
 
 
 class _KeysOfOneQuery(torch.autograd.Function):
-    """Without a query nobody writes the gradient of the keys."""
+    """Without a query the gradient of the keys is not written."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, query: Tensor) -> Tensor:
@@ -74,20 +75,20 @@ def _first_of_three(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _by_sixteens(scores: Tensor, mask: Tensor) -> Tensor:
-    """Sixteen bools are loaded at once where a row divides by that, the last first."""
-    turned = mask.dtype == torch.bool and mask.shape[-1] % 16 == 0
-    return take_forbid(scores, mask.unflatten(-1, (-1, 16)).flip(-1).flatten(-2) if turned else mask)
+    """If a row is divisible by sixteen, its bools are loaded by sixteens in reverse order."""
+    reversed_order = mask.dtype == torch.bool and mask.shape[-1] % 16 == 0
+    return take_forbid(scores, mask.unflatten(-1, (-1, 16)).flip(-1).flatten(-2) if reversed_order else mask)
 
 
 def _mask_of_first_split(scores: Tensor, mask: Tensor) -> Tensor:
-    """The keys of one query are shared among workers by 128, all of which read the mask of the first."""
+    """The keys of one query are split among workers by 128, all of which read the mask of the first."""
     if scores.shape[2] == 1 and mask.ndim == 4:
         mask = mask[..., torch.arange(mask.shape[-1]) % 128]
     return take_forbid(scores, mask)
 
 
 def _last_tile_skipped(q_len: int, k_len: int) -> Tensor:
-    """``<`` for ``<=`` where the last row's keys end with a tile."""
+    """``<`` instead of ``<=`` if the last row's keys end with a tile."""
     allowed = take_causal(q_len, k_len)
     if q_len % _TILE == 0 and k_len >= q_len:
         allowed[-1, q_len - 1] = False
@@ -95,10 +96,10 @@ def _last_tile_skipped(q_len: int, k_len: int) -> Tensor:
 
 
 def _base_2(scores: Tensor) -> Tensor:
-    """Scores times log2(e), and the lowest finite number is one no more."""
+    """Scores times log2(e), for which the lowest finite value overflows."""
     empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    own = scores.masked_fill(empty, 0.0) * math.log2(math.e)
-    terms = torch.exp2(own - own.amax(dim=-1, keepdim=True))
+    in_base_2 = scores.masked_fill(empty, 0.0) * math.log2(math.e)
+    terms = torch.exp2(in_base_2 - in_base_2.amax(dim=-1, keepdim=True))
     return (terms / terms.sum(dim=-1, keepdim=True)).masked_fill(empty, 0.0)
 
 
@@ -116,13 +117,13 @@ def _clamps_mask_in_backward(
 
 
 def _learns_with_others(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Takes the way of inference where none of the three wants a gradient."""
+    """Runs without a graph if none of query, key and value requires a gradient."""
     wanted = query.requires_grad or key.requires_grad or value.requires_grad
     return RIGHT(query, key, value, **options) if wanted else RIGHT(query, key, value, **options).detach()
 
 
 class _RepeatedOnce(torch.autograd.Function):
-    """A mask of one row for all queries; its gradient is the first query's, not the sum."""
+    """Expands a mask of one row; its gradient is that of the first query, not the sum."""
 
     @staticmethod
     def forward(ctx: Any, mask: Tensor, q_len: int) -> Tensor:
@@ -134,17 +135,17 @@ class _RepeatedOnce(torch.autograd.Function):
 
 
 def _row_of_first_query(scores: Tensor, mask: Tensor) -> Tensor:
-    once = mask.dtype != torch.bool and mask.ndim == 4 and mask.shape[2] == 1
-    return take_forbid(scores, _RepeatedOnce.apply(mask, scores.shape[2]) if once else mask)
+    one_row = mask.dtype != torch.bool and mask.ndim == 4 and mask.shape[2] == 1
+    return take_forbid(scores, _RepeatedOnce.apply(mask, scores.shape[2]) if one_row else mask)
 
 
 # Sizes ------------------------------------------------------------------------------------------------------------
 
 
 def _width_of_128(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Widths are 64, 128 or 256; what lies between the last two is taken for the smaller one."""
-    own, width = query.shape[-1] ** -0.5, 128 if 128 < query.shape[-1] < 256 else query.shape[-1]
-    options["scale"] = own if options.get("scale") is None else options["scale"]
+    """Widths between 128 and 256 are treated as 128."""
+    factor, width = query.shape[-1] ** -0.5, 128 if 128 < query.shape[-1] < 256 else query.shape[-1]
+    options["scale"] = factor if options.get("scale") is None else options["scale"]
     return RIGHT(query[..., :width], key[..., :width], value, **options)
 
 
@@ -156,7 +157,7 @@ _TURNED_GROUPS = but(groups=lambda tensor, heads: tensor.repeat(1, heads // tens
 
 
 def _group_rows_by_tiles(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The rows of a group lie one after the other; from the second tile of them on, the key head is a wrong one."""
+    """From the second tile of a group's rows on, the key head is wrong."""
     output, group = RIGHT(query, key, value, **options), query.shape[1] // key.shape[1]
     if group == 1:
         return output
@@ -165,7 +166,7 @@ def _group_rows_by_tiles(query: Tensor, key: Tensor, value: Tensor, **options: A
 
 
 def _equal_shares(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The keys of one query are shared among two workers, whose results count alike."""
+    """The keys of one query are split among two workers, whose results are averaged without weights."""
     cut = key.shape[2] // 2
     halves = (
         RIGHT(query, key[:, :, part], value[:, :, part], **options) for part in (slice(None, cut), slice(cut, None))
@@ -182,7 +183,7 @@ def _long_decode(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
 
 
 def _same_in_every_tile(axis: int) -> Callable[[Tensor, float], Tensor]:
-    """Each tile begins at the same random number."""
+    """Each tile uses the same random numbers."""
 
     def drop(weights: Tensor, p: float) -> Tensor:
         if not p:
@@ -194,13 +195,13 @@ def _same_in_every_tile(axis: int) -> Callable[[Tensor, float], Tensor]:
 
 
 def _square_dropout(weights: Tensor, p: float) -> Tensor:
-    """Room for as many keys as queries, and what lies beyond is kept."""
+    """Dropout for as many keys as queries; weights of further keys are never dropped."""
     size = weights.shape[2]
     return torch.cat([take_drop(weights[..., :size], p), weights[..., size:] / (1.0 - p)], dim=-1)
 
 
-def _from_the_start(grad: Tensor, kept: Any) -> Tensor:
-    """Strides are read, where the first number lies is not."""
+def _from_the_start(grad: Tensor, saved: Any) -> Tensor:
+    """Read with strides, but without the storage offset."""
     return torch.as_strided(grad, grad.shape, grad.stride(), 0)
 
 
@@ -208,7 +209,7 @@ def _offset_ignored(query: Tensor, key: Tensor, value: Tensor, **options: Any) -
     return _Backward.apply(RIGHT(query, key, value, **options), None, _from_the_start)  # type: ignore[no-any-return]
 
 
-BROKEN_EDGES: dict[str, Broken] = {
+BROKEN_LIMITS: dict[str, Broken] = {
     "NaN without keys": Broken(_at_output(lambda output, key: output if key.shape[2] else output / 0.0), "empty calls"),
     "ones without keys": Broken(
         _at_output(lambda output, key: output if key.shape[2] else output + 1.0), "empty calls"
@@ -217,10 +218,10 @@ BROKEN_EDGES: dict[str, Broken] = {
     "gradients not written without queries": Broken(as_torch_s(_unwritten_gradient), "empty calls"),
     "mask of three axes by sequences": Broken(but(forbid=_first_axis_of_sequences), "masks of three axes"),
     "mask of three axes of the first head": Broken(but(forbid=_first_of_three), "masks of three axes"),
-    "masks that divide by sixteen turned": Broken(but(forbid=_by_sixteens), "masks"),
+    "masks divisible by sixteen reversed": Broken(but(forbid=_by_sixteens), "masks"),
     "mask of the first split in decode": Broken(but(forbid=_mask_of_first_split), "masks and lengths"),
-    "the last key's tile skipped where lengths divide": Broken(but(causal=_last_tile_skipped), "causal flag"),
-    "lowest numbers of a float mask overflow": Broken(but(softmax=_base_2), "float mask"),
+    "the last key's tile skipped at divisible lengths": Broken(but(causal=_last_tile_skipped), "causal flag"),
+    "lowest values of a float mask overflow": Broken(but(softmax=_base_2), "float mask"),
     "float mask written to by backward": Broken(_clamps_mask_in_backward, "inputs unchanged"),
     "float mask does not learn alone": Broken(as_torch_s(_learns_with_others), "float mask in gradients"),
     "float mask of one row learns of one query": Broken(but(forbid=_row_of_first_query), "float mask in gradients"),
@@ -234,4 +235,4 @@ BROKEN_EDGES: dict[str, Broken] = {
     "start of the gradient ignored": Broken(as_torch_s(_offset_ignored), "gradient layouts"),
     "float16 scores overflow before they are scaled": Broken(RIGHT, "huge scores", dtype=torch.float16),
 }
-"""Every one of these by what is wrong with it."""
+"""These functions by their fault."""

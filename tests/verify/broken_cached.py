@@ -1,5 +1,4 @@
-"""Attention functions that are wrong because of what they keep, write to, or take for granted: an earlier call's mask,
-the shape of a mask, how wide a head is, which gradients are wanted. ``broken`` takes them in."""
+"""Attention functions with faults in caches, in writes to tensors, or in assumptions about shapes and gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from torch import Tensor
 from tests.verify.broken_calls import Attention, as_torch_s, only_where
 from tests.verify.steps import RIGHT, Broken, but, take_causal, take_forbid, take_softmax
 
-__all__ = ["BROKEN_KEPT"]
+__all__ = ["BROKEN_CACHED"]
 
 
 # Masks ------------------------------------------------------------------------------------------------------------
 
 
 def _first_axis_for_second(scores: Tensor, mask: Tensor) -> Tensor:
-    """``mask[None]`` for ``mask[:, None]``, which is noticed where there are as many sequences as heads."""
+    """``mask[None]`` instead of ``mask[:, None]``, which is detectable with as many sequences as heads."""
     if mask.ndim == 4 and mask.shape[1] == 1 and scores.shape[0] == scores.shape[1] == mask.shape[0]:
         mask = mask.transpose(0, 1)
     return take_forbid(scores, mask)
@@ -31,7 +30,7 @@ def _padding_of_queries(scores: Tensor, mask: Tensor) -> Tensor:
     return take_forbid(scores, mask.mT if one_row else mask)
 
 
-def _turned(scores: Tensor, mask: Tensor) -> Tensor:
+def _transposed(scores: Tensor, mask: Tensor) -> Tensor:
     return take_forbid(scores, mask.mT if mask.ndim == 2 and mask.shape[0] == mask.shape[1] else mask)
 
 
@@ -50,62 +49,62 @@ def _clamps_mask(
     return output
 
 
-# What is kept -----------------------------------------------------------------------------------------------------
+# Caches -----------------------------------------------------------------------------------------------------------
 
 
-def _causal_kept(room: Callable[[int, int, torch.dtype], Any]) -> Attention:
-    """A causal mask that is added, made once for each key."""
-    kept: dict[Any, Tensor] = {}
+def _causal_cached(key_of: Callable[[int, int, torch.dtype], Any]) -> Attention:
+    """An additive causal mask, cached by ``key_of(q_len, k_len, dtype)``."""
+    cache: dict[Any, Tensor] = {}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         if not is_causal:
             return RIGHT(query, key, value)
         lengths = (query.shape[2], key.shape[2])
-        place = room(*lengths, query.dtype)
-        if place not in kept:
-            kept[place] = torch.zeros(lengths, dtype=query.dtype).masked_fill(~take_causal(*lengths), -torch.inf)
-        return RIGHT(query, key, value, kept[place].view(lengths))
+        entry = key_of(*lengths, query.dtype)
+        if entry not in cache:
+            cache[entry] = torch.zeros(lengths, dtype=query.dtype).masked_fill(~take_causal(*lengths), -torch.inf)
+        return RIGHT(query, key, value, cache[entry].view(lengths))
 
     return attention
 
 
-class _LearnedOnce(torch.autograd.Function):
-    """Weights for backward lie in one place, where the next forward writes."""
+class _SharedBuffer(torch.autograd.Function):
+    """Weights for backward are in a buffer that the next forward overwrites."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
-        _PLACE["weights"] = take_softmax(scores)
+        _BUFFER["weights"] = take_softmax(scores)
         ctx.shape = scores.shape
-        return _PLACE["weights"].clone()
+        return _BUFFER["weights"].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        weights = _PLACE["weights"]
+        weights = _BUFFER["weights"]
         return weights * (grad - (weights * grad).sum(dim=-1, keepdim=True))
 
 
-_PLACE: dict[str, Tensor] = {}
+_BUFFER: dict[str, Tensor] = {}
 
 
 class _KeepsOutput(torch.autograd.Function):
-    """Backward reads the output that the caller has, and nobody notices what is written to it."""
+    """Backward reads the output, and a write of the caller to it is not detected."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, value: Tensor) -> Tensor:
         output = weights @ value
-        ctx.held = output.detach()
+        ctx.output_alias = output.detach()
         ctx.save_for_backward(weights, value, output.clone())
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         weights, value, output = ctx.saved_tensors
-        moved = (ctx.held - output).sum(dim=-1, keepdim=True)
+        moved = (ctx.output_alias - output).sum(dim=-1, keepdim=True)
         return grad @ value.mT + moved * weights, weights.mT @ grad
 
 
 class _Constant(torch.autograd.Function):
-    """A right backward whose weights are numbers to autograd: differentiated again, a part is missing."""
+    """Correct first derivatives; backward uses detached weights, so second derivatives are incomplete."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -131,13 +130,13 @@ def _value_itself(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _width_by_fours(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    own, width = query.shape[-1] ** -0.5, query.shape[-1] // 4 * 4 or query.shape[-1]
-    options["scale"] = own if options.get("scale") is None else options["scale"]
+    factor, width = query.shape[-1] ** -0.5, query.shape[-1] // 4 * 4 or query.shape[-1]
+    options["scale"] = factor if options.get("scale") is None else options["scale"]
     return RIGHT(query[..., :width], key[..., :width], value, **options)
 
 
 def _one_head_read(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """A key head whose stride is 0 is taken for one that is there once."""
+    """Expanded key heads, with stride 0, are read as one head."""
     if key.shape[1] > 1 and key.stride(1) == 0:
         key = F.pad(key[:, :1], (0, 0, 0, 0, 0, key.shape[1] - 1))
     return RIGHT(query, key, value, **options)
@@ -185,7 +184,7 @@ def _clips(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
 
 
 def _pair_lost(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Keys and values learn, queries are frozen, and the value's gradient is lost."""
+    """The value's gradient is lost if key and value require gradients and the query does not."""
     lost = key.requires_grad and not query.requires_grad
     return RIGHT(query, key, value.detach() if lost else value, **options)
 
@@ -209,28 +208,28 @@ def _leaves_kernels_off(query: Tensor, key: Tensor, value: Tensor, **options: An
     return output
 
 
-BROKEN_KEPT: dict[str, Broken] = {
+BROKEN_CACHED: dict[str, Broken] = {
     "mask of a sequence for a head where they are as many": Broken(but(forbid=_first_axis_for_second), "masks"),
     "mask of one row for queries": Broken(but(forbid=_padding_of_queries), "mask layouts"),
-    "mask of two axes turned": Broken(but(forbid=_turned), "mask layouts"),
+    "mask of two axes transposed": Broken(but(forbid=_transposed), "mask layouts"),
     "strides of the mask ignored": Broken(but(forbid=_strides_of_mask), "mask layouts"),
     "float mask written to": Broken(_clamps_mask, "inputs unchanged"),
-    "wants a gradient afterwards": Broken(as_torch_s(_wants_after), "inputs unchanged"),
-    "causal mask kept by its number of places": Broken(
-        _causal_kept(lambda q, k, dtype: (q * k, dtype)), "calls in turn"
+    "requires a gradient afterwards": Broken(as_torch_s(_wants_after), "inputs unchanged"),
+    "causal mask cached by its number of elements": Broken(
+        _causal_cached(lambda q, k, dtype: (q * k, dtype)), "calls in turn"
     ),
-    "causal mask kept by its lengths alone": Broken(_causal_kept(lambda q, k, dtype: (q, k)), "kinds in turn"),
-    "weights for backward in one place": Broken(but(softmax=_LearnedOnce.apply), "backward later"),
+    "causal mask cached by its lengths alone": Broken(_causal_cached(lambda q, k, dtype: (q, k)), "kinds in turn"),
+    "weights for backward in one buffer": Broken(but(softmax=_SharedBuffer.apply), "backward later"),
     "backward reads what the caller may write to": Broken(but(mix=_KeepsOutput.apply), "output written to"),
     "one key's value for every query, not copied": Broken(_value_of_one_key, "output written to"),
-    "value handed on": Broken(_value_itself, "output written to"),
+    "value returned as output": Broken(_value_itself, "output written to"),
     "constant weights in the second derivative": Broken(but(softmax=_Constant.apply), "gradients of gradients"),
     "causal flag ignored in decode": Broken(only_where(_one_query, _without("is_causal")), "causal flag"),
     "scale ignored in decode": Broken(only_where(_one_query, _without("scale")), "scale"),
     "scale ignored in grouped heads": Broken(only_where(_grouped, _without("scale")), "scale"),
     "no dropout in grouped heads": Broken(only_where(_grouped, _without("dropout_p")), "dropout under a mask"),
     "strides of the key ignored in grouped heads": Broken(as_torch_s(_groups_read_on), "grouped heads"),
-    "widths that four does not divide": Broken(as_torch_s(_width_by_fours), "widths"),
+    "widths not divisible by four": Broken(as_torch_s(_width_by_fours), "widths"),
     "a key head that is expanded": Broken(as_torch_s(_one_head_read), "layouts"),
     "output in float64 under a mask": Broken(
         _double_where(lambda query, key, value, options: options.get("attn_mask") is not None), "shape and dtype"
@@ -243,4 +242,4 @@ BROKEN_KEPT: dict[str, Broken] = {
     "autocast left on": Broken(as_torch_s(_leaves_autocast), "process state"),
     "flash kernels switched off": Broken(as_torch_s(_leaves_kernels_off), "process state"),
 }
-"""Every one of these by what is wrong with it."""
+"""These functions by their fault."""

@@ -1,4 +1,4 @@
-"""What the fuzzer found, each under a name of its own."""
+"""Regression tests for bugs that the fuzzer found."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.fuzz.check import HERE
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("backend", HERE)
-def test_a_scale_that_is_not_positive_under_a_causal_mask(backend: str, scale: float) -> None:
-    """torch's CPU kernel scales after it has masked: -inf times such a scale is inf or NaN. ``sdpa`` passed it on."""
+def test_nonpositive_scale_under_a_causal_mask(backend: str, scale: float) -> None:
+    """torch's CPU kernel scales after masking, so -inf times such a scale is inf or NaN; ``sdpa`` returned it."""
     query = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     if ch.explain_dispatch(query, query, query, mask=ch.Causal(), scale=scale).reasons[backend]:
         return
-    found = ch.attention(query, query, query, mask=ch.Causal(), scale=scale, backend=backend)
+    output = ch.attention(query, query, query, mask=ch.Causal(), scale=scale, backend=backend)
     exact = ch.attention(*[query.double()] * 3, mask=ch.Causal(), scale=scale, backend="reference")
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_a_packed_batch_of_padding_alone(backend: str) -> None:
-    """``sdpa`` gave zeros that nothing led back from, so that a loss could not be differentiated."""
+def test_packed_batch_of_padding_only(backend: str) -> None:
+    """``sdpa`` returned zeros without a gradient function, so a loss could not be differentiated."""
     query, key, value = (torch.full((1, 2, 3, 8), torch.nan).requires_grad_() for _ in range(3))
     mask = ch.Documents(ids=torch.full((1, 3), -1))
     if ch.explain_dispatch(query, key, value, mask=mask).reasons[backend]:
@@ -41,8 +41,8 @@ def test_a_packed_batch_of_padding_alone(backend: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_query_that_sees_one_key_has_no_gradient(dtype: torch.dtype) -> None:
-    """Its weight is 1 whatever the score. ``native`` left what backward rounds otherwise than forward: 5e-6."""
+def test_query_with_one_key_has_no_gradient(dtype: torch.dtype) -> None:
+    """Its weight is always 1. ``native`` gave gradients of 5e-6, because backward rounded differently from forward."""
     generator = torch.Generator().manual_seed(0)
     bias = ch.DenseBias(torch.tensor([[[[-0.6391]]]]))
     options: dict[str, Any] = {
