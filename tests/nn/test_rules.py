@@ -1,4 +1,4 @@
-"""Score rules held by a module: their tensors train, move, and are saved."""
+"""Score rules of a module: their tensors train, move and are saved with it."""
 
 from __future__ import annotations
 
