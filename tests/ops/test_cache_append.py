@@ -1,4 +1,4 @@
-"""The operator ``cache_append`` writes new tokens into a cache, and nothing beside them."""
+"""The operator ``cache_append`` writes only the new tokens into a cache."""
 
 from __future__ import annotations
 
