@@ -61,12 +61,13 @@ matrix: $(READY) ## operators and bridges over releases of torch and transformer
 	@$(NATIVE_IF_ABLE)
 	@$(BIN)/python tools/matrix.py $(ARGS)
 
-lint: $(READY) ## style, types, the import contracts and import cycles
+lint: $(READY) ## style, types, import contracts, import cycles and words
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --strict src tools
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/import_cycles.py
+	@$(BIN)/python tools/check_words.py
 
 format: $(READY) ## rewrite the files in the common style
 	@$(BIN)/ruff check --fix .

@@ -23,7 +23,7 @@ from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActD
 
 import clearhead as ch
 from clearhead.integrations.transformers import replace
-from clearhead.integrations.transformers.parts import FeedForward
+from clearhead.integrations.transformers.parts import FusedFeedForward
 from clearhead.ops import library as native_library
 from tests.bridges.hf_models import TRANSFORMERS_4
 from tests.budget import within_budget
@@ -94,14 +94,14 @@ def native(_kernels: None) -> None:
 def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call of a feedforward, whether it was fused."""
     steps: list[bool] = []
-    take = FeedForward.__call__
+    take = FusedFeedForward.__call__
 
     def spy(*given: Any) -> Tensor | None:
         output = take(*given)
         steps.append(output is not None)
         return output
 
-    monkeypatch.setattr(FeedForward, "__call__", spy)
+    monkeypatch.setattr(FusedFeedForward, "__call__", spy)
     attempt = replace.attempt
 
     def uncounted(*args: Any, **kwargs: Any) -> Any:

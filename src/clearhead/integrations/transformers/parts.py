@@ -25,9 +25,9 @@ from clearhead.projection import Layer, project, project_activate, project_activ
 
 __all__ = [
     "REPLACEMENTS",
-    "FeedForward",
     "FeedForwardParts",
     "Formulas",
+    "FusedFeedForward",
     "NormForward",
     "TokenwiseForward",
     "activation_of",
@@ -190,7 +190,7 @@ def feedforward_of(row: FeedForwardRow, module: nn.Module) -> FeedForwardParts |
 
 
 @dataclass(frozen=True)
-class FeedForward(TokenwiseForward):
+class FusedFeedForward(TokenwiseForward):
     """The forward of a feedforward module that fits ``row``."""
 
     row: FeedForwardRow

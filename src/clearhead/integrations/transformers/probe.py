@@ -34,7 +34,13 @@ from clearhead.integrations.transformers.match import (
     first_of,
     layer_matches,
 )
-from clearhead.integrations.transformers.parts import FeedForward, Formulas, NormForward, TokenwiseForward, linear_of
+from clearhead.integrations.transformers.parts import (
+    Formulas,
+    FusedFeedForward,
+    NormForward,
+    TokenwiseForward,
+    linear_of,
+)
 from clearhead.masks import Causal, Mask, Padding, Window
 from clearhead.ops.kinds import NormKind
 from clearhead.torch_private import implementation_of, set_implementation
@@ -108,7 +114,7 @@ def _candidates(module: nn.Module, interface: bool) -> Iterator[Fast]:
         yield from (NormForward(kind, name) for kind in (NormKind.RMS, NormKind.RMS_FROM_ONE))
         return
     yield from (LayerForward(match, interface=interface) for match in layer_matches(module))
-    yield from (FeedForward(row) for row in feedforward_rows(module))
+    yield from (FusedFeedForward(row) for row in feedforward_rows(module))
     if hasattr(module, "config") and signature_of(_kind_of(module).forward).rotary:
         yield from (AttentionForward(row, interface=interface) for row in attention_rows(module))
 
@@ -365,7 +371,7 @@ def _compare(module: nn.Module, fast: Fast) -> Trial:
         _replica(module if base is None else base, implementation if interface else None, memo)
         for implementation in ("eager", NAME)
     )
-    if isinstance(fast, FeedForward):
+    if isinstance(fast, FusedFeedForward):
         _shrink(fast.row, theirs, ours)
     if simple or base is not None:
         _randomise(theirs, generator)
@@ -374,7 +380,7 @@ def _compare(module: nn.Module, fast: Fast) -> Trial:
     comparison = _Comparison(theirs.eval(), ours.eval(), fast)
     if simple:
         width = next(iter(theirs.parameters())).shape[-1]
-        if isinstance(fast, FeedForward):
+        if isinstance(fast, FusedFeedForward):
             width = 16
         x = torch.randn(3, 5, width, generator=generator)
         # A row of small values shows the epsilon.

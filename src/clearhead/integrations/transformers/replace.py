@@ -13,12 +13,12 @@ from clearhead.integrations.recast import class_of, fast_of, original_of, recast
 from clearhead.integrations.report import BEFORE, How, SwapRow
 from clearhead.integrations.transformers.forwards import AttendingForward, LayerForward
 from clearhead.integrations.transformers.interface import attends, hand_over, is_marked, models, passes_by, take_back
-from clearhead.integrations.transformers.parts import REPLACEMENTS, FeedForward, NormForward
+from clearhead.integrations.transformers.parts import REPLACEMENTS, FusedFeedForward, NormForward
 from clearhead.integrations.transformers.probe import attempt
 
 __all__ = ["models", "restore", "swap_model"]
 
-_FUSED: Final = (AttendingForward, FeedForward)
+_FUSED: Final = (AttendingForward, FusedFeedForward)
 #: Elements of a weight, and of a norm's, from which a part of a layer gains by itself. Small parts are left
 #: unmodified: calling a replacement takes longer than it saves.
 _LEAST_WEIGHTS = 2**20
