@@ -1,6 +1,6 @@
-"""New processes without the seconds that the import of torch takes: each is forked from a server that has imported it.
+"""New processes that skip the seconds of importing torch: each is forked from a server that imported it.
 
-Nothing has been computed there, and no thread has begun.
+The server computed nothing and started no thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def started(function: Callable[..., Any], *arguments: Any, errors: Path) -> Fork
 def reported(
     code: str, words: Sequence[str] = (), environment: Mapping[str, str] | None = None, *, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python -c code words`` would give."""
+    """The result of ``python -c code words``."""
     with TemporaryDirectory() as folder:
         said, errors = Path(folder) / "said", Path(folder) / "errors"
         variables = {**os.environ, **(environment or {})}
@@ -65,6 +65,6 @@ def _run(
             with path.open("w") as file:
                 os.dup2(file.fileno(), stream)
     os.environ.update(environment)
-    # The server has imported clearhead without these variables.
+    # The server imported clearhead without these variables.
     binary.load.cache_clear()
     function(*arguments)

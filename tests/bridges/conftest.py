@@ -1,4 +1,4 @@
-"""The kernels, and the steps that calls are, for tests that ask for them."""
+"""Fixtures: the kernels, and the fused operators that run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from clearhead.testing import choices, fused_calls
 
-#: Models that are built like another one; ``make test`` runs the others here, and every family in ``tests/net``.
+#: Models with the structure of another one: slow here; ``tests/net`` runs every family.
 SAME_STRUCTURE = frozenset(
     {
         "altclip",
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_parts_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of small models gain nothing by themselves; here they are swapped as those of large ones."""
+    """Swap the parts of small models too, which swap leaves alone by default."""
     if find_spec("transformers") is not None:
         from clearhead.integrations.torch import parts as torch_parts
         from clearhead.integrations.transformers import parts, replace
@@ -61,8 +61,8 @@ def _small_parts_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What runs as one block operator, trials left out."""
+def fused_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kinds of the block operators that run, without the trial calls of swap."""
     with fused_calls() as calls:
         if find_spec("transformers") is not None:
             from clearhead.integrations.transformers import replace
@@ -81,7 +81,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """GEMM and attention are the kernels' on every processor."""
+    """Use the kernels' GEMM and attention on every processor."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
     with choices(attention="native"):
         yield

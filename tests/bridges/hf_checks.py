@@ -1,4 +1,4 @@
-"""What tests of transformers' layers share: models whose parts all differ, and what each of them has to hold."""
+"""Shared by the tests of transformers' layers: models with distinct weights, and common assertions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
 
 
 def distinct(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
-    """A model in eval mode, its weights large enough for attention to matter, and no two parts' the same."""
+    """A model in eval mode with distinct weights, large enough for attention to matter."""
     torch.manual_seed(0)
     model = make()
     with torch.no_grad():
         for part in model.parameters():
-            # Ones and zeros would hide one norm's weights, or a bias, behind another's; and small weights attention.
+            # Equal norms and biases would hide a mix-up, and small weights make attention uniform.
             part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
     return model.to(dtype).eval()
 
@@ -39,7 +39,7 @@ def ids_of(batch: int = 2, length: int = 9, seed: int = 0) -> Tensor:
 
 
 def decoded(model: Any, ids: Tensor, calls: tuple[int, ...] | None = None, cache: Any = None) -> Tensor:
-    """Logits of calls of so many tokens each: by default some at once and the rest one by one; of nine, all at once."""
+    """Logits of calls of ``calls`` tokens each; by default a prompt, then decode steps."""
     calls = calls or {9: (9,), 16: (9, 1, 1, 3, 1, 1)}[ids.shape[1]]
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
@@ -47,7 +47,7 @@ def decoded(model: Any, ids: Tensor, calls: tuple[int, ...] | None = None, cache
 
 
 def learns_between_calls_without_gradients(model: Any, call: Callable[[Any], Tensor]) -> None:
-    """Gradients of a model that is called without them in between are those of one that is not, step after step."""
+    """Assert that calls without gradients between training steps do not change the gradients."""
     fresh = copy.deepcopy(model)
     for each in (model, fresh):
         ch.swap(each)
@@ -62,31 +62,31 @@ def learns_between_calls_without_gradients(model: Any, call: Callable[[Any], Ten
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 call(model)
-            found, right = gradients(model), gradients(fresh)
-            assert found.keys() == right.keys()
-            for key, own in right.items():
-                torch.testing.assert_close(found[key], own, rtol=1e-4, atol=1e-4)
+            actual, right = gradients(model), gradients(fresh)
+            assert actual.keys() == right.keys()
+            for key, expected in right.items():
+                torch.testing.assert_close(actual[key], expected, rtol=1e-4, atol=1e-4)
             for step in steps:
                 step.step()
 
 
 def trains_with_the_gradients_of_eager(model: Any, times: int) -> None:
-    """So many steps of training of a model, which is swapped for that, have its own gradients."""
+    """Swap a model and assert ``times`` times that its gradients match the original's."""
     ids, upstream = ids_of(), torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3))
 
     def gradients(of: Any) -> dict[str, Tensor]:
         output = of(ids, use_cache=False).logits
-        found = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype))
-        return dict(zip(dict(of.named_parameters()), found, strict=True))
+        gradients = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype))
+        return dict(zip(dict(of.named_parameters()), gradients, strict=True))
 
     exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
     ch.swap(model)
     for _ in range(times):
-        found = gradients(model)
+        actual = gradients(model)
         for key, truth in exact.items():
-            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
+            within_budget(key, actual[key], textbook[key], truth, terms=18 * 72)
 
 
 def attending(calls: list[str]) -> list[str]:
-    """Fused calls without feedforwards by themselves."""
+    """Fused calls except single feedforwards."""
     return [call for call in calls if call != "feedforward"]

@@ -18,14 +18,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
 TRANSFORMERS_4: Final = transformers.__version__.startswith("4.")
-needs_5 = pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 does this in another way")
+needs_5 = pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 behaves differently")
 
 #: A batch's tokens; the first sentence is PAD tokens shorter.
 BATCH, TOKENS, PAD, VOCAB = 2, 23, 6, 61
 
 
-def _settings(*shared: Mapping[str, Any], **own: Any) -> Mapping[str, Any]:
-    return {key: value for each in (*shared, own) for key, value in each.items()}
+def _settings(*shared: Mapping[str, Any], **extra: Any) -> Mapping[str, Any]:
+    return {key: value for each in (*shared, extra) for key, value in each.items()}
 
 
 _SMALL: Final = _settings(
@@ -123,7 +123,7 @@ def _made(name: str) -> Any:
         torch.manual_seed(0)
         model = getattr(transformers, row.cls)._from_config(config, attn_implementation="eager")
         for parameter in model.parameters():
-            # As large as trained weights, so that attention is far from uniform and tokens differ.
+            # As large as trained weights, so that attention is not uniform and tokens differ.
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=2.0 * parameter.shape[-1] ** -0.5)
             elif bool((parameter == 0).all()):
@@ -132,22 +132,22 @@ def _made(name: str) -> Any:
 
 
 def eager(name: str) -> Any:
-    """The model in transformers' own attention, float32, in eval mode; a fresh copy."""
+    """A fresh copy of the model with transformers' eager attention, in float32 and eval mode."""
     return copy.deepcopy(_made(name))
 
 
 def exact(name: str) -> Any:
-    """The model in float64, attention too."""
+    """The model in float64, including attention."""
     return in_float64(eager(name))
 
 
 def in_float64(model: Any) -> Any:
-    """A copy of a model in float64, attention too: transformers' eager one computes its softmax in float32."""
+    """A float64 copy of a model, including the softmax, which transformers' eager attention computes in float32."""
     AttentionInterface.register("float64 formula", _formula)
     AttentionMaskInterface.register("float64 formula", _whole_mask)
-    found = copy.deepcopy(model).double()
-    found.set_attn_implementation("float64 formula")
-    return found
+    wide = copy.deepcopy(model).double()
+    wide.set_attn_implementation("float64 formula")
+    return wide
 
 
 def _whole_mask(**arguments: Any) -> Tensor | None:
@@ -206,7 +206,7 @@ def as_double(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def real_logits(model: Callable[..., Any], batch: Mapping[str, Tensor]) -> Tensor:
-    """Logits of real tokens; what stands at padding is defined by nobody."""
+    """Logits of real tokens; logits at padding are undefined."""
     logits: Tensor = model(**batch).logits
-    own = batch.get("attention_mask")
-    return logits[own.bool()] if own is not None and own.shape == logits.shape[:2] else logits
+    real = batch.get("attention_mask")
+    return logits[real.bool()] if real is not None and real.shape == logits.shape[:2] else logits

@@ -1,4 +1,4 @@
-"""swap changes classes and nothing else, says what it did, and unswap undoes it."""
+"""swap changes only classes and reports them, and unswap undoes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXACT = {"atol": 1e-11, "rtol": 1e-11}
 
 
 class Model(nn.Module):
-    """Everything at once, one attention in two places."""
+    """Every swapped class, and one attention used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,20 +28,20 @@ class Model(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True), 1)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.again = self.attention
+        self.shared = self.attention
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         memory = self.encoder(x, src_key_padding_mask=padding)
         y = self.decoder(x, memory, memory_key_padding_mask=padding)
         y = self.attention(y, y, y, key_padding_mask=padding, need_weights=False)[0]
-        found: Tensor = self.head(self.again(y, y, y)[0])
-        return found
+        output: Tensor = self.head(self.shared(y, y, y)[0])
+        return output
 
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small calls without a mask are torch's own; here they go the way of large ones."""
+    """Fuse small calls without a mask, which use torch's code by default."""
     monkeypatch.setattr(torch_attention, "_LEAST", 0)
 
 
@@ -55,7 +55,7 @@ X = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual
 PADDING = torch.arange(5) >= torch.tensor([[5], [2], [4]])
 
 
-def test_the_report(model: Model) -> None:
+def test_the_report_lists_every_replaced_module(model: Model) -> None:
     report = swap(model)
     assert isinstance(report, SwapReport)
     assert str(report).splitlines() == [
@@ -78,7 +78,7 @@ def test_the_report(model: Model) -> None:
     assert str(unswap(model)) == "nothing in the model attends"
 
 
-def test_swapping_again_sets_whether_padding_is_left_out(model: Model) -> None:
+def test_a_second_swap_changes_leave_padding_out(model: Model) -> None:
     for leave in (True, False, True):
         swap(model, leave_padding_out=leave)
         assert model.encoder.leaves_padding_out == leave
@@ -88,7 +88,7 @@ def test_swapping_again_sets_whether_padding_is_left_out(model: Model) -> None:
     assert "leaves_padding_out" not in vars(model.encoder)
 
 
-def test_to_symbolic_tracing_they_are_leaves(model: Model) -> None:
+def test_symbolic_tracing_treats_swapped_modules_as_leaves(model: Model) -> None:
     swap(model)
     traced = torch.fx.symbolic_trace(model)
     targets = {node.target for node in traced.graph.nodes if node.op == "call_module"}
@@ -99,7 +99,7 @@ def test_to_symbolic_tracing_they_are_leaves(model: Model) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_what_is_quantised_first_stays_so() -> None:
+def test_quantised_layers_stay_quantised() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
     kind = type(model.linear1)
@@ -109,8 +109,8 @@ def test_what_is_quantised_first_stays_so() -> None:
     assert model(X.float()).shape == X.shape
 
 
-def test_nothing_but_classes_changes(model: Model) -> None:
-    def picture() -> dict[str, object]:
+def test_swap_changes_only_classes(model: Model) -> None:
+    def snapshot() -> dict[str, object]:
         return {
             "parameters": [(name, id(parameter)) for name, parameter in model.named_parameters()],
             "modules": [(name, id(module), type(module)) for name, module in model.named_modules()],
@@ -119,21 +119,21 @@ def test_nothing_but_classes_changes(model: Model) -> None:
             "shown": str(model),
         }
 
-    before = picture()
+    before = snapshot()
     swap(model, leave_padding_out=False)
-    between = picture()
-    assert between["parameters"] == before["parameters"]
-    assert between["state"] == before["state"]
+    swapped = snapshot()
+    assert swapped["parameters"] == before["parameters"]
+    assert swapped["state"] == before["state"]
     assert isinstance(model.attention, nn.MultiheadAttention)
     assert isinstance(model.encoder.layers[0], nn.TransformerEncoderLayer)
-    assert model.again is model.attention
+    assert model.shared is model.attention
     assert type(model.head) is nn.Linear
     assert type(model.encoder.layers[0].linear1) is not nn.Linear
     unswap(model)
-    assert picture() == before
+    assert snapshot() == before
 
 
-def test_state_dicts_go_both_ways(model: Model) -> None:
+def test_state_dicts_load_in_both_directions(model: Model) -> None:
     theirs, ours = copy.deepcopy(model), model
     swap(ours)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_state_dicts_go_both_ways(model: Model) -> None:
     torch.testing.assert_close(ours(X), fresh(X), **EXACT)
 
 
-def test_an_optimizer_goes_on_through_swap_and_unswap(model: Model) -> None:
+def test_an_optimizer_works_across_swap_and_unswap(model: Model) -> None:
     plain = copy.deepcopy(model)
     losses = []
     for each, steps in ((plain, (None, None, None)), (model, (None, swap, unswap))):
@@ -183,7 +183,7 @@ def test_copies_of_a_swapped_model_work(model: Model, training: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_is_left_and_why() -> None:
+def test_the_report_says_why_modules_are_left() -> None:
     class Mine(nn.MultiheadAttention):
         pass
 
@@ -223,7 +223,7 @@ def test_what_is_left_and_why() -> None:
     assert type(layer.linear1) is nn.Linear
 
 
-def test_a_model_without_attention_and_no_model() -> None:
+def test_swap_of_a_model_without_attention_and_of_a_non_module() -> None:
     assert str(swap(nn.Linear(2, 2))) == "nothing in the model attends"
     for function in (swap, unswap):
         with pytest.raises(
@@ -256,7 +256,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("first", ["swap", "parametrize"])
-def test_parametrized_modules(model: Model, first: str) -> None:
+def test_parametrized_modules_match_the_original(model: Model, first: str) -> None:
     def parametrized(each: Model) -> None:
         parametrize.register_parametrization(each.attention, "in_proj_weight", Doubled())
         parametrize.register_parametrization(each.attention, "in_proj_bias", Doubled())
@@ -285,14 +285,14 @@ def test_parametrized_modules(model: Model, first: str) -> None:
     assert type(ours.attention) is nn.MultiheadAttention
 
 
-def test_attention_alone_in_bfloat16_and_moved(model: Model) -> None:
+def test_a_swapped_model_can_change_dtype(model: Model) -> None:
     swap(model)
     half = model.to(torch.bfloat16)
     assert half(X.bfloat16(), PADDING).dtype == torch.bfloat16
     assert half.float()(X.float(), PADDING).dtype == torch.float32
 
 
-def test_many_threads_at_once(model: Model) -> None:
+def test_concurrent_threads_match_the_original(model: Model) -> None:
     expected = model(X, PADDING)[~PADDING]
     failures: list[BaseException] = []
 
@@ -313,7 +313,7 @@ def test_many_threads_at_once(model: Model) -> None:
 
 
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"])
-def test_compiled_whole(model: Model, training: bool) -> None:
+def test_a_compiled_model_matches_the_original(model: Model, training: bool) -> None:
     expected = model.train(training)(X, PADDING)
     swap(model)
     torch.compiler.reset()
@@ -321,15 +321,15 @@ def test_compiled_whole(model: Model, training: bool) -> None:
     output = compiled(X, PADDING)
     torch.testing.assert_close(output[~PADDING], expected[~PADDING], **EXACT)
     output[~PADDING].square().sum().backward()
-    found = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     unswap(model)
     model(X, PADDING)[~PADDING].square().sum().backward()
-    for one, parameter in zip(found, model.parameters(), strict=True):
+    for one, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(one, parameter.grad, **EXACT)
 
 
-def test_compiled_with_causal_and_float_masks_and_weights() -> None:
+def test_compiled_attention_with_causal_and_float_masks_and_weights() -> None:
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(8, 2, batch_first=True).double()
     ours = copy.deepcopy(theirs)
@@ -347,7 +347,7 @@ def test_compiled_with_causal_and_float_masks_and_weights() -> None:
             torch.testing.assert_close(one, other, **EXACT)
 
 
-def test_exported(model: Model) -> None:
+def test_an_exported_model_matches_the_original(model: Model) -> None:
     swap(model.eval())
     program = torch.export.export(model, (X, PADDING))
     expected = model(X, PADDING)

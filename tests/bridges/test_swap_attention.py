@@ -1,4 +1,4 @@
-"""A swapped nn.MultiheadAttention gives what torch's gives: outputs, weights and gradients, for every option."""
+"""A swapped nn.MultiheadAttention matches torch's outputs, weights and gradients for every option."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BATCH, HEADS, WIDTH, Q_LEN, K_LEN = 3, 2, 8, 5, 7
 
 
 @pytest.fixture(autouse=True, params=["small", "large"])
-def _road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of these sizes on the road of small calls, and on that of large ones."""
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test on the path of small calls and on that of large calls."""
     if request.param == "large":
         monkeypatch.setattr(torch_attention, "_LEAST", 0)
 
@@ -53,7 +53,7 @@ def _inputs(kind: str, *, batch_first: bool = False, kdim: int = WIDTH, vdim: in
 
 
 def _forbidden(*shape: int) -> Tensor:
-    """Random, but nobody is left with nothing."""
+    """A random mask in which every row may attend to a key."""
     forbidden = torch.rand(shape, generator=torch.Generator().manual_seed(2)) > 0.6
     forbidden[..., 0] = False
     return forbidden
@@ -65,22 +65,22 @@ def _padding(k_len: int, side: str) -> Tensor:
 
 
 def _run(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, object]) -> Iterator[Tensor]:
-    """Output, weights where there are any, and every gradient of a sum that tells all entries apart."""
+    """Output, weights if returned, and gradients of a sum that weighs every element differently."""
     module.zero_grad()
     output, weights = module(*inputs, **call)
-    found = [output] if weights is None else [output, weights]
-    total = sum((tensor * torch.arange(tensor.numel()).view(tensor.shape).cos()).sum() for tensor in found)
+    results = [output] if weights is None else [output, weights]
+    total = sum((tensor * torch.arange(tensor.numel()).view(tensor.shape).cos()).sum() for tensor in results)
     sources = [*dict.fromkeys(inputs), *module.parameters()]
-    yield from found
+    yield from results
     yield from torch.autograd.grad(total, sources)
 
 
 def _same(
     theirs: nn.MultiheadAttention, ours: nn.MultiheadAttention, inputs: tuple[Tensor, ...], **call: object
 ) -> None:
-    expected, found = list(_run(theirs, inputs, call)), list(_run(ours, inputs, call))
-    assert len(expected) == len(found)
-    for one, other in zip(found, expected, strict=True):
+    expected, actual = list(_run(theirs, inputs, call)), list(_run(ours, inputs, call))
+    assert len(expected) == len(actual)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, **EXACT)
 
 
@@ -91,7 +91,9 @@ WEIGHTS = [{"need_weights": False}, {"need_weights": True}, {"need_weights": Tru
 @pytest.mark.parametrize("weights", WEIGHTS, ids=["output", "averaged", "by head"])
 @pytest.mark.parametrize("kind", ["self", "memory", "three"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
-def test_every_way_of_calling(kind: str, batch_first: bool, weights: dict[str, object], training: bool) -> None:
+def test_every_call_signature_matches_torch(
+    kind: str, batch_first: bool, weights: dict[str, object], training: bool
+) -> None:
     for bias in (True, False):
         theirs, ours = (module.train(training) for module in _pair(batch_first=batch_first, bias=bias))
         _same(theirs, ours, _inputs(kind, batch_first=batch_first), **weights)
@@ -123,7 +125,7 @@ def _masks(k_len: int) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("weights", WEIGHTS[:2], ids=["output", "averaged"])
 @pytest.mark.parametrize("mask", list(_masks(K_LEN)))
-def test_every_mask(mask: str, weights: dict[str, object]) -> None:
+def test_every_mask_matches_torch(mask: str, weights: dict[str, object]) -> None:
     for batch_first, kind in product((True, False), ("self", "three")):
         theirs, ours = _pair(batch_first=batch_first)
         given = _masks(Q_LEN if kind == "self" else K_LEN)[mask]
@@ -132,7 +134,7 @@ def test_every_mask(mask: str, weights: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS[:2], ids=["output", "averaged"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_causal_by_hint_and_by_its_look(weights: dict[str, object], padded: bool) -> None:
+def test_causal_masks_with_and_without_is_causal(weights: dict[str, object], padded: bool) -> None:
     theirs, ours = _pair(batch_first=True)
     inputs = _inputs("self", batch_first=True)
     call = dict(weights) | ({"key_padding_mask": _padding(Q_LEN, "right")} if padded else {})
@@ -152,7 +154,7 @@ def test_causal_by_hint_and_by_its_look(weights: dict[str, object], padded: bool
 @pytest.mark.parametrize(
     "extra", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}]
 )
-def test_extra_keys(extra: dict[str, bool], weights: dict[str, object]) -> None:
+def test_extra_keys_match_torch(extra: dict[str, bool], weights: dict[str, object]) -> None:
     for batch_first, mask in product((True, False), ("bool", "float by head", "padding right", "both float")):
         theirs, ours = _pair(batch_first=batch_first, **extra)
         _same(theirs, ours, _inputs("three", batch_first=batch_first), **_masks(K_LEN)[mask], **weights)
@@ -162,21 +164,21 @@ def test_extra_keys(extra: dict[str, bool], weights: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=["output", "averaged", "by head"])
-def test_other_widths_of_keys_and_values(weights: dict[str, object]) -> None:
+def test_key_and_value_widths_match_torch(weights: dict[str, object]) -> None:
     for kdim, vdim in ((6, 8), (8, 4), (6, 4)):
         theirs, ours = _pair(kdim=kdim, vdim=vdim)
         _same(theirs, ours, _inputs("three", kdim=kdim, vdim=vdim), **_masks(K_LEN)["bool by head"], **weights)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=["output", "averaged", "by head"])
-def test_unbatched(weights: dict[str, object]) -> None:
+def test_unbatched_inputs_match_torch(weights: dict[str, object]) -> None:
     theirs, ours = _pair(batch_first=True)
     query, key, value = (tensor[0].detach().requires_grad_() for tensor in _inputs("three", batch_first=True))
     for call in ({}, {"attn_mask": _forbidden(HEADS, Q_LEN, K_LEN)}, {"key_padding_mask": _padding(K_LEN, "left")[1]}):
         _same(theirs, ours, (query, key, value), **call, **weights)
 
 
-def test_rounding_of_float32_is_that_of_torch() -> None:
+def test_float32_is_within_the_error_budget() -> None:
     exact, _ = _pair(batch_first=True)
     theirs = copy.deepcopy(exact).float()
     ours = copy.deepcopy(theirs)
@@ -190,24 +192,24 @@ def test_rounding_of_float32_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision_is_within_twice_torchs_error(dtype: torch.dtype) -> None:
     exact, _ = _pair(batch_first=True)
     theirs, x = copy.deepcopy(exact).to(dtype), torch.randn(2, 9, WIDTH).to(dtype)
     ours = copy.deepcopy(theirs)
     swap(ours)
     for weights in WEIGHTS[:2]:
         wide = copy.deepcopy(theirs).double()(x.double(), x.double(), x.double(), **weights)
-        found, expected = ours(x, x, x, **weights), theirs(x, x, x, **weights)
-        for one, other, right in zip(found, expected, wide, strict=True):
+        actual, expected = ours(x, x, x, **weights), theirs(x, x, x, **weights)
+        for one, other, right in zip(actual, expected, wide, strict=True):
             if other is not None:
                 assert one.dtype == other.dtype
-                # Torch may be right by luck where we round, by up to one unit of the last place of this dtype.
+                # Torch may be exact by chance where ours rounds: allow one ULP of this dtype.
                 slack = torch.finfo(dtype).eps * right.abs().max()
                 assert (one - right).abs().max() <= 2 * (other - right).abs().max() + slack
 
 
 @pytest.mark.parametrize("weights", WEIGHTS[:2], ids=["output", "averaged"])
-def test_autocast(weights: dict[str, object]) -> None:
+def test_autocast_is_within_twice_torchs_error(weights: dict[str, object]) -> None:
     exact, _ = _pair(batch_first=True)
     theirs, x = copy.deepcopy(exact).float(), torch.randn(2, 9, WIDTH)
     ours = copy.deepcopy(theirs)
@@ -238,7 +240,7 @@ def test_a_fully_padded_row_is_zero_and_has_no_gradient(need_weights: bool) -> N
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_what_padding_holds_reaches_nothing(need_weights: bool) -> None:
+def test_nan_in_padding_does_not_reach_real_tokens(need_weights: bool) -> None:
     _, ours = _pair(batch_first=True)
     x = _inputs("self", batch_first=True)[0].detach()
     padding = _padding(Q_LEN, "right")
@@ -256,7 +258,7 @@ def test_what_padding_holds_reaches_nothing(need_weights: bool) -> None:
         torch.testing.assert_close(one, other, **EXACT)
 
 
-def test_a_row_of_large_negative_numbers_is_an_average_as_in_torch() -> None:
+def test_a_row_of_large_negative_scores_averages_as_in_torch() -> None:
     theirs, ours = _pair(batch_first=True)
     bias = torch.zeros(Q_LEN, Q_LEN, dtype=torch.float64)
     bias[1] = -1e9
@@ -264,11 +266,11 @@ def test_a_row_of_large_negative_numbers_is_an_average_as_in_torch() -> None:
     x = _inputs("self", batch_first=True)
     for need_weights in (False, True):
         expected, output = (module(*x, attn_mask=bias, need_weights=need_weights)[0] for module in (theirs, ours))
-        # A score beside 1e9 is known to 1e-7, half a unit of its last place; weights and outputs inherit that.
+        # A float64 score near 1e9 has a rounding error of 1e-7, half an ULP, which weights and outputs inherit.
         torch.testing.assert_close(output, expected, atol=1e-6, rtol=0.0)
 
 
-def test_a_learned_bias_learns() -> None:
+def test_a_learned_bias_gets_torchs_gradient() -> None:
     theirs, ours = _pair(batch_first=True)
     x = _inputs("self", batch_first=True)[0].detach()
     grads = []
@@ -280,7 +282,7 @@ def test_a_learned_bias_learns() -> None:
     torch.testing.assert_close(grads[1], grads[0], **EXACT)
 
 
-def test_weights_head_by_head_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_computed_head_by_head_without_gradients_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_weights, "_LEAST_SQUARE", 0)
     for mask in _masks(K_LEN).values():
         theirs, ours = _pair(batch_first=True)
@@ -291,7 +293,7 @@ def test_weights_head_by_head_where_nothing_is_recorded(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_dropout_while_training_only(need_weights: bool) -> None:
+def test_dropout_is_active_only_in_training_mode(need_weights: bool) -> None:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True).double()
     x = torch.randn(64, 24, 16, dtype=torch.float64)
@@ -301,7 +303,7 @@ def test_dropout_while_training_only(need_weights: bool) -> None:
     module.train()
     outputs = torch.stack([module(x, x, x, need_weights=need_weights)[0].detach() for _ in range(40)])
     assert not torch.equal(outputs[0], outputs[1])
-    # The mean of 40 draws lies within five of its own standard deviations, entry by entry, nearly always.
+    # The mean of 40 draws lies within five of its standard deviations for nearly every element.
     deviation = (outputs.mean(dim=0) - plain).abs() / (outputs.std(dim=0) / 40**0.5)
     assert (deviation < 5).double().mean() > 0.999
     torch.manual_seed(7)
@@ -310,22 +312,24 @@ def test_dropout_while_training_only(need_weights: bool) -> None:
     assert torch.equal(module(x, x, x, need_weights=need_weights)[0], first)
 
 
-def test_weights_returned_while_training_are_those_after_dropout() -> None:
+def test_weights_in_training_mode_are_returned_after_dropout() -> None:
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True).double()
     ours = copy.deepcopy(theirs)
     swap(ours)
     x = torch.randn(4, 30, 16, dtype=torch.float64)
     weights = ours(x, x, x, average_attn_weights=False)[1]
-    kept = weights != 0
-    torch.testing.assert_close(weights[kept], 2 * ours.eval()(x, x, x, average_attn_weights=False)[1][kept], **EXACT)
-    assert 0.45 < kept.double().mean() < 0.55
+    survived = weights != 0
+    torch.testing.assert_close(
+        weights[survived], 2 * ours.eval()(x, x, x, average_attn_weights=False)[1][survived], **EXACT
+    )
+    assert 0.45 < survived.double().mean() < 0.55
     whole = nn.MultiheadAttention(16, 4, dropout=1.0, batch_first=True).double()
     swap(whole)
     assert (whole(x, x, x, need_weights=False)[0] == 0).all()
 
 
-def test_one_of_our_masks_in_place_of_a_tensor() -> None:
+def test_a_clearhead_mask_equals_its_dense_form() -> None:
     theirs, ours = _pair(batch_first=True)
     x = _inputs("self", batch_first=True)[0]
     window = ch.Causal() & ch.Window(1)
@@ -335,10 +339,10 @@ def test_one_of_our_masks_in_place_of_a_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:The PyTorch API of nested tensors")
-def test_vmap_nested_and_meta_go_torchs_own_way() -> None:
+def test_vmap_nested_and_meta_tensors_use_torchs_code() -> None:
     theirs, ours = (module.eval().requires_grad_(False) for module in _pair(batch_first=True))
     x = torch.randn(4, 2, 5, WIDTH, dtype=torch.float64)
-    mapped = [torch.vmap(lambda t, own=module: own(t, t, t, need_weights=False)[0])(x) for module in (ours, theirs)]
+    mapped = [torch.vmap(lambda t, layer=module: layer(t, t, t, need_weights=False)[0])(x) for module in (ours, theirs)]
     torch.testing.assert_close(*mapped, **EXACT)
     nested = torch.nested.nested_tensor([x[0, 0], x[0, 1, :3]])
     both = [module(nested, nested, nested, need_weights=False)[0].to_padded_tensor(0.0) for module in (ours, theirs)]
@@ -360,14 +364,14 @@ def test_vmap_nested_and_meta_go_torchs_own_way() -> None:
         ({"key_padding_mask": [True]}, r"got list\."),
     ],
 )
-def test_bad_masks(call: dict[str, object], text: str) -> None:
+def test_invalid_masks_raise(call: dict[str, object], text: str) -> None:
     _, ours = _pair(batch_first=True)
     x = _inputs("self", batch_first=True)[0]
     with pytest.raises(ch.MaskError, match=text):
         ours(x, x, x, **call)
 
 
-def test_bad_axes() -> None:
+def test_invalid_axes_raise() -> None:
     _, ours = _pair()
     x = torch.zeros(3, 5, WIDTH, dtype=torch.float64)
     with pytest.raises(ch.ShapeError, match=r"^MultiheadAttention: query must have 3 axes"):
@@ -400,7 +404,7 @@ X = torch.zeros(3, 5, WIDTH, dtype=torch.float64)
         ((X, X, [1.0]), ch.ShapeError, r"value must be a tensor; got list\."),
     ],
 )
-def test_bad_inputs(inputs: tuple[Tensor, Tensor, Tensor], error: type[Exception], text: str) -> None:
+def test_invalid_inputs_raise(inputs: tuple[Tensor, Tensor, Tensor], error: type[Exception], text: str) -> None:
     _, ours = _pair(batch_first=True)
     for call in ({}, {"need_weights": False}, {"key_padding_mask": torch.zeros(3, 5).bool()}):
         with pytest.raises(error, match="^MultiheadAttention: " + text):
@@ -418,14 +422,14 @@ def test_bad_inputs(inputs: tuple[Tensor, Tensor, Tensor], error: type[Exception
     ids=repr,
 )
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_one_of_our_masks_that_does_not_fit(mask: ch.Mask, text: str, need_weights: bool) -> None:
+def test_a_clearhead_mask_of_the_wrong_size_raises(mask: ch.Mask, text: str, need_weights: bool) -> None:
     _, ours = _pair(batch_first=True)
     with pytest.raises(ch.ClearheadError, match="^MultiheadAttention: " + text):
         ours(X, X, X, attn_mask=mask, need_weights=need_weights)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_one_of_our_masks_that_reads_positions_where_lengths_differ(need_weights: bool) -> None:
+def test_a_positional_clearhead_mask_with_unequal_lengths_raises(need_weights: bool) -> None:
     theirs, ours = _pair(batch_first=True)
     text = r"^MultiheadAttention: attn_mask must not read positions where .*; got q_len 3, k_len 5 under Causal\(\)\."
     with pytest.raises(ch.MaskError, match=text):
@@ -437,7 +441,7 @@ def test_one_of_our_masks_that_reads_positions_where_lengths_differ(need_weights
 
 @pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_inputs_without_tokens_under_a_mask(batch: int, q_len: int, k_len: int, need_weights: bool) -> None:
+def test_inputs_without_tokens_accept_masks(batch: int, q_len: int, k_len: int, need_weights: bool) -> None:
     _, ours = _pair(batch_first=True)
     query, key = (torch.zeros(batch, length, WIDTH, dtype=torch.float64) for length in (q_len, k_len))
     for call in (
@@ -450,7 +454,7 @@ def test_inputs_without_tokens_under_a_mask(batch: int, q_len: int, k_len: int, 
         assert weights is None or weights.shape == (batch, q_len, k_len)
 
 
-def test_unswapped_again_it_is_torchs() -> None:
+def test_unswap_restores_torchs_bits() -> None:
     theirs, ours = _pair()
     unswap(ours)
     assert type(ours) is nn.MultiheadAttention

@@ -1,4 +1,4 @@
-"""Faults that swap once had, each with others of its kind: stale weights, names, modes, tools and divided models."""
+"""Regressions of swap: stale weights, names, modes, tools and divided models."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "load, assigned": lambda model: _load(model, assign=True),
     "new parameters": _new_parameters,
     "another layout": _transpose_layout,
-    "there and back": lambda model: (model.double(), _write_in_place(model), model.float()),
+    "dtype round trip": lambda model: (model.double(), _write_in_place(model), model.float()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_that_changed_between_calls_count(name: str, change: str) -> None:
+def test_parameters_changed_between_calls_take_effect(name: str, change: str) -> None:
     model = distinct(MODELS[name])
     original = copy.deepcopy(model)
     ch.swap(model)
@@ -129,8 +129,8 @@ def test_dropout_modules_in_training_mode_drop_in_a_model_in_eval_mode() -> None
     assert float(samples.std(0).mean()) > 0.05
 
 
-def test_a_window_that_no_layer_has_is_not_refused() -> None:
-    """Qwen2-MoE makes a mask of a window of -1 or 0 where it uses none."""
+def test_an_unused_window_is_accepted() -> None:
+    """Qwen2-MoE creates a mask with a window of -1 or 0 if it uses none."""
     config = transformers.Qwen2MoeConfig(
         **SIZES,
         moe_intermediate_size=16,
@@ -141,13 +141,13 @@ def test_a_window_that_no_layer_has_is_not_refused() -> None:
     )
     assert not config.use_sliding_window
     model = distinct(lambda: transformers.Qwen2MoeForCausalLM(config))
-    own = _output(model)
+    expected = _output(model)
     ch.swap(model)
-    torch.testing.assert_close(_output(model), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_output(model), expected, rtol=1e-4, atol=1e-4)
 
 
 class _Divided(nn.Module):
-    """Parts of a BERT in a model of the user's."""
+    """Parts of a BERT inside a user's model."""
 
     def __init__(self, embeddings: nn.Module, encoder: nn.Module) -> None:
         super().__init__()
@@ -158,27 +158,27 @@ class _Divided(nn.Module):
 
 
 @torch.no_grad()
-def test_parts_of_a_transformers_model_work_and_are_reported() -> None:
+def test_parts_of_a_transformers_model_are_left_and_reported() -> None:
     bert = distinct(MODELS["bert"]).bert
     divided = _Divided(bert.embeddings, bert.encoder)
-    own = divided(ids_of())
+    expected = divided(ids_of())
     report = ch.swap(divided)
     assert report.replaced == ()
     assert {row.path for row in report.left} >= {"encoder.layer.0.attention", "encoder.layer.0.attention.self"}
     assert all("outside its PreTrainedModel" in row.reason for row in report.left)
-    assert torch.equal(divided(ids_of()), own)
+    assert torch.equal(divided(ids_of()), expected)
 
 
 @torch.no_grad()
 def test_unswap_of_parts_restores_the_attention_implementation() -> None:
     bert = distinct(MODELS["bert"]).bert
     divided = _Divided(bert.embeddings, bert.encoder)
-    own, implementation = divided(ids_of()), bert.config._attn_implementation
+    expected, implementation = divided(ids_of()), bert.config._attn_implementation
     ch.swap(bert)
-    torch.testing.assert_close(divided(ids_of()), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(divided(ids_of()), expected, rtol=1e-4, atol=1e-4)
     assert ch.unswap(divided).replaced
     assert bert.config._attn_implementation == implementation
-    assert torch.equal(divided(ids_of()), own)
+    assert torch.equal(divided(ids_of()), expected)
 
 
 def test_dynamic_quantisation_of_a_swapped_model_warns() -> None:
@@ -192,27 +192,27 @@ def test_dynamic_quantisation_of_a_swapped_model_warns() -> None:
         torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
 
 
-def test_attention_of_other_libraries_is_named() -> None:
-    attention = type("CausalSelfAttention", (nn.Linear,), {"__module__": "somebody.models"})
+def test_attention_of_other_libraries_is_reported() -> None:
+    attention = type("CausalSelfAttention", (nn.Linear,), {"__module__": "example.models"})
     report = ch.swap(nn.ModuleDict({"block": attention(4, 4), "torch": nn.MultiheadAttention(8, 2)}))
     assert [(row.path, row.class_name, row.reason) for row in report.left] == [
-        ("block", "CausalSelfAttention", "attention of somebody, which swap does not recognise")
+        ("block", "CausalSelfAttention", "attention of example, which swap does not recognise")
     ]
     assert [row.path for row in report.replaced] == ["torch"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_swap_disturbs_nothing(name: str) -> None:
+def test_swap_has_no_side_effects(name: str) -> None:
     model = distinct(MODELS[name])
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    generator, seen = torch.get_rng_state(), list[object]()
+    generator, fired = torch.get_rng_state(), list[object]()
     for module in model.modules():
-        module.register_forward_hook(lambda *given: seen.append(given))
+        module.register_forward_hook(lambda *given: fired.append(given))
     implementation = model.config._attn_implementation
     with torch.inference_mode():
         ch.swap(model)
     assert torch.equal(torch.get_rng_state(), generator)
-    assert seen == []
+    assert fired == []
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert all(not module.training for module in model.modules())
@@ -220,7 +220,7 @@ def test_swap_disturbs_nothing(name: str) -> None:
     assert model.config._attn_implementation == implementation
 
 
-def test_what_disagrees_is_left_and_the_report_says_the_difference() -> None:
+def test_a_layer_that_disagrees_is_left_and_its_difference_reported() -> None:
     class Doubled(transformers.models.llama.modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
         def forward(
             self, hidden_states: Tensor, attention_mask: Any = None, position_embeddings: Any = None, **kwargs: Any
@@ -230,17 +230,17 @@ def test_what_disagrees_is_left_and_the_report_says_the_difference() -> None:
 
     model = distinct(MODELS["llama"])
     model.model.layers[1].__class__ = Doubled
-    own = _output(model)
+    expected = _output(model)
     report = ch.swap(model)
     (row,) = [row for row in report.left if row.path == "model.layers.1"]
     assert row.difference is not None
     assert 0.1 < row.difference < 10.0
     assert row.reason == f"its fused form differs by {row.difference:.1e}"
     assert "model.layers.0" in {row.path for row in report.replaced if row.how == "fused"}
-    torch.testing.assert_close(_output(model), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_output(model), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_argument_without_a_role_sends_the_call_to_the_original_code() -> None:
+def test_an_unknown_argument_runs_the_original_code() -> None:
     class Shifted(transformers.models.llama.modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
         def forward(self, hidden_states: Tensor, shift: float | None = None, **kwargs: Any) -> Any:
             output = super().forward(hidden_states, **kwargs)
@@ -258,6 +258,6 @@ def test_an_argument_without_a_role_sends_the_call_to_the_original_code() -> Non
         torch.testing.assert_close(layer(x, 1.0, position_embeddings=rotary), plain + 1.0)
 
 
-def test_an_old_transformers_is_refused_in_one_sentence() -> None:
+def test_an_old_transformers_raises_one_line() -> None:
     with pytest.raises(ch.UnsupportedError, match=r"^swap: transformers must be of version 4\.57 or later; got 4\.40"):
         integration._check_version("4.40.1")

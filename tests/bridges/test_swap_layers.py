@@ -1,4 +1,4 @@
-"""Swapped layers and stacks give what torch's give; at padding an encoder stack gives 0."""
+"""Swapped layers and stacks match torch's; an encoder stack gives 0 at padding."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
 @pytest.fixture(autouse=True, params=["small", "large"])
-def _road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of these sizes on the road of small calls, and on that of large ones."""
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test on the path of small calls and on that of large calls."""
     if request.param == "large":
         monkeypatch.setattr(torch_attention, "_LEAST", 0)
 
@@ -68,7 +68,7 @@ def _same(
     call: dict[str, object],
     real: Tensor | None = None,
 ) -> None:
-    """Outputs and gradients agree, where ``real`` says that the output counts."""
+    """Assert that outputs and gradients agree for the rows that ``real`` selects."""
     results = []
     for module in (ours, theirs):
         output = module(*inputs, **call)
@@ -82,7 +82,7 @@ def _same(
 
 
 def _name(options: dict[str, Any]) -> str:
-    """The same in every process: no addresses."""
+    """A test id without addresses, equal in every process."""
     return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
 
 
@@ -98,7 +98,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("options", OPTIONS, ids=_name)
-def test_encoder_layer(options: dict[str, object], training: bool) -> None:
+def test_encoder_layer_matches_torch(options: dict[str, object], training: bool) -> None:
     theirs, ours = (module.train(training) for module in _pair(lambda: _layer(**options)))
     x = _tokens(LENGTH, ours.self_attn.batch_first, 1)
     for call in ({}, {"src_mask": CAUSAL, "is_causal": True}, {"src_key_padding_mask": RIGHT}):
@@ -108,7 +108,7 @@ def test_encoder_layer(options: dict[str, object], training: bool) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=_name)
-def test_decoder_layer(options: dict[str, object]) -> None:
+def test_decoder_layer_matches_torch(options: dict[str, object]) -> None:
     theirs, ours = _pair(lambda: _layer(nn.TransformerDecoderLayer, **options))
     inputs = (_tokens(LENGTH, ours.self_attn.batch_first, 1), _tokens(MEMORY, ours.self_attn.batch_first, 2))
     memory_padding = torch.arange(MEMORY) >= torch.tensor([[9], [4], [1], [7]])
@@ -129,8 +129,8 @@ def _stack_calls() -> dict[str, dict[str, object]]:
     bias = torch.randn(LENGTH, LENGTH, **as_float)
     return {
         "plain": {},
-        "causal by look": {"mask": CAUSAL},
-        "causal by hint": {"mask": causal, "is_causal": True},
+        "causal mask": {"mask": CAUSAL},
+        "causal mask and is_causal": {"mask": causal, "is_causal": True},
         "bias": {"mask": bias},
         "padding": {"src_key_padding_mask": RIGHT},
         "holes": {"src_key_padding_mask": HOLES},
@@ -156,7 +156,7 @@ def _real(call: dict[str, object], batch_first: bool) -> Tensor | None:
 
 @pytest.mark.parametrize("options", [{}, {"batch_first": False, "norm_first": True}], ids=str)
 @pytest.mark.parametrize("name", list(_stack_calls()))
-def test_encoder_stack(name: str, options: dict[str, object]) -> None:
+def test_encoder_stack_matches_torch(name: str, options: dict[str, object]) -> None:
     theirs, ours = _pair(lambda: _encoder(**options))
     call, batch_first = _stack_calls()[name], ours.layers[0].self_attn.batch_first
     x, real = _tokens(LENGTH, batch_first, 1), _real(call, batch_first)
@@ -167,7 +167,7 @@ def test_encoder_stack(name: str, options: dict[str, object]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_train_and_eval_agree_at_padding_too() -> None:
+def test_padding_is_0_in_train_and_eval_mode() -> None:
     theirs, ours = _pair(lambda: nn.TransformerEncoder(_layer(), 2))
     x = _tokens(LENGTH, True, 1).detach()
     outputs = [ours.train(training)(x, src_key_padding_mask=RIGHT) for training in (True, False)]
@@ -176,14 +176,14 @@ def test_train_and_eval_agree_at_padding_too() -> None:
         torch.testing.assert_close(outputs[0], theirs.eval()(x, src_key_padding_mask=RIGHT), **EXACT)
 
 
-def test_padding_can_be_kept() -> None:
+def test_leave_padding_out_false_keeps_padding() -> None:
     theirs, ours = _pair(_encoder)
     ours = copy.deepcopy(theirs)
     swap(ours, leave_padding_out=False)
     _same(theirs, ours, (_tokens(LENGTH, True, 1),), {"src_key_padding_mask": RIGHT})
 
 
-def test_sequences_of_nothing_but_padding() -> None:
+def test_fully_padded_sequences_give_zeros_and_finite_gradients() -> None:
     _, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)
     for padding in (RIGHT | (torch.arange(BATCH) == 1)[:, None], torch.ones_like(RIGHT)):
@@ -194,7 +194,7 @@ def test_sequences_of_nothing_but_padding() -> None:
         assert (grads[0][padding] == 0).all()
 
 
-def test_real_tokens_alone_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_real_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = _pair(_encoder)
     rows = []
     project = torch_attention.project
@@ -210,7 +210,7 @@ def test_real_tokens_alone_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(rows) == 2 * 4
 
 
-def test_many_tokens_are_filled_up_to_rows_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_tokens_are_padded_to_a_common_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_MANY", 1)
     theirs, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)
@@ -227,7 +227,7 @@ def test_many_tokens_are_filled_up_to_rows_that_come_again(monkeypatch: pytest.M
     assert set(rows) == {32}
 
 
-def test_a_long_ragged_batch_within_the_budget_of_float32() -> None:
+def test_a_long_ragged_batch_is_within_the_error_budget() -> None:
     wide, _ = _pair(_encoder)
     theirs = copy.deepcopy(wide).float()
     ours = copy.deepcopy(theirs)
@@ -242,14 +242,14 @@ def test_a_long_ragged_batch_within_the_budget_of_float32() -> None:
     within_budget("encoder", *results, terms=90)
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["bare", "watched"])
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
 @pytest.mark.parametrize("options", [{}, {"batch_first": False}], ids=str)
-def test_decoder_stack(options: dict[str, object], watched: bool) -> None:
+def test_decoder_stack_matches_torch(options: dict[str, object], hooked: bool) -> None:
     theirs, ours = _pair(
         lambda: nn.TransformerDecoder(_layer(nn.TransformerDecoderLayer, **options), 2, norm=nn.LayerNorm(WIDTH))
     )
     batch_first = ours.layers[0].self_attn.batch_first
-    if watched:
+    if hooked:
         ours.layers[1].register_forward_hook(lambda module, args, output: None)
     inputs = (_tokens(LENGTH, batch_first, 1), _tokens(MEMORY, batch_first, 2))
     memory_padding = torch.arange(MEMORY) >= torch.tensor([[9], [4], [1], [7]])
@@ -265,7 +265,7 @@ def test_decoder_stack(options: dict[str, object], watched: bool) -> None:
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_transformer(batch_first: bool) -> None:
+def test_transformer_matches_torch(batch_first: bool) -> None:
     theirs, ours = _pair(
         lambda: nn.Transformer(WIDTH, HEADS, 2, 2, dim_feedforward=20, dropout=0.0, batch_first=batch_first)
     )
@@ -278,7 +278,7 @@ def test_transformer(batch_first: bool) -> None:
             _same(theirs.train(training), ours.train(training), inputs, call)
 
 
-def test_unbatched_stacks() -> None:
+def test_unbatched_stacks_match_torch() -> None:
     theirs, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)[0].detach().requires_grad_()
     real = ~RIGHT[1]
@@ -286,7 +286,7 @@ def test_unbatched_stacks() -> None:
     assert (ours(x, src_key_padding_mask=RIGHT[1])[~real] == 0).all()
 
 
-def test_dropout_is_drawn_anew_and_right_on_average() -> None:
+def test_dropout_draws_new_masks_with_torchs_mean() -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerEncoder(_layer(dropout=0.2), 1, enable_nested_tensor=False)
     ours = copy.deepcopy(theirs)
@@ -305,26 +305,26 @@ def test_dropout_is_drawn_anew_and_right_on_average() -> None:
 def test_hooks_fire_and_see_the_padded_batch() -> None:
     theirs, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)
-    seen: dict[bool, list[object]] = {True: [], False: []}
+    events: dict[bool, list[object]] = {True: [], False: []}
 
-    def watch(module: nn.Module, own: bool) -> None:
+    def record(module: nn.Module, is_ours: bool) -> None:
         for name, part in module.named_modules():
             part.register_forward_pre_hook(
-                lambda _, args, name=name: seen[own].append(("pre", name, [tuple(arg.shape) for arg in args]))
+                lambda _, args, name=name: events[is_ours].append(("pre", name, [tuple(arg.shape) for arg in args]))
             )
             part.register_forward_hook(
-                lambda _, args, output, name=name: seen[own].append(("post", name, _shape(output)))
+                lambda _, args, output, name=name: events[is_ours].append(("post", name, _shape(output)))
             )
             part.register_full_backward_hook(
-                lambda _, before, after, name=name: seen[own].append(("back", name, _shape(after)))
+                lambda _, before, after, name=name: events[is_ours].append(("back", name, _shape(after)))
             )
 
-    watch(ours, True)
-    watch(theirs, False)
+    record(ours, True)
+    record(theirs, False)
     _same(theirs, ours, (x,), {"src_key_padding_mask": RIGHT}, ~RIGHT)
-    assert seen[True] == seen[False]
-    assert {kind for kind, *_ in seen[True]} == {"pre", "post", "back"}
-    assert ("post", "layers.0.self_attn", (BATCH, LENGTH, WIDTH)) in seen[True]
+    assert events[True] == events[False]
+    assert {kind for kind, *_ in events[True]} == {"pre", "post", "back"}
+    assert ("post", "layers.0.self_attn", (BATCH, LENGTH, WIDTH)) in events[True]
 
 
 def _shape(value: object) -> object:
@@ -332,14 +332,14 @@ def _shape(value: object) -> object:
 
 
 @pytest.mark.parametrize("low", [-3e4, -1e9], ids=str)
-def test_padding_marked_by_a_large_negative_number_is_not_attended_to(low: float) -> None:
+def test_padding_marked_by_a_large_negative_value_is_masked(low: float) -> None:
     theirs, ours = _pair(_encoder)
     mask = torch.zeros(BATCH, LENGTH, dtype=torch.float64).masked_fill(RIGHT, low)
     _same(theirs, ours, (_tokens(LENGTH, True, 1),), {"src_key_padding_mask": mask}, ~RIGHT)
 
 
 class _Centred(nn.Module):
-    """Works on a sequence as a whole."""
+    """Mixes the tokens of a sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(dim=1, keepdim=True)
@@ -367,7 +367,7 @@ def test_hooks_on_every_module_see_the_padded_batch() -> None:
     assert {shape[:2] for shape in shapes} == {(BATCH, LENGTH)}  # type: ignore[index]
 
 
-def test_a_layer_exchanged_since_is_called_as_torch_calls_it() -> None:
+def test_a_layer_replaced_after_the_swap_is_called_as_torch_calls_it() -> None:
     class Same(nn.TransformerEncoderLayer):
         def forward(self, src: Tensor, **call: object) -> Tensor:  # type: ignore[override]
             calls.append(call)
@@ -375,14 +375,14 @@ def test_a_layer_exchanged_since_is_called_as_torch_calls_it() -> None:
 
     calls: list[dict[str, object]] = []
     theirs, ours = _pair(_encoder)
-    exchanged = copy.deepcopy(theirs.layers[0])
-    exchanged.__class__ = Same
-    ours.layers[0] = exchanged
+    replaced = copy.deepcopy(theirs.layers[0])
+    replaced.__class__ = Same
+    ours.layers[0] = replaced
     _same(theirs, ours, (_tokens(LENGTH, True, 1),), {"src_key_padding_mask": RIGHT}, ~RIGHT)
     assert isinstance(calls[0]["src_key_padding_mask"], Tensor)
 
 
-def test_one_of_our_masks_in_a_stack() -> None:
+def test_a_clearhead_mask_in_a_stack_equals_its_dense_form() -> None:
     theirs, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)
     window = ch.Window(1, after=1)
@@ -394,7 +394,7 @@ def test_one_of_our_masks_in_a_stack() -> None:
 @pytest.mark.parametrize(
     "mask", [ch.Window(1, after=1), ch.Causal() & ch.Window(2), ch.Causal() & ch.Strided(2)], ids=repr
 )
-def test_a_mask_of_distances_over_padding_with_holes(mask: ch.Mask) -> None:
+def test_a_relative_mask_over_padding_with_holes_matches_torch(mask: ch.Mask) -> None:
     theirs, ours = _pair(_encoder)
     x, forbidden = _tokens(LENGTH, True, 1), ~mask.dense(LENGTH, LENGTH)
     left = RIGHT.flip(1)
@@ -405,7 +405,7 @@ def test_a_mask_of_distances_over_padding_with_holes(mask: ch.Mask) -> None:
         torch.testing.assert_close(ours(x, src_key_padding_mask=padding, mask=mask)[real], expected[real], **EXACT)
 
 
-def test_one_run_of_real_tokens_is_packed_under_a_mask_of_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contiguous_real_tokens_are_packed_under_a_relative_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = _pair(_encoder)
     packed = []
     monkeypatch.setattr(torch_layers, "laid_out", lambda *_: packed.append(True))
@@ -444,15 +444,15 @@ def test_a_subclass_that_mixes_tokens_sees_the_padded_batch(place: str, part: nn
     for model in (theirs, ours):
         setattr(model.layers[0], place, part)
         model.train()
-    # What lies at padding differs between the two from the second layer on.
+    # From the second layer on the two differ at padding.
     theirs.layers, ours.layers = (nn.ModuleList(list(model.layers)[:1]) for model in (theirs, ours))
     _same(theirs, ours, (_tokens(LENGTH, True, 1),), {"src_key_padding_mask": RIGHT}, ~RIGHT)
 
 
 @pytest.mark.parametrize("name", ["self_attn", "linear1", "norm2", "", "_sa_block", "_ff_block"])
-def test_what_was_replaced_on_an_object_sees_what_torch_shows_it(name: str) -> None:
+def test_methods_replaced_on_an_object_see_torchs_arguments(name: str) -> None:
     theirs, ours = _pair(_encoder)
-    seen: dict[bool, list[object]] = {True: [], False: []}
+    shapes: dict[bool, list[object]] = {True: [], False: []}
     for model in (theirs, ours):
         part = model.layers[0] if name.startswith("_") else model.layers[0].get_submodule(name)
         called = name if name.startswith("_") else "forward"
@@ -460,22 +460,22 @@ def test_what_was_replaced_on_an_object_sees_what_torch_shows_it(name: str) -> N
 
         def wrap(
             *args: object,
-            own: list[object] = seen[model is ours],
+            recorded: list[object] = shapes[model is ours],
             original: Callable[..., object] = original,
             **kwargs: object,
         ) -> object:
-            own.append([tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:1])
+            recorded.append([tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:1])
             assert not any(isinstance(each, torch_attention.Meaning) for each in (*args, *kwargs.values()))
             return original(*args, **kwargs)
 
         setattr(part, called, wrap)
     _same(theirs, ours, (_tokens(LENGTH, True, 1),), {"src_key_padding_mask": RIGHT, "mask": CAUSAL}, ~RIGHT)
-    assert seen[True] == seen[False]
-    assert seen[True]
+    assert shapes[True] == shapes[False]
+    assert shapes[True]
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, LENGTH), (BATCH, 0)])
-def test_batches_without_tokens_under_a_mask(batch: int, length: int) -> None:
+def test_batches_without_tokens_accept_masks(batch: int, length: int) -> None:
     _, ours = _pair(_encoder)
     x = torch.zeros(batch, length, WIDTH, dtype=torch.float64)
     causal = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -483,7 +483,7 @@ def test_batches_without_tokens_under_a_mask(batch: int, length: int) -> None:
         assert ours(x, **call).shape == x.shape
 
 
-def test_bad_masks() -> None:
+def test_invalid_masks_raise() -> None:
     _, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)
     with pytest.raises(ch.MaskError, match=r"^TransformerEncoder: attn_mask must be given with is_causal=True"):
@@ -493,7 +493,7 @@ def test_bad_masks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_batch_of_one_may_have_padding(dtype: torch.dtype) -> None:
+def test_padding_in_a_batch_of_one_matches_torch(dtype: torch.dtype) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
     x, padding = torch.randn(1, 3, 16), torch.tensor([[False, False, True]])

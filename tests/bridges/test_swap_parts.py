@@ -1,4 +1,4 @@
-"""The small parts that a swapped layer brings: its dropout, held against its probability."""
+"""The dropout of swapped layers: probability, independence and seeds."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ENTRIES = 2**20
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_drops_as_often_as_it_says(p: float, dtype: torch.dtype) -> None:
+def test_dropout_has_its_probability_and_independent_elements(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.ones(2**10, 2**10, dtype=dtype, requires_grad=True)
     y = SwappedDropout(p)(x)
-    kept = (y != 0).double()
+    survived = (y != 0).double()
     deviation = (p * (1 - p) / ENTRIES) ** 0.5
-    assert abs(kept.mean() - (1 - p)) < 5 * deviation + 2**-17
-    # Neighbours, and the eight numbers that share a draw, are dropped as often and know nothing of each other.
-    for together in (kept.view(-1, 4), kept.view(-1, 8, 16)[..., 3]):
+    assert abs(survived.mean() - (1 - p)) < 5 * deviation + 2**-17
+    # Neighbours, and the eight elements that share a draw, are dropped equally often and independently.
+    for together in (survived.view(-1, 4), survived.view(-1, 8, 16)[..., 3]):
         times, count = together.shape
         assert (together.mean(dim=0) - (1 - p)).abs().max() < 5 * (p * (1 - p) / times) ** 0.5 + 2**-17
         both = (1 - p) ** 2
-        known = (together.T @ together / times - both).masked_fill(torch.eye(count).bool(), 0.0)
-        assert known.abs().max() < 5 * (both * (1 - both) / times) ** 0.5 + 2**-16
-    # p is known to half of 1/65536, which is more of 1 - p the smaller that is.
+        covariance = (together.T @ together / times - both).masked_fill(torch.eye(count).bool(), 0.0)
+        assert covariance.abs().max() < 5 * (both * (1 - both) / times) ** 0.5 + 2**-16
+    # p is rounded to 1/65536: the relative error of 1 - p grows as 1 - p shrinks.
     rtol = 2 * torch.finfo(dtype).eps + 2**-17 / (1 - p)
-    torch.testing.assert_close(y.detach(), (kept / (1 - p)).to(dtype), rtol=rtol, atol=0)
+    torch.testing.assert_close(y.detach(), (survived / (1 - p)).to(dtype), rtol=rtol, atol=0)
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, y.detach())
 
@@ -54,7 +54,7 @@ def test_dropout_follows_mode_probability_and_seed() -> None:
     assert torch.equal(module(few.double()), drawn.double())
 
 
-def test_a_layer_brings_them_and_no_other_module_does() -> None:
+def test_only_layers_get_swapped_parts() -> None:
     model = nn.Sequential(
         nn.TransformerEncoderLayer(8, 2), nn.Linear(8, 8), nn.Dropout(0.1), nn.MultiheadAttention(8, 2)
     )

@@ -1,4 +1,4 @@
-"""torch's encoder layer, swapped, as one step: torch's hooks, and left alone where torch is."""
+"""A swapped encoder layer of torch calls hooks, and runs op by op if it is changed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.bridges.torch_layers import (
     DTYPES,
     HEADS,
     LENGTH,
-    agrees,
+    assert_agrees,
     is_layer,
-    made,
-    numbers,
+    make_layer,
+    output_and_gradients,
     swapped,
     tokens,
 )
@@ -37,100 +37,100 @@ pytestmark = [
 @pytest.mark.parametrize(
     "name", ["linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2", "self_attn", ""]
 )
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 def test_hooks_fire_once_for_each_call(norm_first: bool, name: str, kind: str) -> None:
-    theirs = made(norm_first=norm_first)
+    theirs = make_layer(norm_first=norm_first)
     ours, x = swapped(theirs), tokens()
     for _ in range(3):
-        numbers(ours, x, {})
-    part, seen = ours.get_submodule(name), []
-    handle = getattr(part, f"register_{kind}_hook")(lambda *given: seen.append(given[0]))
+        output_and_gradients(ours, x, {})
+    part, fired = ours.get_submodule(name), []
+    handle = getattr(part, f"register_{kind}_hook")(lambda *given: fired.append(given[0]))
     for count in (1, 2, 3):
-        numbers(ours, x, {}, is_step=not (name or kind == "full_backward"))
-        assert seen == [part] * count
-    agrees(theirs, ours, x, is_step=None, times=1)
+        output_and_gradients(ours, x, {}, is_fused=not (name or kind == "full_backward"))
+        assert fired == [part] * count
+    assert_agrees(theirs, ours, x, is_fused=None, times=1)
     handle.remove()
-    agrees(theirs, ours, x)
+    assert_agrees(theirs, ours, x)
 
 
-def test_a_hook_that_changes_what_passes() -> None:
-    theirs = made()
+def test_a_hook_may_change_the_output() -> None:
+    theirs = make_layer()
     ours, x = swapped(theirs), tokens()
     for _ in range(3):
-        numbers(ours, x, {})
+        output_and_gradients(ours, x, {})
     for layer in (theirs, ours):
         layer.linear2.register_forward_hook(lambda part, given, output: 2.0 * output)
         layer.self_attn.register_forward_hook(lambda part, given, output: (3.0 * output[0], output[1]))
-    agrees(theirs, ours, x, is_step=False)
+    assert_agrees(theirs, ours, x, is_fused=False)
 
 
-class OwnFeedForward(nn.TransformerEncoderLayer):
+class DoubledFeedForward(nn.TransformerEncoderLayer):
     def _ff_block(self, x: Tensor) -> Tensor:
         return 2.0 * super()._ff_block(x)
 
 
-class OwnAttention(nn.TransformerEncoderLayer):
+class DoubledAttention(nn.TransformerEncoderLayer):
     def _sa_block(self, *given: Any, **options: Any) -> Tensor:
         return 2.0 * super()._sa_block(*given, **options)
 
 
-@pytest.mark.parametrize("kind", [OwnFeedForward, OwnAttention])
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_a_subclass_with_a_block_of_its_own(norm_first: bool, kind: type[nn.Module]) -> None:
-    theirs, plain = made(kind, norm_first=norm_first), made(norm_first=norm_first)
+@pytest.mark.parametrize("kind", [DoubledFeedForward, DoubledAttention])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_an_overridden_block_of_a_subclass_is_called(norm_first: bool, kind: type[nn.Module]) -> None:
+    theirs, plain = make_layer(kind, norm_first=norm_first), make_layer(norm_first=norm_first)
     ours, x = copy.deepcopy(theirs), tokens()
     swap(ours)
     assert not torch.equal(theirs(x), plain(x))
-    agrees(theirs, ours, x, is_step=False)
+    assert_agrees(theirs, ours, x, is_fused=False)
 
 
 @pytest.mark.parametrize("name", ["_ff_block", "_sa_block"])
 @pytest.mark.parametrize("when", ["before the swap", "after it", "after calls"])
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_a_block_that_is_set_on_an_object(norm_first: bool, when: str, name: str) -> None:
-    ours, theirs, x = made(norm_first=norm_first), made(norm_first=norm_first), tokens()
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_a_block_assigned_to_an_object_is_called(norm_first: bool, when: str, name: str) -> None:
+    ours, theirs, x = make_layer(norm_first=norm_first), make_layer(norm_first=norm_first), tokens()
     if when != "before the swap":
         swap(ours)
     if when == "after calls":
         for _ in range(3):
-            numbers(ours, x, {}, is_step=True)
-    seen: list[str] = []
+            output_and_gradients(ours, x, {}, is_fused=True)
+    fired: list[str] = []
 
-    def replace(layer: Any, own: bool) -> None:
+    def replace(layer: Any, records: bool) -> None:
         block = getattr(layer, name)
 
-        def mine(*given: Any, **options: Any) -> Tensor:
-            seen.extend(["mine"] if own else [])
+        def doubled(*given: Any, **options: Any) -> Tensor:
+            fired.extend(["ours"] if records else [])
             return 2.0 * block(*given, **options)  # type: ignore[no-any-return]
 
-        setattr(layer, name, mine)
+        setattr(layer, name, doubled)
 
     for layer in (ours, theirs):
         replace(layer, layer is ours)
     swap(ours)
-    found, textbook = numbers(ours, x, {}, is_step=False), numbers(theirs, x, {})
-    assert seen == ["mine"]
-    for one, other in zip(found, textbook, strict=True):
+    results, textbook = output_and_gradients(ours, x, {}, is_fused=False), output_and_gradients(theirs, x, {})
+    assert fired == ["ours"]
+    for one, other in zip(results, textbook, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert not torch.equal(textbook[0], made(norm_first=norm_first)(x))
+    assert not torch.equal(textbook[0], make_layer(norm_first=norm_first)(x))
 
 
-class OwnLinear(nn.Linear):
+class DoubledLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2.0 * super().forward(input)
 
 
-class OwnNorm(nn.LayerNorm):
+class DoubledNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         return 2.0 * super().forward(input)
 
 
-class OwnDropout(nn.Dropout):
+class DoubledDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         return 2.0 * super().forward(input)
 
 
-class OwnSelfAttention(nn.MultiheadAttention):
+class DoubledSelfAttention(nn.MultiheadAttention):
     def forward(self, *given: Any, **options: Any) -> Any:
         output, weights = super().forward(*given, **options)
         return 2.0 * output, weights
@@ -139,16 +139,24 @@ class OwnSelfAttention(nn.MultiheadAttention):
 @pytest.mark.parametrize("swap_first", [True, False])
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("linear1", OwnLinear), ("linear2", OwnLinear), ("norm1", OwnNorm), ("norm2", OwnNorm), ("dropout", OwnDropout),
-     ("dropout1", OwnDropout), ("dropout2", OwnDropout), ("self_attn", OwnSelfAttention)],
-)  # fmt: skip
-def test_a_part_of_somebodys_own(name: str, kind: type[nn.Module], swap_first: bool) -> None:
-    theirs, x = made(), tokens()
+    [
+        ("linear1", DoubledLinear),
+        ("linear2", DoubledLinear),
+        ("norm1", DoubledNorm),
+        ("norm2", DoubledNorm),
+        ("dropout", DoubledDropout),
+        ("dropout1", DoubledDropout),
+        ("dropout2", DoubledDropout),
+        ("self_attn", DoubledSelfAttention),
+    ],
+)
+def test_a_subclassed_part_is_called(name: str, kind: type[nn.Module], swap_first: bool) -> None:
+    theirs, x = make_layer(), tokens()
     ours = copy.deepcopy(theirs)
     if swap_first:
         swap(ours)
         for _ in range(3):
-            numbers(ours, x, {}, is_step=True)
+            output_and_gradients(ours, x, {}, is_fused=True)
     before = theirs(x)
     for layer in (ours, theirs):
         part = layer.get_submodule(name)
@@ -156,23 +164,23 @@ def test_a_part_of_somebodys_own(name: str, kind: type[nn.Module], swap_first: b
     if not swap_first:
         swap(ours)
     assert not torch.equal(before, theirs(x))
-    agrees(theirs, ours, x, is_step=False)
+    assert_agrees(theirs, ours, x, is_fused=False)
 
 
 @pytest.mark.parametrize("name", ["self_attn", "self_attn.out_proj", "linear1", "norm2"])
-def test_a_parametrized_part(name: str) -> None:
+def test_a_parametrized_part_takes_effect(name: str) -> None:
     class Doubled(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return 2.0 * weight
 
-    theirs, x = made(), tokens()
+    theirs, x = make_layer(), tokens()
     ours = swapped(theirs)
     for _ in range(3):
-        before = numbers(ours, x, {})[0]
+        before = output_and_gradients(ours, x, {})[0]
     for layer in (theirs, ours):
         which = "in_proj_weight" if name == "self_attn" else "weight"
         nn.utils.parametrize.register_parametrization(layer.get_submodule(name), which, Doubled())
-    agrees(theirs, ours, x, is_step=None)
+    assert_agrees(theirs, ours, x, is_fused=None)
     assert not torch.equal(before, ours(x))
 
 
@@ -180,87 +188,87 @@ def test_a_parametrized_part(name: str) -> None:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_who_watches_sees_the_same_bits(
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_observation_gives_the_same_bits(
     norm_first: bool, dtype: torch.dtype, dropout: float, training: bool, name: str
 ) -> None:
-    ours, x = swapped(made(dtype=dtype, norm_first=norm_first, dropout=dropout)), tokens(dtype)
+    ours, x = swapped(make_layer(dtype=dtype, norm_first=norm_first, dropout=dropout)), tokens(dtype)
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             ours.train(training)
             for _ in range(3):
                 torch.manual_seed(7)
-                alone = ours(x, **CALLS[name])
+                unobserved = ours(x, **CALLS[name])
                 torch.manual_seed(7)
-                with ch.observe(ours, ch.Want(entropy=True)) as seen:
-                    watched = ours(x, **CALLS[name])
-                assert len(list(seen)) == 1
-                assert torch.equal(alone, watched)
-        assert is_layer(alone) == gradients
+                with ch.observe(ours, ch.Want(entropy=True)) as observations:
+                    observed = ours(x, **CALLS[name])
+                assert len(list(observations)) == 1
+                assert torch.equal(unobserved, observed)
+        assert is_layer(unobserved) == gradients
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "padding"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 def test_a_trace_without_edits_changes_nothing(norm_first: bool, dtype: torch.dtype, dropout: float, name: str) -> None:
-    ours, x = swapped(made(dtype=dtype, norm_first=norm_first, dropout=dropout)), tokens(dtype)
+    ours, x = swapped(make_layer(dtype=dtype, norm_first=norm_first, dropout=dropout)), tokens(dtype)
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             torch.manual_seed(7)
-            alone = ours(x, **CALLS[name])
+            untraced = ours(x, **CALLS[name])
             torch.manual_seed(7)
             with ch.trace(ours) as traced:
-                assert torch.equal(ours(x, **CALLS[name]), alone)
+                assert torch.equal(ours(x, **CALLS[name]), untraced)
             assert traced[0].weights.shape == (BATCH, HEADS, LENGTH, LENGTH)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_hook_on_the_attention_is_shown_the_callers_masks(name: str) -> None:
-    """And not what they were read as."""
-    theirs, x, call = made(), tokens(), CALLS[name]
+def test_a_hook_on_the_attention_gets_the_callers_masks(name: str) -> None:
+    """The hook gets the caller's tensors, not their internal form."""
+    theirs, x, call = make_layer(), tokens(), CALLS[name]
     ours = swapped(theirs)
     for _ in range(3):
-        numbers(ours, x, call, is_step=True)
-    seen: list[dict[str, Any]] = []
-    ours.self_attn.register_forward_pre_hook(lambda part, given, named: seen.append(named), with_kwargs=True)
-    agrees(theirs, ours, x, call, is_step=False, times=1)
-    assert len(seen) == 1
+        output_and_gradients(ours, x, call, is_fused=True)
+    calls: list[dict[str, Any]] = []
+    ours.self_attn.register_forward_pre_hook(lambda part, given, named: calls.append(named), with_kwargs=True)
+    assert_agrees(theirs, ours, x, call, is_fused=False, times=1)
+    assert len(calls) == 1
     for shown, given in (("attn_mask", "src_mask"), ("key_padding_mask", "src_key_padding_mask")):
-        assert seen[0][shown] is call.get(given)
+        assert calls[0][shown] is call.get(given)
 
 
 @pytest.mark.parametrize("how", ["in 16 bits", "one row a sequence", "a number"])
 @pytest.mark.parametrize("name", ["self_attn", "linear2", "dropout2"])
-def test_a_hook_that_hands_on_something_else(name: str, how: str) -> None:
-    """Whatever may be added to ``x``."""
+def test_a_hook_may_replace_the_output(name: str, how: str) -> None:
+    """Any output that can be added to ``x``."""
     changes: dict[str, Callable[[Tensor], Tensor]] = {
         "in 16 bits": lambda y: y.bfloat16(),
         "one row a sequence": lambda y: y.mean(1, keepdim=True),
         "a number": lambda y: y.mean((0, 1), keepdim=True),
     }
     change = changes[how]
-    theirs, x = made(norm_first=True).eval(), tokens()
+    theirs, x = make_layer(norm_first=True).eval(), tokens()
     ours = swapped(theirs)
     if name == "self_attn" and how == "in 16 bits":
         theirs.dropout1 = ours.dropout1 = nn.Identity()
     for _ in range(3):
         ours(x)
 
-    def hand_on(part: nn.Module, given: Any, output: Any) -> Any:
+    def replace_output(part: nn.Module, given: Any, output: Any) -> Any:
         return (change(output[0]), output[1]) if isinstance(output, tuple) else change(output)
 
     for layer in (theirs, ours):
-        layer.get_submodule(name).register_forward_hook(hand_on)
-    found, right = ours(x), theirs(x)
-    assert found.dtype == right.dtype
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        layer.get_submodule(name).register_forward_hook(replace_output)
+    output, right = ours(x), theirs(x)
+    assert output.dtype == right.dtype
+    torch.testing.assert_close(output, right, rtol=1e-5, atol=1e-5)
 
 
-def test_edits_reach_the_attention() -> None:
-    ours, x = swapped(made()), tokens()
+def test_edits_change_the_attention() -> None:
+    ours, x = swapped(make_layer()), tokens()
     for _ in range(3):
-        before = numbers(ours, x, {})[0]
+        before = output_and_gradients(ours, x, {})[0]
     with ch.trace(ours) as traced:
         traced.switch_off(heads=list(range(HEADS)))
         edited = ours(x)

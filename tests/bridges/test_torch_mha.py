@@ -1,4 +1,4 @@
-"""Conventions of others, converted by named functions and checked against the code that has them."""
+"""Mask conventions of torch, converted by named functions and checked against torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_attn_mask_means_the_same_on_both_sides(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 5), (6, 5, 5)])
 @pytest.mark.parametrize("fill", [-torch.inf, -1e9, torch.finfo(torch.float32).min])
-def test_float_masks_become_a_mask_and_a_bias(shape: tuple[int, ...], fill: float) -> None:
+def test_float_masks_convert_to_a_mask_and_a_bias(shape: tuple[int, ...], fill: float) -> None:
     theirs, ours, x = _pair()
     bias = torch.randn(shape, dtype=torch.float64).masked_fill(_some_forbidden(*shape), fill)
     expected, _ = theirs(x, x, x, attn_mask=bias)
@@ -49,14 +49,14 @@ def test_float_masks_become_a_mask_and_a_bias(shape: tuple[int, ...], fill: floa
     torch.testing.assert_close(ours.output_projection(output.transpose(1, 2).flatten(2)), expected, **EXACT)
 
 
-def test_a_row_that_a_float_mask_forbids_is_zero_whatever_the_fill() -> None:
+def test_a_row_forbidden_by_any_float_fill_gives_zero_output() -> None:
     x = torch.randn(2, 4)
     for fill in (-torch.inf, -1e9, torch.finfo(torch.float32).min):
         mask, rules = from_additive(torch.tensor([[0.0, 0.0], [fill, fill]]))
         assert (ch.attention(x, x, x, mask=mask, scores=rules)[1] == 0).all()
 
 
-def test_nothing_needless_comes_of_a_float_mask() -> None:
+def test_a_float_mask_converts_to_no_redundant_parts() -> None:
     assert from_additive(torch.zeros(2, 2)) == (None, ())
     mask, rules = from_additive(torch.ones(2, 2))
     assert mask is None
@@ -65,7 +65,7 @@ def test_nothing_needless_comes_of_a_float_mask() -> None:
     assert from_additive(learned)[1][0].bias.requires_grad
 
 
-def test_key_padding() -> None:
+def test_key_padding_converts_to_padding() -> None:
     theirs, ours, x = _pair()
     right = torch.arange(5) >= torch.tensor([[5], [2], [3]])
     left = right.flip(1)
@@ -76,7 +76,7 @@ def test_key_padding() -> None:
         torch.testing.assert_close(ours(x, mask=from_key_padding(padding)), expected, **EXACT)
 
 
-def test_to_forbidden_and_back() -> None:
+def test_to_forbidden_round_trips() -> None:
     theirs, ours, x = _pair()
     mask = ch.Causal() & ch.Window(1)
     expected, _ = theirs(x, x, x, attn_mask=to_forbidden(mask, 5, 5))
@@ -96,6 +96,6 @@ def test_to_forbidden_and_back() -> None:
         (lambda: from_zero_forbids([[1]]), r"^from_zero_forbids: mask must be a tensor; got list\."),
     ],
 )
-def test_bad_input(call: object, text: str) -> None:
+def test_invalid_input_raises(call: object, text: str) -> None:
     with pytest.raises(ch.MaskError, match=text):
         call()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers through our attention: the numbers of eager, its gradients and its tokens."""
+"""Hugging Face models with clearhead's attention match eager logits, gradients and tokens."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.budget import within_budget
 
 Padding = Literal["left", "right", "none"]
 
-#: Numbers in the longest sums of the tiny models: a layer's width and a feedforward's.
+#: Terms of the longest sums of the tiny models: a layer's width and a feedforward's.
 TERMS = 48
-#: What rounding alone leaves of a gradient's largest number.
+#: Relative rounding error of a gradient's largest element.
 ROUNDED = 2**-22
 
 
@@ -40,7 +40,7 @@ def ours(name: str) -> Any:
 
 
 def _makes_masks(name: str) -> bool:
-    """Whether a model's masks and attention go through the interfaces of this release of transformers."""
+    """True if this release of transformers passes the model's masks and attention through its interfaces."""
     file = sys.modules[type(eager(name)).__module__]
     return any(make in vars(file) for make in ("create_causal_mask", "create_bidirectional_mask"))
 
@@ -52,7 +52,7 @@ def _needs_interface(name: str) -> None:
 
 @pytest.fixture
 def symbolic(monkeypatch: pytest.MonkeyPatch) -> list[MaskTensor]:
-    """The masks of a test, none of which may be written out."""
+    """Record the masks of a test; none may be materialised."""
     made: list[MaskTensor] = []
     plain = MaskTensor.__new__
 
@@ -71,7 +71,7 @@ def symbolic(monkeypatch: pytest.MonkeyPatch) -> list[MaskTensor]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("padding", ["left", "right", "none"])
 @pytest.mark.parametrize("name", MODELS)
-def test_numbers_are_those_of_eager(name: str, padding: Padding, symbolic: list[MaskTensor]) -> None:
+def test_logits_match_eager(name: str, padding: Padding, symbolic: list[MaskTensor]) -> None:
     kind = MODELS[name].kind
     if kind in ("vision", "audio") and padding != "none":
         pytest.skip("has no padding")
@@ -79,10 +79,10 @@ def test_numbers_are_those_of_eager(name: str, padding: Padding, symbolic: list[
     with torch.no_grad():
         truth = real_logits(exact(name), as_double(batch))
         textbook = real_logits(eager(name), batch)
-        found = real_logits(ours(name), batch)
+        logits = real_logits(ours(name), batch)
     if truth.isnan().any():
         pytest.skip("this release of transformers computes NaN")
-    within_budget(name, found, textbook, truth, terms=TERMS)
+    within_budget(name, logits, textbook, truth, terms=TERMS)
     encoded = kind == "encoder" and padding == "none"
     assert symbolic or encoded or kind == "vision" or not _makes_masks(name)
 
@@ -106,21 +106,21 @@ def _gradients(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
 
 
-def _errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def _errors(actual: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """The largest error of each layer's gradients, relative to their size."""
-    assert found.keys() == truth.keys()
-    # Some are 0 but for rounding, that of a key's bias for one: they are as large as what cancels in them.
+    assert actual.keys() == truth.keys()
+    # Some are 0 except for rounding, such as a key bias: their error scales with the terms that cancel.
     largest, errors = max(gradient.abs().max().item() for gradient in truth.values()), dict[str, float]()
     for key, right in truth.items():
-        error = (found[key] - right).abs().max().item() / max(0.05 * largest, right.abs().max().item())
+        error = (actual[key] - right).abs().max().item() / max(0.05 * largest, right.abs().max().item())
         errors[_layer(key)] = max(error, errors.get(_layer(key), 0.0))
     return errors
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_eager(name: str) -> None:
-    """As far off as eager's: what the layers above round comes down in every gradient, in one batch of ModernBERT's
-    five times as large as eager's, in another half of it, so several batches are looked at together."""
+def test_gradients_match_eager(name: str) -> None:
+    """The geometric mean of the errors over six batches is at most twice eager's: rounding in later layers reaches
+    every gradient, so the ratio of one batch varies from 0.5 to 5 for ModernBERT."""
     padding: Padding = "none" if MODELS[name].kind in ("vision", "audio") else "right"
     logarithms = defaultdict[str, list[float]](list)
     for seed in range(1, 7):
@@ -128,10 +128,10 @@ def test_gradients_are_those_of_eager(name: str) -> None:
         truth = _gradients(exact(name), as_double(batch))
         if any(gradient.isnan().any() for gradient in truth.values()):
             pytest.skip("this release of transformers computes NaN")
-        textbook, found = (_errors(_gradients(make(name), batch), truth) for make in (eager, ours))
-        for layer, error in found.items():
+        textbook, actual = (_errors(_gradients(make(name), batch), truth) for make in (eager, ours))
+        for layer, error in actual.items():
             logarithms[layer].append(math.log((error + ROUNDED) / (textbook[layer] + ROUNDED)))
-    ratios = {layer: math.exp(sum(own) / len(own)) for layer, own in logarithms.items()}
+    ratios = {layer: math.exp(sum(values) / len(values)) for layer, values in logarithms.items()}
     assert max(ratios.values()) <= 2.0, ratios
 
 
@@ -145,34 +145,34 @@ def test_generate_gives_the_same_tokens(name: str, cache: str, symbolic: list[Ma
     if cache == "static":
         settings["cache_implementation"] = "static"
     elif MODELS[name].kind == "decoder":
-        # No padding in the other row's cache to hide behind: two tokens at a time too.
+        # With a dynamic cache, also test beam search.
         settings["num_beams"] = 2 if cache == "dynamic" else 1
     wanted = eager(name).generate(**batch, **settings)
-    found = ours(name).generate(**batch, **settings)
-    assert found.tolist() == wanted.tolist()
+    generated = ours(name).generate(**batch, **settings)
+    assert generated.tolist() == wanted.tolist()
     assert symbolic or not _makes_masks(name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.kind == "decoder"])
-def test_packed_position_ids_keep_sequences_apart(name: str, symbolic: list[MaskTensor]) -> None:
+def test_packed_position_ids_separate_sequences(name: str, symbolic: list[MaskTensor]) -> None:
     ids = inputs(name)["input_ids"][:1]
     lengths = [9, 1, 13]
     places = torch.cat([torch.arange(length) for length in lengths])[None]
     model = ours(name)
     with torch.no_grad():
-        truth, textbook, found = (
+        truth, textbook, actual = (
             each(input_ids=ids, position_ids=places, use_cache=False).logits
             for each in (exact(name), eager(name), model)
         )
         alone = torch.cat([model(input_ids=part).logits for part in ids.split(lengths, dim=1)], dim=1)
-    within_budget(name, found, textbook, truth, terms=TERMS)
+    within_budget(name, actual, textbook, truth, terms=TERMS)
     # transformers does not read positions for gpt-oss's masks: it lets packed sequences see each other.
     if name != "gpt-oss":
         within_budget(name, alone, textbook, truth, terms=TERMS)
         assert "Documents" in repr(symbolic[0].mask)
 
 
-def test_a_long_prompt_in_two_pieces_is_the_whole() -> None:
+def test_a_prompt_in_two_pieces_matches_the_whole() -> None:
     for name in ("llama", "mistral", "gemma2"):
         model, ids = ours(name), inputs(name)["input_ids"]
         with torch.no_grad():
@@ -182,18 +182,18 @@ def test_a_long_prompt_in_two_pieces_is_the_whole() -> None:
         torch.testing.assert_close(torch.cat([first.logits, second], dim=1), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_is_as_near_to_float64_as_eager() -> None:
+def test_bfloat16_has_at_most_1_25_times_eagers_error() -> None:
     for name in ("llama", "bert", "gpt-oss"):
         batch = inputs(name, padding="right")
         with torch.no_grad():
             truth = real_logits(exact(name), batch)
             textbook = real_logits(eager(name).to(torch.bfloat16), batch)
-            found = real_logits(ours(name).to(torch.bfloat16), batch)
-        error, own = ((each.double() - truth).abs().mean().item() for each in (found, textbook))
-        assert error <= 1.25 * own, name
+            actual = real_logits(ours(name).to(torch.bfloat16), batch)
+        error, eager_error = ((each.double() - truth).abs().mean().item() for each in (actual, textbook))
+        assert error <= 1.25 * eager_error, name
 
 
-def test_dropout_is_applied_while_training_only() -> None:
+def test_dropout_is_active_only_in_training_mode() -> None:
     model = eager("bert")
     for layer in model.bert.encoder.layer:
         layer.attention.self.dropout.p = 0.5
@@ -210,7 +210,7 @@ def test_dropout_is_applied_while_training_only() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_refused_with_the_way_to_see_them(name: str) -> None:
+def test_output_attentions_raises_and_names_the_alternative(name: str) -> None:
     _needs_interface(name)
     if transformers.__version__.startswith("4.") and name in ("gpt2", "vit"):
         pytest.skip("this release does not tell its attention function, and returns None for weights as with sdpa")
@@ -218,13 +218,13 @@ def test_weights_are_refused_with_the_way_to_see_them(name: str) -> None:
         ours(name)(**inputs(name), output_attentions=True)
 
 
-def test_what_needs_a_kernel_of_its_own_is_refused() -> None:
+def test_unsupported_features_raise() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ch.UnsupportedError, match=r"indices must be absent.*Identity"):
         attend_for(nn.Identity(), x, x, x, None, indices=torch.zeros(1))
 
 
-def test_masks_of_the_user_are_taken_as_numbers() -> None:
+def test_user_masks_match_eager() -> None:
     generator = torch.Generator().manual_seed(3)
     allowed = torch.rand(BATCH, 1, TOKENS, TOKENS, generator=generator) > 0.4
     allowed |= torch.eye(TOKENS, dtype=torch.bool)
@@ -239,33 +239,33 @@ def test_masks_of_the_user_are_taken_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_observed_rows_are_eagers_weights_under_the_modules_path(name: str) -> None:
+def test_observed_rows_match_eagers_weights(name: str) -> None:
     _needs_interface(name)
     batch = inputs(name, padding="none" if MODELS[name].kind in ("vision", "audio") else "right")
     model, plain = ours(name), eager(name)
     with torch.no_grad():
-        with ch.observe(model, ch.Want(rows=torch.arange(7))) as seen:
-            found = model(**batch).logits
-        assert torch.equal(found, model(**batch).logits)
+        with ch.observe(model, ch.Want(rows=torch.arange(7))) as observations:
+            output = model(**batch).logits
+        assert torch.equal(output, model(**batch).logits)
         result = plain(**batch, output_attentions=True)
-    assert list(seen) == _attentions(model)
+    assert list(observations) == _attentions(model)
     if MODELS[name].kind in ("encoder-decoder", "audio"):
         wanted = list(result.encoder_attentions)
-        for own, cross in zip(result.decoder_attentions, result.cross_attentions, strict=True):
-            wanted += [own, cross]
+        for attention, cross in zip(result.decoder_attentions, result.cross_attentions, strict=True):
+            wanted += [attention, cross]
     else:
         wanted = list(result.attentions)
-    for path, weights in zip(seen, wanted, strict=True):
-        rows = seen[path].rows
+    for path, weights in zip(observations, wanted, strict=True):
+        rows = observations[path].rows
         assert rows is not None
         torch.testing.assert_close(rows, weights[:, :, :7, : rows.shape[3]], rtol=1e-4, atol=1e-5, msg=path)
 
 
 def test_generate_is_observed_step_by_step() -> None:
     model = ours("llama")
-    with torch.no_grad(), ch.observe(model, ch.Want(entropy=True), layers=0, keep="all") as seen:
+    with torch.no_grad(), ch.observe(model, ch.Want(entropy=True), layers=0, keep="all") as observations:
         model.generate(**inputs("llama", padding="left"), max_new_tokens=4, do_sample=False)
-    calls = seen.calls("model.layers.0.self_attn")
+    calls = observations.calls("model.layers.0.self_attn")
     assert [call.queries for call in calls] == [tuple(range(TOKENS)), *((TOKENS + step,) for step in range(3))]
     assert ch.unswap(model)
     with (
@@ -275,7 +275,7 @@ def test_generate_is_observed_step_by_step() -> None:
         pass
 
 
-def test_an_implementation_of_ours_can_be_asked_for_by_name() -> None:
+def test_the_attention_implementation_can_be_set_by_name() -> None:
     bridge.enable()
     model = eager("llama")
     model.set_attn_implementation("clearhead")
@@ -289,7 +289,7 @@ def test_an_implementation_of_ours_can_be_asked_for_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_swap_changes_no_parameter_and_unswap_restores_every_class(name: str) -> None:
+def test_swap_keeps_parameters_and_unswap_restores_classes(name: str) -> None:
     model = eager(name)
     kinds = [type(module) for module in model.modules()]
     state = {key: value.data_ptr() for key, value in model.state_dict().items()}
@@ -316,13 +316,13 @@ def _attentions(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if interface.attends(type(module)) == "by interface"]
 
 
-def test_nothing_of_ours_is_saved(tmp_path: Any) -> None:
+def test_saved_configs_do_not_mention_clearhead(tmp_path: Any) -> None:
     model = ours("bert")
     model.save_pretrained(tmp_path)
     assert "clearhead" not in (tmp_path / "config.json").read_text(encoding="utf-8")
 
 
-def test_a_model_within_a_module_is_handed_over_too() -> None:
+def test_a_transformers_model_inside_a_module_is_swapped() -> None:
     both = nn.ModuleDict({"text": eager("llama"), "torch": nn.MultiheadAttention(8, 2)})
     report = ch.swap(both)
     assert "text.model.layers.1.self_attn" in [part.name for part in report.replaced]
@@ -331,7 +331,7 @@ def test_a_model_within_a_module_is_handed_over_too() -> None:
     assert both["text"].config._attn_implementation == "eager"
 
 
-def test_a_model_with_attention_of_its_own_is_left_and_the_rest_is_swapped() -> None:
+def test_a_model_with_custom_attention_is_left_and_the_rest_swapped() -> None:
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
     model = nn.Sequential(eager("llama"), transformers.BloomModel(config), nn.TransformerEncoderLayer(8, 2))
     bloom = [type(module) for module in model[1].modules() if not isinstance(module, nn.Linear | nn.Dropout)]

@@ -1,4 +1,4 @@
-"""Attention as one step where its layer in transformers is none; and ModernBERT, whose first layer is none."""
+"""Attention is fused in layers that are not fused as a whole; and ModernBERT."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SIZES: Final[dict[str, Any]] = {
 }
 GROUPED: Final = {**SIZES, "num_key_value_heads": 2}
 EXPERTS: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-#: Layers that no table knows: of experts, with sums that are multiplied, and with an activation of their own.
+#: Layers that are not recognised: with experts, scaled residuals, or another activation.
 KINDS: Final[dict[str, Callable[[], Any]]] = {
     "granite": lambda: transformers.GraniteForCausalLM(
         transformers.GraniteConfig(**GROUPED, residual_multiplier=0.7, attention_multiplier=0.3)
@@ -68,84 +68,86 @@ DTYPES: Final = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["granite", "arcee"])
-def test_prefill_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+def test_prefill_and_decoding_are_fused_within_the_error_budget(
+    name: str, dtype: torch.dtype, fused_kinds: list[str]
+) -> None:
     model, ids = distinct(KINDS[name], dtype), ids_of(length=16)
-    exact, own = decoded(copy.deepcopy(model).double(), ids), decoded(model, ids)
+    exact, expected = decoded(copy.deepcopy(model).double(), ids), decoded(model, ids)
     ch.swap(model)
     cache = DynamicCache(config=model.config)
-    within_budget("logits", decoded(model, ids, cache=cache), own, exact, terms=LAYERS * 72, dtype=dtype)
-    assert attending(taken) == ["attention"] * LAYERS * 6
+    within_budget("logits", decoded(model, ids, cache=cache), expected, exact, terms=LAYERS * 72, dtype=dtype)
+    assert attending(fused_kinds) == ["attention"] * LAYERS * 6
     assert cache.get_seq_length() == 16
 
 
 @pytest.mark.parametrize("name", ["qwen3 moe", "mixtral"])
-def test_experts(name: str, taken: list[str]) -> None:
-    """In float32: in 16 bits a router may choose others."""
+def test_layers_with_experts_have_fused_attention(name: str, fused_kinds: list[str]) -> None:
+    """float32 only: in 16 bits a router may choose other experts."""
     model, ids = distinct(KINDS[name]), ids_of(length=16)
-    own = decoded(model, ids)
+    expected = decoded(model, ids)
     ch.swap(model)
-    torch.testing.assert_close(decoded(model, ids), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == ["attention"] * LAYERS * 6
+    torch.testing.assert_close(decoded(model, ids), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == ["attention"] * LAYERS * 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_the_same_bits_whoever_watches(name: str, dtype: torch.dtype, taken: list[str]) -> None:
-    model, ids, seen = distinct(KINDS[name], dtype), ids_of(length=16), list[str]()
+def test_observation_gives_the_same_bits(name: str, dtype: torch.dtype, fused_kinds: list[str]) -> None:
+    model, ids, paths = distinct(KINDS[name], dtype), ids_of(length=16), list[str]()
     ch.swap(model)
-    found = decoded(model, ids)
-    count = len(attending(taken))
+    output = decoded(model, ids)
+    count = len(attending(fused_kinds))
     with ch.observe(model, ch.Want(entropy=True)) as watched:
-        assert torch.equal(decoded(model, ids), found)
-        seen += list(watched)
-    assert len(attending(taken)) == count
-    assert seen
+        assert torch.equal(decoded(model, ids), output)
+        paths += list(watched)
+    assert len(attending(fused_kinds)) == count
+    assert paths
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
+def test_generate_gives_the_same_tokens(name: str, fused_kinds: list[str]) -> None:
     model, ids = distinct(KINDS[name]), ids_of()
     real = torch.ones_like(ids)
     real[0, :3] = 0
     options = [{"do_sample": False}, {"num_beams": 3, "do_sample": False}]
-    own = [model.generate(ids, attention_mask=real, max_new_tokens=6, **option) for option in options]
+    expected = [model.generate(ids, attention_mask=real, max_new_tokens=6, **option) for option in options]
     ch.swap(model)
-    for option, right in zip(options, own, strict=True):
+    for option, right in zip(options, expected, strict=True):
         assert torch.equal(model.generate(ids, attention_mask=real, max_new_tokens=6, **option), right)
-    assert attending(taken) == ["attention"] * LAYERS * 6 * 2
+    assert attending(fused_kinds) == ["attention"] * LAYERS * 6 * 2
 
 
 @pytest.mark.parametrize("name", ["granite", "arcee"])
-def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
+def test_training_is_fused_within_the_error_budget(name: str, fused_kinds: list[str]) -> None:
     model = distinct(KINDS[name])
     trains_with_the_gradients_of_eager(model, 3)
-    assert attending(taken) == ["attention"] * LAYERS * 3
+    assert attending(fused_kinds) == ["attention"] * LAYERS * 3
 
 
-def test_it_learns_between_calls_without_gradients() -> None:
+def test_calls_without_gradients_do_not_change_training() -> None:
     learns_between_calls_without_gradients(
         distinct(KINDS["granite"]), lambda model: model(ids_of(), use_cache=False).logits
     )
 
 
 @pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj"])
-def test_whoever_looks_at_a_part_sees_it(part: str, taken: list[str]) -> None:
-    model, seen = distinct(KINDS["granite"]), list[object]()
-    own = decoded(model, ids_of())
+def test_a_hook_on_a_part_fires(part: str, fused_kinds: list[str]) -> None:
+    model, fired = distinct(KINDS["granite"]), list[object]()
+    expected = decoded(model, ids_of())
     ch.swap(model)
     decoded(model, ids_of())
-    taken.clear()
+    fused_kinds.clear()
     attention = model.model.layers[1].self_attn
-    handle = attention.get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
-    torch.testing.assert_close(decoded(model, ids_of()), own, rtol=1e-4, atol=1e-4)
-    assert len(seen) == 1
-    assert attending(taken) == ["attention"] * 2
+    handle = attention.get_submodule(part).register_forward_hook(lambda *given: fired.append(given[2]))
+    torch.testing.assert_close(decoded(model, ids_of()), expected, rtol=1e-4, atol=1e-4)
+    assert len(fired) == 1
+    assert attending(fused_kinds) == ["attention"] * 2
     handle.remove()
     decoded(model, ids_of())
-    assert attending(taken) == ["attention"] * 5
+    assert attending(fused_kinds) == ["attention"] * 5
 
 
-def test_parts_that_were_replaced_are_read() -> None:
+def test_replaced_parts_take_effect() -> None:
     model, ids = distinct(KINDS["granite"]), ids_of()
     other = copy.deepcopy(model)
     ch.swap(model)
@@ -159,38 +161,38 @@ def test_parts_that_were_replaced_are_read() -> None:
     torch.testing.assert_close(decoded(model, ids), decoded(other, ids), rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_whose_parts_fit_now_is_fused_by_another_swap(taken: list[str]) -> None:
+def test_a_second_swap_fuses_layers_that_match_now(fused_kinds: list[str]) -> None:
     model, ids = distinct(KINDS["arcee"]), ids_of()
     ch.swap(model)
     decoded(model, ids)
-    assert attending(taken) == ["attention"] * LAYERS
-    known = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
-    for layer, other in zip(model.model.layers, known.model.layers, strict=True):
+    assert attending(fused_kinds) == ["attention"] * LAYERS
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    for layer, other in zip(model.model.layers, llama.model.layers, strict=True):
         layer.mlp = other.mlp
     assert {row.class_name for row in ch.swap(model).replaced} == {"LlamaMLP", "ArceeDecoderLayer"}
-    taken.clear()
+    fused_kinds.clear()
     decoded(model, ids)
-    assert attending(taken) == ["layer"] * LAYERS
+    assert attending(fused_kinds) == ["layer"] * LAYERS
 
 
 @pytest.mark.parametrize("name", ["granite", "qwen3 moe"])
-def test_threads_share_a_model(name: str) -> None:
+def test_concurrent_threads_give_the_same_bits(name: str) -> None:
     model, ids = distinct(KINDS[name]), ids_of()
     ch.swap(model)
     right = decoded(model, ids)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: decoded(model, ids), range(200)))
-    assert all(torch.equal(own, right) for own in found)
+        outputs = list(pool.map(lambda _: decoded(model, ids), range(200)))
+    assert all(torch.equal(output, right) for output in outputs)
 
 
-def test_a_model_that_is_gone_leaves_nothing() -> None:
+def test_deleting_a_model_frees_its_parameters() -> None:
     model = distinct(KINDS["granite"])
     ch.swap(model)
     decoded(model, ids_of())
-    held = [weakref.ref(part) for part in (*model.model.layers, *model.parameters())]
+    references = [weakref.ref(part) for part in (*model.model.layers, *model.parameters())]
     del model
     gc.collect()
-    assert not any(part() is not None for part in held)
+    assert not any(part() is not None for part in references)
 
 
 # ---- ModernBERT ---------------------------------------------------------------------------------------------
@@ -212,42 +214,42 @@ def _modernbert(**more: Any) -> Any:
 
 def _states(model: Any, real: Tensor | None = None) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(ids_of(length=16), attention_mask=real).last_hidden_state
-    return found
+        output: Tensor = model(ids_of(length=16), attention_mask=real).last_hidden_state
+    return output
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @needs_5
-def test_modernbert(bias: bool, dtype: torch.dtype, taken: list[str]) -> None:
+def test_modernbert_is_within_the_error_budget(bias: bool, dtype: torch.dtype, fused_kinds: list[str]) -> None:
     model = distinct(lambda: _modernbert(norm_bias=bias, attention_bias=bias, mlp_bias=bias), dtype)
-    exact, own = _states(copy.deepcopy(model).double()), _states(model)
+    exact, expected = _states(copy.deepcopy(model).double()), _states(model)
     ch.swap(model)
     for _ in range(3):
-        found = _states(model)
-        within_budget("states", found, own, exact, terms=LAYERS * 72, dtype=dtype)
-    assert attending(taken) == STEPS * 3
+        actual = _states(model)
+        within_budget("states", actual, expected, exact, terms=LAYERS * 72, dtype=dtype)
+    assert attending(fused_kinds) == STEPS * 3
     with ch.observe(model, ch.Want(entropy=True)) as watched:
-        assert torch.equal(_states(model), found)
+        assert torch.equal(_states(model), actual)
         assert len(list(watched)) == LAYERS
-    assert len(attending(taken)) == 9
+    assert len(attending(fused_kinds)) == 9
 
 
 @pytest.mark.parametrize("left_out", [True, False])
 @needs_5
-def test_padding_of_modernbert(left_out: bool, taken: list[str]) -> None:
+def test_modernbert_with_padding_matches_the_original(left_out: bool, fused_kinds: list[str]) -> None:
     model, real = distinct(_modernbert), torch.ones(2, 16, dtype=torch.long)
     real[1, 5:] = 0
-    own = _states(model, real)
+    expected = _states(model, real)
     ch.swap(model, leave_padding_out=left_out)
     for _ in range(2):
-        found = _states(model, real)
-        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
-    assert attending(taken) == STEPS * 2
+        actual = _states(model, real)
+        torch.testing.assert_close(actual[real.bool()], expected[real.bool()], rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == STEPS * 2
 
 
 @needs_5
-def test_dropouts_of_modernbert(taken: list[str]) -> None:
+def test_modernbert_dropout_gives_the_same_bits_under_observation(fused_kinds: list[str]) -> None:
     model = distinct(lambda: _modernbert(attention_dropout=0.3, mlp_dropout=0.2))
     ch.swap(model)
     plain = _states(model)
@@ -258,7 +260,7 @@ def test_dropouts_of_modernbert(taken: list[str]) -> None:
     assert torch.equal(_states(model), one)
     assert not torch.allclose(one, two)
     assert not torch.allclose(one, plain)
-    # Halves of a layer learn apart from it.
-    taken.clear()
+    # In training, attention and feedforward run separately.
+    fused_kinds.clear()
     model(ids_of(length=16)).last_hidden_state.sum().backward()
-    assert attending(taken) == ["attention"] * LAYERS
+    assert attending(fused_kinds) == ["attention"] * LAYERS

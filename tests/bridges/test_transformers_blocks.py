@@ -1,4 +1,4 @@
-"""BERT's layers, ViT's and others that a table names, after swap: one step, transformers' numbers, who sees parts."""
+"""Swapped layers of BERT, ViT and other families are fused, match transformers and call hooks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "altclip": Row(
         _of("AltCLIPTextModel", "AltCLIPTextConfig", SIZES, project_dim=32), "tokens", "roberta.encoder.layers", BERT
     ),
-    # Its attention does not say whether it is causal where there is no mask.
+    # Its attention has no is_causal attribute.
     "splinter": Row(_of("SplinterModel", "SplinterConfig", SIZES), "tokens", "encoder.layer", BERT),
     "distilbert": Row(
         _of("DistilBertModel", "DistilBertConfig", vocab_size=50, dim=32, hidden_dim=72, n_layers=LAYERS, n_heads=4),
@@ -137,50 +137,50 @@ def _layers(model: Any, name: str) -> Any:
 
 
 def _input(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    own = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     match ROWS[name].reads:
         case "tokens":
-            return {"input_ids": torch.randint(4, 50, (2, 9), generator=own)}
+            return {"input_ids": torch.randint(4, 50, (2, 9), generator=generator)}
         case "pictures":
-            return {"pixel_values": torch.randn(2, 3, 12, 12, generator=own).to(dtype)}
+            return {"pixel_values": torch.randn(2, 3, 12, 12, generator=generator).to(dtype)}
         case _:
-            return {"input_features": torch.randn(2, 8, 18, generator=own).to(dtype)}
+            return {"input_features": torch.randn(2, 8, 18, generator=generator).to(dtype)}
 
 
 def _called(model: Any, name: str, **more: Any) -> Tensor:
-    found: Tensor = model(**_input(name, next(model.parameters()).dtype), **more).last_hidden_state
-    return found
+    output: Tensor = model(**_input(name, next(model.parameters()).dtype), **more).last_hidden_state
+    return output
 
 
-# ---- numbers ------------------------------------------------------------------------------------------------
+# ---- values -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_gives_transformers_numbers_in_one_step(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+def test_fused_outputs_are_within_the_error_budget(name: str, dtype: torch.dtype, fused_kinds: list[str]) -> None:
     model = _model(name, dtype)
     with torch.no_grad():
-        exact, own = _called(copy.deepcopy(model).double(), name), _called(model, name)
+        exact, expected = _called(copy.deepcopy(model).double(), name), _called(model, name)
         ch.swap(model)
         for _ in range(3):
-            found = _called(model, name)
-            within_budget("output", found, own, exact, terms=LAYERS * 72, dtype=dtype)
-    assert attending(taken) == ["layer"] * LAYERS * 3
+            output = _called(model, name)
+            within_budget("output", output, expected, exact, terms=LAYERS * 72, dtype=dtype)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 3
 
 
 @pytest.mark.parametrize("side", ["left", "right", "holes"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_padding(name: str, side: str, taken: list[str]) -> None:
+def test_padding_matches_the_original(name: str, side: str, fused_kinds: list[str]) -> None:
     model, real = _model(name), torch.ones(2, 9, dtype=torch.long)
     real[0, {"left": slice(None, 3), "right": slice(-3, None), "holes": slice(2, 9, 3)}[side]] = 0
     with torch.no_grad():
-        own = _called(model, name, attention_mask=real)
+        expected = _called(model, name, attention_mask=real)
         ch.swap(model)
         for _ in range(2):
-            found = _called(model, name, attention_mask=real)
-            torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
-    assert attending(taken) == ["layer"] * LAYERS * 2
+            output = _called(model, name, attention_mask=real)
+            torch.testing.assert_close(output[real.bool()], expected[real.bool()], rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 2
 
 
 def _padded(side: str) -> Tensor:
@@ -190,101 +190,101 @@ def _padded(side: str) -> Tensor:
 
 
 def _rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each layer works on."""
-    seen: list[int] = []
+    """Record the number of tokens that each layer computes."""
+    rows: list[int] = []
     take = fused.fused_layers
 
     def spy(tokens: Any, *given: Any) -> Any:
-        seen.append(tokens[0].shape[0] * tokens[0].shape[1])
+        rows.append(tokens[0].shape[0] * tokens[0].shape[1])
         return take(tokens, *given)
 
     monkeypatch.setattr(fused, "fused_layers", spy)
     monkeypatch.setattr(fused, "_LEAST_UNPADDED", 1)
-    return seen
+    return rows
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_padding_is_left_out(name: str, side: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, real, seen = _model(name), _padded(side), _rows(monkeypatch)
+def test_padding_is_removed(name: str, side: str, fused_kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, rows = _model(name), _padded(side), _rows(monkeypatch)
     upstream = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3)) * real[..., None]
 
     def run(of: Any) -> tuple[Tensor, dict[str, Tensor]]:
         output = _called(of, name, attention_mask=real)
         names, tensors = zip(*((key, part) for key, part in of.named_parameters() if part.requires_grad), strict=True)
-        found = torch.autograd.grad(output, tensors, upstream.to(output.dtype), allow_unused=True)
-        return output.detach(), {key: part for key, part in zip(names, found, strict=True) if part is not None}
+        gradients = torch.autograd.grad(output, tensors, upstream.to(output.dtype), allow_unused=True)
+        return output.detach(), {key: part for key, part in zip(names, gradients, strict=True) if part is not None}
 
     truth, exact = run(copy.deepcopy(model).double())
-    own, textbook = run(model)
+    expected, textbook = run(model)
     ch.swap(model)
     for _ in range(3):
-        output, found = run(model)
-        mine = real.bool()
-        within_budget("output", output[mine], own[mine], truth[mine], terms=LAYERS * 72)
+        output, gradients = run(model)
+        is_real = real.bool()
+        within_budget("output", output[is_real], expected[is_real], truth[is_real], terms=LAYERS * 72)
         for key, right in exact.items():
-            within_budget(key, found[key], textbook[key], right, terms=18 * 72)
-    assert seen == [15] * LAYERS * 3
-    assert attending(taken) == ["layer"] * LAYERS * 3
+            within_budget(key, gradients[key], textbook[key], right, terms=18 * 72)
+    assert rows == [15] * LAYERS * 3
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 3
     with torch.no_grad():
         layer, x = _layers(model, name)[0], torch.randn(2, 9, 32)
         mask = make_mask(2, 9, 9, mask_function=bidirectional_mask_function, attention_mask=real.bool())
-        assert torch.equal(layer(x, mask)[~mine], torch.zeros(3, 32))
+        assert torch.equal(layer(x, mask)[~is_real], torch.zeros(3, 32))
         with ch.observe(model, ch.Want(entropy=True)):
             watched = layer(x, mask)
-        assert torch.equal(watched[~mine], torch.zeros(3, 32))
+        assert torch.equal(watched[~is_real], torch.zeros(3, 32))
         torch.testing.assert_close(watched, layer(x, mask), rtol=1e-4, atol=1e-4)
 
 
-def test_padding_stays_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, real, seen = _model("bert"), _padded("right"), _rows(monkeypatch)
+def test_leave_padding_out_false_keeps_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, rows = _model("bert"), _padded("right"), _rows(monkeypatch)
     with torch.no_grad():
-        own = _called(model, "bert", attention_mask=real)
+        expected = _called(model, "bert", attention_mask=real)
         ch.swap(model, leave_padding_out=False)
-        torch.testing.assert_close(_called(model, "bert", attention_mask=real), own, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(_called(model, "bert", attention_mask=real), expected, rtol=1e-4, atol=1e-4)
         ch.swap(model)
-        found = _called(model, "bert", attention_mask=real)
-        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
-        assert not found[~real.bool()].any()
+        output = _called(model, "bert", attention_mask=real)
+        torch.testing.assert_close(output[real.bool()], expected[real.bool()], rtol=1e-4, atol=1e-4)
+        assert not output[~real.bool()].any()
         ch.unswap(model)
         assert not any("leaves_padding_out" in vars(part) for part in model.modules())
-        assert torch.equal(_called(model, "bert", attention_mask=real), own)
-    assert seen == [18] * LAYERS + [15] * LAYERS
+        assert torch.equal(_called(model, "bert", attention_mask=real), expected)
+    assert rows == [18] * LAYERS + [15] * LAYERS
 
 
 @pytest.mark.parametrize("length", [0, 9])
-def test_sequences_of_nothing_and_whole_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, real, seen = _model("bert"), torch.ones(2, 9, dtype=torch.long), _rows(monkeypatch)
+def test_fully_padded_and_unpadded_sequences(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, rows = _model("bert"), torch.ones(2, 9, dtype=torch.long), _rows(monkeypatch)
     real[0, length:] = 0
     with torch.no_grad():
-        own = _called(model, "bert", attention_mask=real)
+        expected = _called(model, "bert", attention_mask=real)
         ch.swap(model)
-        found = _called(model, "bert", attention_mask=real)
-    torch.testing.assert_close(found[1], own[1], rtol=1e-4, atol=1e-4)
-    assert bool(found.isfinite().all())
-    assert seen == [9 + length] * LAYERS
+        output = _called(model, "bert", attention_mask=real)
+    torch.testing.assert_close(output[1], expected[1], rtol=1e-4, atol=1e-4)
+    assert bool(output.isfinite().all())
+    assert rows == [9 + length] * LAYERS
 
 
-def test_causal_layers_leave_padding_out_too(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
+def test_causal_layers_remove_padding_without_a_cache(monkeypatch: pytest.MonkeyPatch, fused_kinds: list[str]) -> None:
     torch.manual_seed(0)
     model = transformers.GPT2Model(transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=4)).eval()
-    real, seen = _padded("right"), _rows(monkeypatch)
+    real, rows = _padded("right"), _rows(monkeypatch)
     given = {"input_ids": _input("bert")["input_ids"], "attention_mask": real, "use_cache": False}
     with torch.no_grad():
-        own = model(**given).last_hidden_state
+        expected = model(**given).last_hidden_state
         ch.swap(model)
-        seen.clear()
-        found = model(**given).last_hidden_state
-        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
-        assert seen == [15] * 3
-        # A cache keeps its places.
-        found = model(**{**given, "use_cache": True}).last_hidden_state
-        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
-    assert seen == [15] * 3 + [18] * 3
+        rows.clear()
+        output = model(**given).last_hidden_state
+        torch.testing.assert_close(output[real.bool()], expected[real.bool()], rtol=1e-4, atol=1e-4)
+        assert rows == [15] * 3
+        # A call with a cache keeps padding.
+        output = model(**{**given, "use_cache": True}).last_hidden_state
+        torch.testing.assert_close(output[real.bool()], expected[real.bool()], rtol=1e-4, atol=1e-4)
+    assert rows == [15] * 3 + [18] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
+def test_training_is_fused_within_the_error_budget(name: str, fused_kinds: list[str]) -> None:
     model = _model(name)
     with torch.no_grad():
         upstream = torch.randn(_called(model, name).shape, generator=torch.Generator().manual_seed(3))
@@ -292,28 +292,28 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
     def gradients(of: Any) -> dict[str, Tensor]:
         output = _called(of, name)
         names, tensors = zip(*((key, part) for key, part in of.named_parameters() if part.requires_grad), strict=True)
-        found = torch.autograd.grad(output, tensors, upstream.to(output.dtype), allow_unused=True)
-        return {key: part for key, part in zip(names, found, strict=True) if part is not None}
+        gradients = torch.autograd.grad(output, tensors, upstream.to(output.dtype), allow_unused=True)
+        return {key: part for key, part in zip(names, gradients, strict=True) if part is not None}
 
     exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
     ch.swap(model)
     for _ in range(3):
-        found = gradients(model)
-        assert found.keys() == exact.keys()
+        actual = gradients(model)
+        assert actual.keys() == exact.keys()
         for key, truth in exact.items():
-            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
-    assert attending(taken) == ["layer"] * LAYERS * 3
+            within_budget(key, actual[key], textbook[key], truth, terms=18 * 72)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken: list[str]) -> None:
+def test_dropout_gives_the_same_bits_under_observation(name: str, fused_kinds: list[str]) -> None:
     model = _model(name)
     _drop(model)
     ch.swap(model)
     with torch.no_grad():
         plain = _called(model, name)
     model.train()
-    taken.clear()
+    fused_kinds.clear()
 
     def run() -> Tensor:
         torch.manual_seed(5)
@@ -322,19 +322,19 @@ def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken
     first = run()
     assert torch.equal(run(), first)
     assert not torch.allclose(first, plain)
-    assert attending(taken) == ["layer"] * LAYERS * 2
-    with ch.observe(model, ch.Want(entropy=True)) as seen:
-        watched = run()
-    assert sum(ROWS[name].layers in path for path in seen) == LAYERS
-    assert len(attending(taken)) == LAYERS * 2
-    assert torch.equal(watched, first)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 2
+    with ch.observe(model, ch.Want(entropy=True)) as observations:
+        observed = run()
+    assert sum(ROWS[name].layers in path for path in observations) == LAYERS
+    assert len(attending(fused_kinds)) == LAYERS * 2
+    assert torch.equal(observed, first)
     model.eval()
     with torch.no_grad():
         assert torch.equal(_called(model, name), plain)
 
 
 def _drop(model: Any) -> None:
-    """Give a model every dropout that it knows, but for that of embeddings."""
+    """Set every dropout of a model except those of embeddings."""
     for part in model.modules():
         for key, p in DROPS.items():
             if isinstance(getattr(part, key, None), float):
@@ -345,8 +345,8 @@ def _drop(model: Any) -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("name", NAMES)
-def test_dropout_keeps_the_mean(name: str) -> None:
-    """A layer's dropouts are where its own are: over many calls the outputs are those of transformers in the mean."""
+def test_dropout_matches_the_originals_mean_and_deviation(name: str) -> None:
+    """Over many draws, mean and deviation of the outputs match transformers."""
     layer = _layers(_model(name), name)[0]
     _drop(layer)
     x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(2))
@@ -357,36 +357,36 @@ def test_dropout_keeps_the_mean(name: str) -> None:
     ours = _layers(swapped, name)[0]
     torch.manual_seed(0)
     with torch.no_grad():
-        found, own = (_first(each.train()(many, attention_mask=None)).double() for each in (ours, layer))
-    error = (found.var(0) / len(many) + own.var(0) / len(many)).sqrt()
-    assert bool(((found.mean(0) - own.mean(0)).abs() < 6 * error).all())
-    torch.testing.assert_close(found.std(0), own.std(0), rtol=0.05, atol=0.01)
+        actual, expected = (_first(each.train()(many, attention_mask=None)).double() for each in (ours, layer))
+    error = (actual.var(0) / len(many) + expected.var(0) / len(many)).sqrt()
+    assert bool(((actual.mean(0) - expected.mean(0)).abs() < 6 * error).all())
+    torch.testing.assert_close(actual.std(0), expected.std(0), rtol=0.05, atol=0.01)
 
 
-def _first(found: Any) -> Tensor:
-    output: Tensor = found[0] if isinstance(found, tuple) else found
+def _first(result: Any) -> Tensor:
+    output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
 
 
-def test_causal_by_an_option_without_a_mask(taken: list[str]) -> None:
+def test_is_causal_without_a_mask_is_fused(fused_kinds: list[str]) -> None:
     model = _model("clip, texts")
     layer, x = model.encoder.layers[0], torch.randn(2, 9, 32)
     with torch.no_grad():
-        own = [layer(x, None, is_causal=causal) for causal in (True, False)]
+        expected = [layer(x, None, is_causal=causal) for causal in (True, False)]
         ch.swap(model)
-        found = [layer(x, None, is_causal=causal) for causal in (True, False)]
+        outputs = [layer(x, None, is_causal=causal) for causal in (True, False)]
         with ch.observe(model, ch.Want(entropy=True)):
-            watched = [layer(x, None, is_causal=causal) for causal in (True, False)]
-    assert all(torch.equal(one, other) for one, other in zip(watched, found, strict=True))
-    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == ["layer"] * 2
-    assert not torch.allclose(*found, atol=1e-2)
+            observed = [layer(x, None, is_causal=causal) for causal in (True, False)]
+    assert all(torch.equal(one, other) for one, other in zip(observed, outputs, strict=True))
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == ["layer"] * 2
+    assert not torch.allclose(*outputs, atol=1e-2)
 
 
-# ---- where it goes by parts ---------------------------------------------------------------------------------
+# ---- op-by-op fallbacks -----------------------------------------------------------------------------------
 
 
-def test_a_decoder_of_bert_with_a_memory_or_a_cache_goes_by_parts(taken: list[str]) -> None:
+def test_bert_decoders_with_a_memory_or_a_cache_run_op_by_op(fused_kinds: list[str]) -> None:
     torch.manual_seed(0)
     config = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
     model, memory = transformers.BertModel(config, add_pooling_layer=False).eval(), torch.randn(2, 5, 32)
@@ -399,82 +399,84 @@ def test_a_decoder_of_bert_with_a_memory_or_a_cache_goes_by_parts(taken: list[st
             rest = model(ids[:, 6:], encoder_hidden_states=memory, past_key_values=first.past_key_values)
         return [alone, first.last_hidden_state, rest.last_hidden_state]
 
-    own = run()
+    expected = run()
     ch.swap(model)
-    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == ["layer"] * LAYERS
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == ["layer"] * LAYERS
 
 
-def test_tokens_of_bert_one_by_one(taken: list[str]) -> None:
+def test_bert_decoding_is_fused(fused_kinds: list[str]) -> None:
     torch.manual_seed(0)
     model = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True)).eval()
     ids = _input("bert")["input_ids"]
 
     def run() -> Tensor:
-        cache, found = transformers.DynamicCache(config=model.config), []
+        cache, outputs = transformers.DynamicCache(config=model.config), []
         for part in ids.split([5, 1, 2, 1], 1):
             with torch.no_grad():
-                found.append(model(part, past_key_values=cache).logits)
-        return torch.cat(found, 1)
+                outputs.append(model(part, past_key_values=cache).logits)
+        return torch.cat(outputs, 1)
 
-    own = run()
+    expected = run()
     ch.swap(model)
-    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == ["layer"] * LAYERS * 4
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 4
 
 
-def test_feedforwards_in_chunks_and_unknown_activations_go_by_parts(taken: list[str]) -> None:
+def test_chunked_feedforwards_and_unknown_activations_run_op_by_op(fused_kinds: list[str]) -> None:
     for more in ({"chunk_size_feed_forward": 3}, {"hidden_act": "mish"}):
         torch.manual_seed(0)
         model = transformers.BertModel(transformers.BertConfig(**SIZES, **more)).eval()
         with torch.no_grad():
-            own = _called(model, "bert")
+            expected = _called(model, "bert")
             ch.swap(model)
-            torch.testing.assert_close(_called(model, "bert"), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == []
+            torch.testing.assert_close(_called(model, "bert"), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == []
 
 
-def test_layers_that_only_look_alike_go_by_parts(taken: list[str]) -> None:
+def test_layers_with_norms_elsewhere_run_op_by_op(fused_kinds: list[str]) -> None:
     torch.manual_seed(0)
-    # It has BertLayer's forward, and its norms elsewhere.
+    # It has BertLayer's forward with norms in other places.
     model = transformers.RobertaPreLayerNormModel(transformers.RobertaPreLayerNormConfig(**SIZES)).eval()
     with torch.no_grad():
-        own = _called(model, "roberta")
+        expected = _called(model, "roberta")
         ch.swap(model)
-        torch.testing.assert_close(_called(model, "roberta"), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == []
+        torch.testing.assert_close(_called(model, "roberta"), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == []
 
 
-def test_halves_are_clamped_where_theirs_are(taken: list[str]) -> None:
+def test_float16_is_clamped_as_in_the_original(fused_kinds: list[str]) -> None:
     for name in ("whisper", "bart"):
         model = _model(name, torch.float16)
         with torch.no_grad():
             _layers(model, name)[1].fc2.bias.fill_(60000.0)
-            own = _called(model, name)
+            expected = _called(model, name)
             ch.swap(model)
-            found = _called(model, name)
-        assert bool(found.isfinite().all()) == bool(own.isfinite().all())
-    assert attending(taken) == []
+            output = _called(model, name)
+        assert bool(output.isfinite().all()) == bool(expected.isfinite().all())
+    assert attending(fused_kinds) == []
 
 
-# ---- who sees the parts -------------------------------------------------------------------------------------
+# ---- hooks and changes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in ROWS[name].parts])
-def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[str]) -> None:
-    model, seen = _model(name), list[object]()
+def test_a_hook_on_a_part_fires(name: str, part: str, fused_kinds: list[str]) -> None:
+    model, fired = _model(name), list[object]()
     with torch.no_grad():
-        own = _called(model, name)
+        expected = _called(model, name)
         ch.swap(model)
         _called(model, name)
-        taken.clear()
-        handle = _layers(model, name)[1].get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
-        torch.testing.assert_close(_called(model, name), own, rtol=1e-4, atol=1e-4)
-        assert len(seen) >= 1
-        assert attending(taken) == ["layer"] * (LAYERS - 1)
+        fused_kinds.clear()
+        handle = (
+            _layers(model, name)[1].get_submodule(part).register_forward_hook(lambda *given: fired.append(given[2]))
+        )
+        torch.testing.assert_close(_called(model, name), expected, rtol=1e-4, atol=1e-4)
+        assert len(fired) >= 1
+        assert attending(fused_kinds) == ["layer"] * (LAYERS - 1)
         handle.remove()
         _called(model, name)
-    assert attending(taken) == ["layer"] * (2 * LAYERS - 1)
+    assert attending(fused_kinds) == ["layer"] * (2 * LAYERS - 1)
 
 
 CHANGES: Final[Mapping[str, Callable[[Any], object]]] = {
@@ -499,33 +501,33 @@ class _Same(nn.Module):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_that_was_changed_is_called_as_it_is_now(change: str) -> None:
+def test_changed_layers_take_effect(change: str) -> None:
     model = _model("bert")
     ch.swap(model)
     with torch.no_grad():
         before = _called(model, "bert")
         torch.manual_seed(4)
         CHANGES[change](model.encoder.layer[1])
-        found = _called(model, "bert")
+        output = _called(model, "bert")
         ch.unswap(model)
-        torch.testing.assert_close(found, _called(model, "bert"), rtol=1e-4, atol=1e-4)
-    assert change == "chunks" or not torch.allclose(found, before, atol=1e-3)
+        torch.testing.assert_close(output, _called(model, "bert"), rtol=1e-4, atol=1e-4)
+    assert change == "chunks" or not torch.allclose(output, before, atol=1e-3)
 
 
-def test_states_and_attentions_that_are_collected(taken: list[str]) -> None:
+def test_hidden_states_match_and_output_attentions_raises(fused_kinds: list[str]) -> None:
     model = _model("bert")
     given = _input("bert")
     with torch.no_grad():
-        own = model(**given, output_hidden_states=True).hidden_states
+        expected = model(**given, output_hidden_states=True).hidden_states
         ch.swap(model)
-        found = model(**given, output_hidden_states=True).hidden_states
-        for one, other in zip(found, own, strict=True):
+        output = model(**given, output_hidden_states=True).hidden_states
+        for one, other in zip(output, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert attending(taken) == ["layer"] * LAYERS
+        assert attending(fused_kinds) == ["layer"] * LAYERS
         with pytest.raises(ch.UnsupportedError, match="output_attentions must be False"):
             model(**given, output_attentions=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_between_calls_without_gradients(name: str) -> None:
+def test_calls_without_gradients_do_not_change_training(name: str) -> None:
     learns_between_calls_without_gradients(_model(name), lambda model: _called(model, name))

@@ -1,4 +1,4 @@
-"""Masks of transformers read as ours: what ``sdpa_mask`` makes as numbers, entry by entry."""
+"""transformers' masks converted to clearhead masks equal the tensors of ``sdpa_mask``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import clearhead as ch
 from clearhead.integrations.transformers.masks import MaskTensor, make_mask
 from clearhead.masks.base import conjuncts
 
-#: transformers 4 has fewer functions, and is given the positions of queries in one tensor.
+#: transformers 4 has fewer functions and takes query positions as one tensor.
 TRANSFORMERS_5: Final = hasattr(hf, "bidirectional_mask_function")
 needs_5 = pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has no function that allows everything")
-BATCH, SEEN = 3, 12
+BATCH, KEYS = 3, 12
 LEFT: Final = torch.tensor([0, 3, 5])
 
-#: Which tokens are real, ``[batch, SEEN]``.
+#: Which tokens are real, ``[batch, KEYS]``.
 REAL: Final = {
     "nothing said": None,
-    "all": torch.ones(BATCH, SEEN, dtype=torch.bool),
-    "left": torch.arange(SEEN) >= LEFT[:, None],
-    "right": torch.arange(SEEN) < (SEEN - LEFT)[:, None],
-    "both": (torch.arange(SEEN) >= LEFT[:, None]) & (torch.arange(SEEN) < SEEN - 1),
-    "a hole": ~torch.isin(torch.arange(SEEN), torch.tensor([4, 5])).expand(BATCH, SEEN),
-    "none in one row": torch.tensor([True, False, True])[:, None].expand(BATCH, SEEN),
+    "all": torch.ones(BATCH, KEYS, dtype=torch.bool),
+    "left": torch.arange(KEYS) >= LEFT[:, None],
+    "right": torch.arange(KEYS) < (KEYS - LEFT)[:, None],
+    "both": (torch.arange(KEYS) >= LEFT[:, None]) & (torch.arange(KEYS) < KEYS - 1),
+    "a hole": ~torch.isin(torch.arange(KEYS), torch.tensor([4, 5])).expand(BATCH, KEYS),
+    "none in one row": torch.tensor([True, False, True])[:, None].expand(BATCH, KEYS),
 }
 #: Queries, keys, position of the first query and of the first key: a prompt, a piece of one, a decode step with a
 #: dynamic, a static and a sliding cache.
@@ -49,7 +49,7 @@ _IDS: Final = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 2]] * 2 + [[3
 _PACKED: Final = torch.tensor([[0] * 5 + [1] * 1 + [2] * 6, [0] * 12, [0] * 2 + [1] * 10])
 _POSITIONS: Final = torch.tensor([[*range(5), 0, *range(6)], list(range(12)), [0, 1, *range(10)]])
 
-#: Functions made for the keys of a call, by a name; the words that our masks must be made of.
+#: Mask functions by name, and the classes that the converted masks must consist of.
 FUNCTIONS: Final[dict[str, tuple[Callable[[int], Any], set[str]]]] = {
     "causal": (lambda k: hf.causal_mask_function, {"Causal"}),
     "sliding": (lambda k: hf.sliding_window_causal_mask_function(4), {"Window"}),
@@ -114,17 +114,17 @@ def both(function: Any, place: str, real: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def queries_that_count(wanted: Tensor, place: str, real: Tensor | None) -> Tensor:
-    """Rows of real tokens; what a padded query sees is nobody's business."""
+    """Rows of real tokens; rows of padded queries are undefined."""
     q_len, _, q_offset, _ = PLACES[place]
     if real is None:
         return torch.ones_like(wanted)
-    own = real[:, q_offset : q_offset + q_len]
-    return own[:, None, :, None].expand_as(wanted)
+    queries = real[:, q_offset : q_offset + q_len]
+    return queries[:, None, :, None].expand_as(wanted)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_masks_allow_what_transformers_allows(name: str, place: str) -> None:
+def test_masks_allow_the_pairs_that_transformers_allows(name: str, place: str) -> None:
     if name.startswith("packed") and place != "prompt":
         pytest.skip("transformers packs whole prompts only")
     for padding, real in REAL.items():
@@ -136,9 +136,9 @@ def test_masks_allow_what_transformers_allows(name: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_masks_are_made_of_what_kernels_know(name: str) -> None:
+def test_masks_convert_to_classes_that_kernels_support(name: str) -> None:
     make, words = FUNCTIONS[name]
-    made, _ = both(make(SEEN), "prompt", None)
+    made, _ = both(make(KEYS), "prompt", None)
     assert isinstance(made, MaskTensor)
     parts = [] if made.mask is None else conjuncts(made.mask)
     kinds = {type(part).__name__ for part in parts}
@@ -147,7 +147,7 @@ def test_masks_are_made_of_what_kernels_know(name: str) -> None:
 
 
 @needs_5
-def test_padding_is_a_run_of_keys_where_it_is_one() -> None:
+def test_contiguous_padding_converts_to_an_interval() -> None:
     kinds = {}
     for padding, real in REAL.items():
         made, _ = both(hf.bidirectional_mask_function, "prompt", real)
@@ -160,7 +160,7 @@ def test_padding_is_a_run_of_keys_where_it_is_one() -> None:
     assert kinds["a hole"] == "Dense(allowed=bool[3, 1, 1, 12], first=0)"
 
 
-def test_a_decode_step_without_padding_asks_nothing_of_the_kernel() -> None:
+def test_a_decode_step_without_padding_needs_no_mask() -> None:
     for padding, place in itertools.product(("nothing said", "all"), ("step", "step in a sliding cache")):
         made, _ = both(hf.sliding_window_causal_mask_function(5), place, REAL[padding])
         assert isinstance(made, MaskTensor)
@@ -173,7 +173,7 @@ def test_a_decode_step_without_padding_asks_nothing_of_the_kernel() -> None:
     assert repr(made.mask) == "Causal()"
 
 
-def test_a_function_of_the_users_is_asked_for_every_place() -> None:
+def test_a_user_mask_function_is_evaluated_everywhere() -> None:
     wanted = hf.and_masks(hf.causal_mask_function, lambda batch, head, q, k: (q - k) % 2 == 0)
     made, table = both(wanted, "prompt", REAL["left"])
     assert type(made) is Tensor
@@ -181,17 +181,17 @@ def test_a_function_of_the_users_is_asked_for_every_place() -> None:
 
 
 @needs_5
-def test_nothing_is_said_where_everything_is_allowed() -> None:
+def test_a_mask_that_allows_everything_is_none() -> None:
     for real in (None, REAL["all"]):
         arguments: dict[str, Any] = {"mask_function": hf.bidirectional_mask_function, "attention_mask": real}
-        assert make_mask(BATCH, SEEN, SEEN, **arguments, allow_is_bidirectional_skip=True) is None
-        made = make_mask(BATCH, SEEN, SEEN, **arguments)
+        assert make_mask(BATCH, KEYS, KEYS, **arguments, allow_is_bidirectional_skip=True) is None
+        made = make_mask(BATCH, KEYS, KEYS, **arguments)
         assert isinstance(made, MaskTensor)
         assert made.mask is None
         assert bool(made.table().all())
 
 
-def test_a_mask_that_is_read_gives_numbers_which_then_count() -> None:
+def test_a_mask_read_as_a_tensor_takes_effect() -> None:
     made = make_mask(2, 4, 4, attention_mask=torch.tensor([[True] * 4, [False] + [True] * 3]))
     assert isinstance(made, MaskTensor)
     queries = 4 if TRANSFORMERS_5 else torch.arange(4)

@@ -1,4 +1,4 @@
-"""Decoder layers of transformers that attend to a memory, after swap: one step with both caches, and who sees parts."""
+"""Swapped decoder layers that attend to a memory are fused with both caches and call hooks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _decoder(model: Any) -> Any:
 
 
 def _decoded(model: Any, cache: Any = None, mask: Tensor | None = None) -> Tensor:
-    """States of a prompt, which fills the memory's cache, and of what follows."""
+    """Hidden states of a prompt, which fills the memory's cache, and of the tokens after it."""
     decoder, dtype = _decoder(model), model.dtype
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if cache is None else cache
     given = {} if mask is None else {"encoder_attention_mask": mask}
@@ -81,40 +81,42 @@ def _decoded(model: Any, cache: Any = None, mask: Tensor | None = None) -> Tenso
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_prompt_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+def test_prefill_and_decoding_are_fused_within_the_error_budget(
+    name: str, dtype: torch.dtype, fused_kinds: list[str]
+) -> None:
     model = _model(name, dtype)
-    exact, own = _decoded(copy.deepcopy(model).double()), _decoded(model)
+    exact, expected = _decoded(copy.deepcopy(model).double()), _decoded(model)
     ch.swap(model)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    found = _decoded(model, cache)
-    within_budget("states", found, own, exact, terms=LAYERS * 72, dtype=dtype)
-    # The prompt fills the memory's cache, part by part.
-    assert attending(taken) == ["layer"] * LAYERS * (len(CALLS) - 1)
+    states = _decoded(model, cache)
+    within_budget("states", states, expected, exact, terms=LAYERS * 72, dtype=dtype)
+    # The prompt fills the memory's cache op by op.
+    assert attending(fused_kinds) == ["layer"] * LAYERS * (len(CALLS) - 1)
     assert cache.get_seq_length() == sum(CALLS)
-    with ch.observe(model, ch.Want(entropy=True)) as seen:
+    with ch.observe(model, ch.Want(entropy=True)) as observations:
         watched = _decoded(model)
-    assert len(seen) == 2 * LAYERS
-    assert len(attending(taken)) == LAYERS * (len(CALLS) - 1)
-    assert torch.equal(watched, found)
+    assert len(observations) == 2 * LAYERS
+    assert len(attending(fused_kinds)) == LAYERS * (len(CALLS) - 1)
+    assert torch.equal(watched, states)
     ch.unswap(model)
-    assert torch.equal(_decoded(model), own)
+    assert torch.equal(_decoded(model), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "whisper"])
-def test_a_memory_that_is_padded(name: str, taken: list[str]) -> None:
+def test_a_padded_memory_matches_the_original(name: str, fused_kinds: list[str]) -> None:
     model, real = _model(name), torch.ones(2, 9, dtype=torch.long)
     real[0, 4:] = 0
-    own = _decoded(model, mask=real)
-    assert not torch.allclose(own[0], _decoded(model)[0], atol=1e-3)
+    expected = _decoded(model, mask=real)
+    assert not torch.allclose(expected[0], _decoded(model)[0], atol=1e-3)
     ch.swap(model)
     for _ in range(2):
-        torch.testing.assert_close(_decoded(model, mask=real), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == ["layer"] * LAYERS * (len(CALLS) - 1) * 2
+        torch.testing.assert_close(_decoded(model, mask=real), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * (len(CALLS) - 1) * 2
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", KINDS)
-def test_it_trains_in_one_step(name: str, padded: bool, taken: list[str]) -> None:
+def test_training_is_fused_within_the_error_budget(name: str, padded: bool, fused_kinds: list[str]) -> None:
     model, ids, real = _model(name), _ids(7), torch.ones(2, 9, dtype=torch.long)
     real[1, 5:] = 0
     given = {"encoder_attention_mask": real} if padded and name != "whisper" else {}
@@ -124,20 +126,20 @@ def test_it_trains_in_one_step(name: str, padded: bool, taken: list[str]) -> Non
         decoder, memory = _decoder(of), _memory(of.dtype).requires_grad_()
         output = decoder(ids, encoder_hidden_states=memory, use_cache=False, **given).last_hidden_state
         tensors = {"memory": memory, **{key: part for key, part in decoder.named_parameters() if part.requires_grad}}
-        found = torch.autograd.grad(output, list(tensors.values()), upstream.to(output.dtype))
-        return dict(zip(tensors, found, strict=True))
+        gradients = torch.autograd.grad(output, list(tensors.values()), upstream.to(output.dtype))
+        return dict(zip(tensors, gradients, strict=True))
 
     exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
     ch.swap(model)
     for _ in range(3):
-        found = gradients(model)
+        actual = gradients(model)
         for key, truth in exact.items():
-            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
-    assert attending(taken) == ["layer"] * LAYERS * 3
+            within_budget(key, actual[key], textbook[key], truth, terms=18 * 72)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 3
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken: list[str]) -> None:
+def test_dropout_gives_the_same_bits_under_observation(name: str, fused_kinds: list[str]) -> None:
     model = _model(name)
     for layer in _decoder(model).layers:
         layer.dropout, layer.activation_dropout, layer.self_attn.dropout, layer.encoder_attn.dropout = (
@@ -151,20 +153,20 @@ def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken
 
     def run() -> Tensor:
         torch.manual_seed(5)
-        found: Tensor = _decoder(model)(_ids(7), encoder_hidden_states=_memory(), use_cache=False).last_hidden_state
-        return found
+        states: Tensor = _decoder(model)(_ids(7), encoder_hidden_states=_memory(), use_cache=False).last_hidden_state
+        return states
 
     first = run()
-    assert attending(taken) == ["layer"] * LAYERS
+    assert attending(fused_kinds) == ["layer"] * LAYERS
     with ch.observe(model, ch.Want(entropy=True)):
         assert torch.equal(run(), first)
-    assert len(attending(taken)) == LAYERS
+    assert len(attending(fused_kinds)) == LAYERS
     model.eval()
     assert not torch.allclose(run(), first, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
+def test_generate_gives_the_same_tokens(name: str, fused_kinds: list[str]) -> None:
     model = _model(name)
     if name == "whisper":
         features = torch.randn(2, 8, 18, generator=torch.Generator().manual_seed(4))
@@ -174,12 +176,12 @@ def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
         real = torch.ones_like(ids)
         real[0, 6:] = 0
         given = {"input_ids": ids, "attention_mask": real, "max_new_tokens": 8}
-    own = [model.generate(**given, num_beams=beams, do_sample=False) for beams in (1, 3)]
+    expected = [model.generate(**given, num_beams=beams, do_sample=False) for beams in (1, 3)]
     ch.swap(model)
-    taken.clear()
-    for beams, right in zip((1, 3), own, strict=True):
+    fused_kinds.clear()
+    for beams, right in zip((1, 3), expected, strict=True):
         assert torch.equal(model.generate(**given, num_beams=beams, do_sample=False), right)
-    assert taken.count("layer") >= 2 * LAYERS * 6
+    assert fused_kinds.count("layer") >= 2 * LAYERS * 6
 
 
 PARTS: Final = (
@@ -196,24 +198,24 @@ PARTS: Final = (
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["bart", "whisper"])
-def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[str]) -> None:
-    model, seen = _model(name), list[object]()
-    own = _decoded(model)
+def test_a_hook_on_a_part_fires(name: str, part: str, fused_kinds: list[str]) -> None:
+    model, fired = _model(name), list[object]()
+    expected = _decoded(model)
     ch.swap(model)
     _decoded(model)
-    taken.clear()
+    fused_kinds.clear()
     looked_at = _decoder(model).layers[1].get_submodule(part)
-    handle = looked_at.register_forward_hook(lambda *given: seen.append(given[2]))
-    torch.testing.assert_close(_decoded(model), own, rtol=1e-4, atol=1e-4)
-    # A memory's keys are projected once.
-    assert len(seen) == (1 if part == "encoder_attn.k_proj" else len(CALLS))
-    assert attending(taken) == ["layer"] * (LAYERS - 1) * (len(CALLS) - 1)
+    handle = looked_at.register_forward_hook(lambda *given: fired.append(given[2]))
+    torch.testing.assert_close(_decoded(model), expected, rtol=1e-4, atol=1e-4)
+    # Keys of a memory are projected once.
+    assert len(fired) == (1 if part == "encoder_attn.k_proj" else len(CALLS))
+    assert attending(fused_kinds) == ["layer"] * (LAYERS - 1) * (len(CALLS) - 1)
     handle.remove()
     _decoded(model)
-    assert len(attending(taken)) == (2 * LAYERS - 1) * (len(CALLS) - 1)
+    assert len(attending(fused_kinds)) == (2 * LAYERS - 1) * (len(CALLS) - 1)
 
 
-def test_without_a_memory_and_with_other_caches_it_goes_by_parts(taken: list[str]) -> None:
+def test_missing_memories_and_other_caches_run_op_by_op(fused_kinds: list[str]) -> None:
     model = _model("bart")
     config = model.config
 
@@ -222,14 +224,14 @@ def test_without_a_memory_and_with_other_caches_it_goes_by_parts(taken: list[str
         with torch.no_grad():
             return [_decoder(model)(_ids(7), use_cache=False).last_hidden_state, _decoded(model, static)]
 
-    own = run()
+    expected = run()
     ch.swap(model)
-    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == []
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == []
 
 
 @needs_5
-def test_a_memory_that_sequences_share_goes_by_parts(taken: list[str]) -> None:
+def test_a_memory_shared_by_sequences_runs_op_by_op(fused_kinds: list[str]) -> None:
     model, memory = _model("bart"), _memory()[:1]
 
     def run() -> Tensor:
@@ -241,33 +243,33 @@ def test_a_memory_that_sequences_share_goes_by_parts(taken: list[str]) -> None:
             ]
         return torch.cat(parts, 1)
 
-    own = run()
+    expected = run()
     ch.swap(model)
-    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == []
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == []
 
 
-def test_a_memory_s_cache_that_was_reordered(taken: list[str]) -> None:
+def test_a_reordered_memory_cache_takes_effect(fused_kinds: list[str]) -> None:
     model, ids = _model("bart"), _ids()
 
     def run() -> Tensor:
-        cache, found = EncoderDecoderCache(DynamicCache(), DynamicCache()), []
+        cache, outputs = EncoderDecoderCache(DynamicCache(), DynamicCache()), []
         with torch.no_grad():
             for place, part in enumerate(ids.split([5, 1, 1, 1, 1, 1, 2], 1)):
                 output = _decoder(model)(part, encoder_hidden_states=_memory(), past_key_values=cache)
-                found.append(output.last_hidden_state)
+                outputs.append(output.last_hidden_state)
                 if place % 2:
                     cache.reorder_cache(torch.tensor([1, 0]))
-        return torch.cat(found, 1)
+        return torch.cat(outputs, 1)
 
-    own = run()
+    expected = run()
     ch.swap(model)
-    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert attending(taken) == ["layer"] * LAYERS * 6
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    assert attending(fused_kinds) == ["layer"] * LAYERS * 6
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_learns_between_calls_without_gradients(name: str) -> None:
+def test_calls_without_gradients_do_not_change_training(name: str) -> None:
     learns_between_calls_without_gradients(
         _decoder(_model(name)),
         lambda decoder: decoder(_ids(7), encoder_hidden_states=_memory(), use_cache=False).last_hidden_state,

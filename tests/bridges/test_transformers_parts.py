@@ -1,4 +1,4 @@
-"""Parts of transformers' models beside attention: which feedforwards are one step, their numbers, who sees parts."""
+"""Fused feedforwards of transformers' models match the original and call hooks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IDS = torch.arange(12).view(2, 6)
 
 def _bert(activation: str = "gelu") -> Any:
     model = transformers.BertModel(transformers.BertConfig(vocab_size=20, hidden_act=activation, **SIZES))
-    # Nobody looking, the whole layer is one step.
+    # The hook keeps the whole layer from being fused.
     model.encoder.layer[0].output.LayerNorm.register_forward_hook(_look)
     return model
 
@@ -62,7 +62,7 @@ def _clip() -> Any:
 
 def _modernbert() -> Any:
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
-    # The first layer has no norm in front of its attention, and is no step.
+    # The first layer has no attention norm and is not fused.
     return transformers.ModernBertModel(transformers.ModernBertConfig(vocab_size=20, **SIZES, **tokens))
 
 
@@ -73,7 +73,7 @@ def _t5(form: str = "relu") -> Any:
     return transformers.T5EncoderModel(config)
 
 
-#: A model, the class of its feedforward or of that one's first half, and the parts of that.
+#: A model, the class of its feedforward or its first half, and the parts of that class.
 MODELS: dict[str, tuple[Callable[[], Any], type[nn.Module], tuple[str, ...]]] = {
     "bert": (_bert, BertIntermediate, ("dense", "intermediate_act_fn")),
     "gpt2": (_gpt2, GPT2MLP, ("c_fc", "act", "c_proj", "dropout")),
@@ -86,36 +86,36 @@ MODELS: dict[str, tuple[Callable[[], Any], type[nn.Module], tuple[str, ...]]] = 
 
 @pytest.fixture(autouse=True)
 def native(_kernels: None) -> None:
-    """The kernels, and the same weights each time."""
+    """Use the kernels, and seed the weights."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call of a feedforward was one step."""
-    seen: list[bool] = []
+def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of a feedforward, whether it was fused."""
+    steps: list[bool] = []
     take = FusedFeedForward.__call__
 
     def spy(*given: Any) -> Tensor | None:
-        found = take(*given)
-        seen.append(found is not None)
-        return found
+        output = take(*given)
+        steps.append(output is not None)
+        return output
 
     monkeypatch.setattr(FusedFeedForward, "__call__", spy)
     attempt = replace.attempt
 
     def uncounted(*args: Any, **kwargs: Any) -> Any:
-        before = len(seen)
+        before = len(steps)
         trial = attempt(*args, **kwargs)
-        del seen[before:]
+        del steps[before:]
         return trial
 
     monkeypatch.setattr(replace, "attempt", uncounted)
-    return seen
+    return steps
 
 
 class _Adapted(nn.Linear):
-    """A linear layer that computes something of its own."""
+    """A linear layer with an overridden forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2.0
@@ -132,21 +132,21 @@ def _output(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_one_step_with_the_same_numbers(name: str, taken: list[bool]) -> None:
+def test_feedforwards_are_fused_and_match_the_original(name: str, fused_steps: list[bool]) -> None:
     make, kind, _ = MODELS[name]
     model = make()
-    own = _output(model)
+    expected = _output(model)
     ch.swap(model)
-    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
-    assert taken == [True]
+    torch.testing.assert_close(_output(model), expected, rtol=1e-5, atol=1e-5)
+    assert fused_steps == [True]
     assert isinstance(_part(model, kind), kind)
     ch.unswap(model)
     assert type(_part(model, kind)) is kind
-    assert torch.equal(_output(model), own)
+    assert torch.equal(_output(model), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
-def test_whole_feedforwards_train_in_one_step(name: str, taken: list[bool]) -> None:
+def test_training_whole_feedforwards_is_fused(name: str, fused_steps: list[bool]) -> None:
     if TRANSFORMERS_4 and name == "clip":
         pytest.skip("transformers 4 cannot make CLIP's mask in float64")
     model = MODELS[name][0]().eval()
@@ -154,55 +154,55 @@ def test_whole_feedforwards_train_in_one_step(name: str, taken: list[bool]) -> N
 
     def gradients(of: Any) -> dict[str, Tensor | None]:
         output = of(IDS).last_hidden_state
-        found = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype), allow_unused=True)
-        return dict(zip(dict(of.named_parameters()), found, strict=True))
+        gradients = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype), allow_unused=True)
+        return dict(zip(dict(of.named_parameters()), gradients, strict=True))
 
     exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
-    assert not taken
+    assert not fused_steps
     ch.swap(model)
-    found = gradients(model)
-    assert taken == [True]
+    gradients_of_swapped = gradients(model)
+    assert fused_steps == [True]
     for key, truth in exact.items():
-        own, other = found[key], textbook[key]
-        if truth is None or own is None or other is None:
-            assert truth is own is other
+        actual, other = gradients_of_swapped[key], textbook[key]
+        if truth is None or actual is None or other is None:
+            assert truth is actual is other
             continue
-        within_budget(key, own, other, truth, terms=IDS.numel() * 40)
+        within_budget(key, actual, other, truth, terms=IDS.numel() * 40)
 
 
-def test_half_a_feedforward_trains_in_two_steps(taken: list[bool]) -> None:
+def test_training_half_a_feedforward_runs_op_by_op(fused_steps: list[bool]) -> None:
     model = _bert()
     ch.swap(model)
     model(IDS).last_hidden_state.sum().backward()
-    assert taken == [False]
+    assert fused_steps == [False]
     assert _part(model, BertIntermediate).dense.weight.grad is not None
 
 
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, row in MODELS.items() for part in row[2]])
-def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[bool]) -> None:
+def test_a_hook_on_a_part_fires(name: str, part: str, fused_steps: list[bool]) -> None:
     make, kind, _ = MODELS[name]
-    model, seen = make(), []
-    own = _output(model)
+    model, fired = make(), []
+    expected = _output(model)
     ch.swap(model)
-    handle = _part(model, kind).get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
-    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
-    assert len(seen) == 1
-    # What is behind the step may be looked at.
-    assert taken == [name == "gpt2" and part == "dropout"]
+    handle = _part(model, kind).get_submodule(part).register_forward_hook(lambda *given: fired.append(given[2]))
+    torch.testing.assert_close(_output(model), expected, rtol=1e-5, atol=1e-5)
+    assert len(fired) == 1
+    # Hooks after the fused operator do not prevent it.
+    assert fused_steps == [name == "gpt2" and part == "dropout"]
     handle.remove()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_part_that_was_replaced_is_called(name: str, taken: list[bool]) -> None:
+def test_a_replaced_part_is_called(name: str, fused_steps: list[bool]) -> None:
     make, kind, parts = MODELS[name]
     model = make()
     ch.swap(model)
     setattr(_part(model, kind), parts[0], _Adapted(16, {"gpt2": 64, "modernbert": 80}.get(name, 40)))
     assert bool(_output(model).isfinite().all())
-    assert taken == [False]
+    assert fused_steps == [False]
 
 
-def test_a_class_with_code_of_its_own_is_left() -> None:
+def test_a_subclass_with_its_own_forward_is_left() -> None:
     class Louder(BertIntermediate):
         def forward(self, hidden_states: Tensor) -> Tensor:
             return super().forward(hidden_states) + 1.0
@@ -210,40 +210,40 @@ def test_a_class_with_code_of_its_own_is_left() -> None:
     model = _bert()
     part = _part(model, BertIntermediate)
     part.__class__ = Louder
-    own = _output(model)
+    expected = _output(model)
     report = ch.swap(model)
     assert type(part) is Louder
-    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(_output(model), expected, rtol=1e-5, atol=1e-5)
     row = next(row for row in report.left if row.class_name == "Louder")
     assert row.difference > 0.01
     assert row.reason.startswith("its fused form differs by ")
 
 
 @pytest.mark.parametrize("activation", sorted(set(ACT2FN) - {"prelu", "xielu"}))
-def test_activations_that_are_known_are_part_of_the_step(activation: str, taken: list[bool]) -> None:
+def test_supported_activations_are_fused(activation: str, fused_steps: list[bool]) -> None:
     model = _bert(activation)
-    own = _output(model)
+    expected = _output(model)
     ch.swap(model)
-    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(_output(model), expected, rtol=1e-5, atol=1e-5)
     fused = {"gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish"}
-    assert any(taken) == (activation in fused)
+    assert any(fused_steps) == (activation in fused)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_swapped_model_is_copied_and_pickled(name: str) -> None:
+def test_copies_and_pickles_of_a_swapped_model_stay_fused(name: str) -> None:
     model = MODELS[name][0]()
     ch.swap(model)
-    own = _output(model)
+    expected = _output(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for again in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.equal(_output(again), own)
-        ch.unswap(again)
-        assert type(_part(again, MODELS[name][1])) is MODELS[name][1]
+    for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(_output(copied), expected)
+        ch.unswap(copied)
+        assert type(_part(copied, MODELS[name][1])) is MODELS[name][1]
 
 
-def test_dropout_of_a_model_is_ours_and_back() -> None:
+def test_dropouts_are_swapped_and_restored() -> None:
     model = _bert()
     ch.swap(model)
     dropouts = [part for part in model.modules() if isinstance(part, nn.Dropout)]
@@ -254,7 +254,7 @@ def test_dropout_of_a_model_is_ours_and_back() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_compiled_it_is_torchs(name: str) -> None:
+def test_a_compiled_feedforward_matches_eager_mode(name: str) -> None:
     model = MODELS[name][0]()
     ch.swap(model)
     part = _part(model, MODELS[name][1]).eval()

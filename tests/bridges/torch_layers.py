@@ -1,4 +1,4 @@
-"""torch's encoder layer, the same one swapped, and how the one is held against the other."""
+"""torch's encoder layer, a swapped copy of it, and comparisons of the two."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BATCH, LENGTH, WIDTH, HEADS = 3, 7, 32, 4
 DTYPES = [torch.float32, torch.bfloat16]
 PADDING = torch.arange(LENGTH) >= torch.tensor([7, 3, 5])[:, None]
 FORBIDDEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-#: Each row may attend to itself, so that torch's rows are numbers too.
+#: Each row may attend to itself, so that torch's output is not NaN.
 SOME = (torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(4)) < 0.5) & ~torch.eye(LENGTH).bool()
 
 
-def made(kind: Any = nn.TransformerEncoderLayer, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def make_layer(kind: Any = nn.TransformerEncoderLayer, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(1)
     layer = kind(WIDTH, HEADS, **({"dim_feedforward": 50, "dropout": 0.0, "batch_first": True} | options))
     with torch.no_grad():
@@ -28,7 +28,7 @@ def made(kind: Any = nn.TransformerEncoderLayer, dtype: torch.dtype = torch.floa
             if part.ndim == 1:
                 part.add_(0.3 * torch.randn_like(part))
         if options.get("activation", F.relu) in ("relu", F.relu) and dtype is torch.bfloat16:
-            # A ReLU's gradient jumps at 0, where roundings would decide: each hidden number is well on one side.
+            # A ReLU's gradient jumps at 0: keep hidden values away from 0, so that rounding does not decide.
             layer.linear1.weight.mul_(0.3)
             if layer.linear1.bias is not None:
                 layer.linear1.bias.copy_(torch.randn_like(layer.linear1.bias).sign() * 2.0)
@@ -50,47 +50,47 @@ def is_layer(output: Tensor) -> bool:
     return output.grad_fn is not None and output.grad_fn.name() == "_BlockBackward"
 
 
-def numbers(
-    layer: nn.Module, x: Tensor, call: dict[str, Any], *, is_step: bool | None = None, real: Tensor | None = None
+def output_and_gradients(
+    layer: nn.Module, x: Tensor, call: dict[str, Any], *, is_fused: bool | None = None, real: Tensor | None = None
 ) -> list[Tensor]:
-    """Output, and gradients of ``x`` and of every parameter, where ``real`` says that the output counts."""
+    """Output, and gradients of ``x`` and every parameter, for the rows that ``real`` selects."""
     output = layer(x, **call)
-    assert is_step is None or is_layer(output) == is_step
+    assert is_fused is None or is_layer(output) == is_fused
     output = output if real is None else output[real]
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output.dtype)
     return [output.detach(), *torch.autograd.grad(output, [x, *layer.parameters()], upstream)]
 
 
 def in_dtype(dtype: torch.dtype, call: dict[str, Any]) -> dict[str, Any]:
-    """Float masks as wide as what they are added to."""
+    """Convert float masks to the dtype of the scores."""
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in call.items()
     }
 
 
-def agrees(
+def assert_agrees(
     theirs: nn.Module,
     ours: nn.Module,
     x: Tensor,
     call: dict[str, Any] | None = None,
     *,
-    is_step: bool | None = True,
+    is_fused: bool | None = True,
     real: Tensor | None = None,
     times: int = 4,
 ) -> None:
-    """Ours against theirs in float64, on the budget of theirs; every call has the bits of the first."""
+    """Assert that ours is within the error budget of theirs, and that every call has the bits of the first."""
     call = {} if call is None else call
-    found = numbers(ours, x, in_dtype(x.dtype, call), is_step=is_step, real=real)
-    textbook = numbers(theirs, x, in_dtype(x.dtype, call), real=real)
+    results = output_and_gradients(ours, x, in_dtype(x.dtype, call), is_fused=is_fused, real=real)
+    textbook = output_and_gradients(theirs, x, in_dtype(x.dtype, call), real=real)
     wide = x.detach().double().requires_grad_()
-    exact = numbers(copy.deepcopy(theirs).double(), wide, in_dtype(torch.float64, call), real=real)
+    exact = output_and_gradients(copy.deepcopy(theirs).double(), wide, in_dtype(torch.float64, call), real=real)
     names = ["output", "dx", *(name for name, _ in theirs.named_parameters())]
-    for name, *three in zip(names, found, textbook, exact, strict=True):
+    for name, *three in zip(names, results, textbook, exact, strict=True):
         within_budget(name, *three, terms=BATCH * LENGTH + 50, dtype=x.dtype)
     for _ in range(1, times):
-        again = numbers(ours, x, in_dtype(x.dtype, call), is_step=is_step, real=real)
-        assert all(map(torch.equal, again, found))
+        second = output_and_gradients(ours, x, in_dtype(x.dtype, call), is_fused=is_fused, real=real)
+        assert all(map(torch.equal, second, results))
 
 
 CALLS: dict[str, dict[str, Any]] = {

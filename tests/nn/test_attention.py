@@ -1,4 +1,4 @@
-"""MultiHeadAttention against torch's module with the same weights, and against itself."""
+"""MultiHeadAttention against torch's module with the same weights, and with its own options varied."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _torch_module(**options: object) -> nn.MultiheadAttention:
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 7, "vdim": 5}, {"kdim": 7, "bias": False}], ids=str)
-def test_from_torch_agrees_forward_and_backward(options: dict[str, object]) -> None:
+def test_from_torch_matches_forward_and_backward(options: dict[str, object]) -> None:
     theirs = _torch_module(**options)
     ours = MultiHeadAttention.from_torch(theirs)
     query, key, value = _input(2, 5, 12), _input(2, 6, theirs.kdim, seed=1), _input(2, 6, theirs.vdim, seed=2)
@@ -39,11 +39,11 @@ def test_from_torch_agrees_forward_and_backward(options: dict[str, object]) -> N
     forbidden[:, 0] = False
     inputs = [[x.clone().requires_grad_() for x in (query, key, value)] for _ in range(2)]
     expected, _ = theirs(*inputs[0], attn_mask=forbidden, need_weights=False)
-    got = ours(*inputs[1], mask=ch.Dense(~forbidden))
-    torch.testing.assert_close(got, expected, **EXACT)
+    output = ours(*inputs[1], mask=ch.Dense(~forbidden))
+    torch.testing.assert_close(output, expected, **EXACT)
     direction = _input(2, 5, 12, seed=4)
     expected.backward(direction)
-    got.backward(direction)
+    output.backward(direction)
     for mine, other in zip(inputs[1], inputs[0], strict=True):
         torch.testing.assert_close(mine.grad, other.grad, **EXACT)
     names = ("query", "key", "value")
@@ -81,13 +81,13 @@ def test_from_torch_keeps_mode_dropout_and_dtype() -> None:
 
 
 @pytest.mark.parametrize("extra", ["add_bias_kv", "add_zero_attn"])
-def test_from_torch_refuses_extra_keys(extra: str) -> None:
+def test_from_torch_rejects_extra_keys(extra: str) -> None:
     with pytest.raises(ch.UnsupportedError, match=rf"from_torch: module must have no extra key; got {extra}"):
         MultiHeadAttention.from_torch(nn.MultiheadAttention(8, 2, **{extra: True}))  # type: ignore[arg-type]
 
 
-def test_a_zero_key_is_a_sink() -> None:
-    """What the refusal of add_zero_attn tells people to do instead is right."""
+def test_a_sink_of_0_matches_add_zero_attn() -> None:
+    """The error for add_zero_attn recommends Sink(0.0), which is equivalent."""
     theirs = _torch_module()
     ours = MultiHeadAttention.from_torch(theirs)
     theirs.add_zero_attn = True
@@ -97,7 +97,7 @@ def test_a_zero_key_is_a_sink() -> None:
     torch.testing.assert_close(with_sink(x), theirs(x, x, x)[0], **EXACT)
 
 
-def test_from_heads_is_the_heads_side_by_side() -> None:
+def test_from_heads_concatenates_the_heads() -> None:
     torch.manual_seed(0)
     heads = [tuple(nn.Linear(6, 4, dtype=torch.float64) for _ in range(3)) for _ in range(3)]
     module = MultiHeadAttention.from_heads(heads)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_from_heads_is_the_heads_side_by_side() -> None:
     torch.testing.assert_close(mixed(x), mixer(expected), **EXACT)
 
 
-def test_from_heads_copies() -> None:
+def test_from_heads_copies_the_weights() -> None:
     weight = torch.eye(4)
     module = MultiHeadAttention.from_heads([(weight, weight, weight)])
     weight.zero_()
@@ -118,15 +118,15 @@ def test_from_heads_copies() -> None:
 
 
 def test_creation_order_is_query_key_value_output() -> None:
-    """The lessons seed torch and then make W_q, W_k, W_v in this order."""
+    """Tutorials seed torch and then create W_q, W_k, W_v in this order."""
     torch.manual_seed(42)
     expected = [nn.Linear(4, 4).weight for _ in range(4)]
     torch.manual_seed(42)
     module = MultiHeadAttention(4, 2)
     names = [name for name, _ in module.named_parameters() if name.endswith("weight")]
     assert names == [f"{role}_projection.weight" for role in ("query", "key", "value", "output")]
-    for own, other in zip((p for n, p in module.named_parameters() if n in names), expected, strict=True):
-        assert torch.equal(own, other)
+    for weight, other in zip((p for n, p in module.named_parameters() if n in names), expected, strict=True):
+        assert torch.equal(weight, other)
 
 
 @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(2)], ids=repr)
@@ -193,7 +193,7 @@ def test_a_cached_memory_is_projected_once() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_call_that_fails_leaves_its_cache_as_it_was(grad: bool) -> None:
+def test_a_failing_call_leaves_its_cache_unmodified(grad: bool) -> None:
     module = MultiHeadAttention(8, 2).double()
     x, cache, bad = _input(2, 5, 8), KVCache(), ch.Dense(torch.ones(2, 2, dtype=torch.bool))
     with torch.set_grad_enabled(grad):
@@ -213,13 +213,13 @@ def test_a_call_that_fails_leaves_its_cache_as_it_was(grad: bool) -> None:
 
 
 @pytest.mark.parametrize("cache", [{}, DecoderCache([KVCache()])], ids=["dict", "of a decoder"])
-def test_a_cache_of_another_kind(cache: object) -> None:
+def test_a_cache_of_another_class_raises(cache: object) -> None:
     text = rf"^MultiHeadAttention: cache must be a KVCache; got {type(cache).__name__}\."
     with pytest.raises(ch.UnsupportedError, match=text):
         MultiHeadAttention(8, 2)(torch.zeros(1, 2, 8), cache=cache)  # type: ignore[arg-type]
 
 
-def test_on_meta() -> None:
+def test_meta_device_gives_shapes() -> None:
     module = MultiHeadAttention(8, 2).to("meta")
     x = torch.zeros(2, 5, 8, device="meta")
     assert module(x).shape == module(x, mask=ch.Causal()).shape == x.shape
@@ -235,7 +235,7 @@ def test_the_same_tensor_three_times_is_self_attention() -> None:
     torch.testing.assert_close(module(x, x, x), module(x), **EXACT)
 
 
-def test_rotary_sees_distances_only() -> None:
+def test_rotary_depends_on_relative_positions_only() -> None:
     module = MultiHeadAttention(8, 2, rotary=Rotary()).double()
     x = _input(1, 6, 8)
     shifted = module.project(x, first=1000)
@@ -244,7 +244,7 @@ def test_rotary_sees_distances_only() -> None:
     assert not torch.allclose(module(x), module(x.flip(1)).flip(1))
 
 
-def test_dropout_only_while_training_and_from_torchs_seed() -> None:
+def test_dropout_is_active_only_in_training_mode_and_uses_torchs_seed() -> None:
     module = MultiHeadAttention(8, 2, dropout=0.5)
     x = torch.randn(2, 16, 8)
     torch.manual_seed(3)
@@ -256,14 +256,14 @@ def test_dropout_only_while_training_and_from_torchs_seed() -> None:
     assert torch.equal(module(x), module(x))
 
 
-def test_project_is_what_forward_attends_with() -> None:
+def test_attention_over_project_matches_forward() -> None:
     module = MultiHeadAttention(8, 2, rotary=True, scores=[ch.Alibi(2)], output_projection=False).double()
     x = _input(2, 5, 8)
     heads = ch.attention(*module.project(x), scores=module.scores.rules(), mask=ch.Causal())
     torch.testing.assert_close(heads.transpose(1, 2).flatten(2), module(x, mask=ch.Causal()), **EXACT)
 
 
-def test_state_dict_round_trip_and_copies() -> None:
+def test_state_dict_and_deepcopy_give_the_same_bits() -> None:
     options = {"num_kv_heads": 1, "scores": [ch.RelativeBias(nn.Parameter(torch.randn(2, 5)))]}
     module, other = (MultiHeadAttention(8, 2, **options) for _ in range(2))  # type: ignore[arg-type]
     other.load_state_dict(module.state_dict())
@@ -283,7 +283,7 @@ def test_a_named_backend_is_used(backend: str) -> None:
         MultiHeadAttention(8, 2, backend="fast")(torch.zeros(1, 2, 8))
 
 
-def test_padding_content_touches_nothing() -> None:
+def test_nan_in_padding_does_not_reach_real_tokens() -> None:
     module = MultiHeadAttention(8, 2)
     x = torch.randn(2, 5, 8)
     spoiled = x.clone()
@@ -292,7 +292,7 @@ def test_padding_content_touches_nothing() -> None:
     torch.testing.assert_close(module(spoiled, mask=mask)[1, :3], module(x, mask=mask)[1, :3], atol=1e-6, rtol=1e-5)
 
 
-def test_lengths_of_zero() -> None:
+def test_empty_inputs_give_empty_or_bias_outputs() -> None:
     module = MultiHeadAttention(8, 2)
     assert module(torch.zeros(2, 0, 8)).shape == (2, 0, 8)
     assert module(torch.zeros(0, 3, 8)).shape == (0, 3, 8)
@@ -300,7 +300,7 @@ def test_lengths_of_zero() -> None:
     torch.testing.assert_close(output, module.output_projection.bias.expand(2, 3, 8))
 
 
-def test_repr_reads() -> None:
+def test_repr_lists_the_options() -> None:
     text = repr(MultiHeadAttention(8, 4, num_kv_heads=2, dropout=0.1, rotary=True, scores=[ch.SoftCap(30.0)]))
     assert "8, num_heads=4, num_kv_heads=2, head_dim=2, dropout=0.1, rotary=Rotary(base=10000)" in text
     assert "SoftCap(cap=30.0)" in text
@@ -322,7 +322,7 @@ def test_repr_reads() -> None:
         (lambda: MultiHeadAttention.from_torch(nn.Linear(2, 2)), r"module must be a torch\.nn\.MultiheadAttention"),
     ],
 )
-def test_bad_arguments_say_what_to_do(build: object, text: str) -> None:
+def test_invalid_arguments_raise_one_line(build: object, text: str) -> None:
     with pytest.raises(ch.ClearheadError, match=text) as caught:
         build()  # type: ignore[operator]
     assert "\n" not in str(caught.value)
@@ -345,13 +345,13 @@ X = torch.zeros(2, 5, 8)
         ((X.long(),), ch.UnsupportedError, r"query must have the module's dtype"),
     ],
 )
-def test_bad_input_says_what_to_do(arguments: tuple[object, ...], error: type[Exception], text: str) -> None:
+def test_invalid_input_raises_one_line(arguments: tuple[object, ...], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match="^MultiHeadAttention: " + text) as caught:
         MultiHeadAttention(8, 2)(*arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_ambiguous_positions_are_refused() -> None:
+def test_ambiguous_positions_raise() -> None:
     x, memory = torch.zeros(1, 2, 8), torch.zeros(1, 5, 8)
     with pytest.raises(ch.MaskError, match="query_offset must be given"):
         MultiHeadAttention(8, 2)(x, memory, mask=ch.Causal())
@@ -364,8 +364,8 @@ def test_ambiguous_positions_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mask", [None, ch.Causal()], ids=str)
-def test_a_trace_is_the_same_with_gradients_and_without(mask: ch.Mask | None) -> None:
-    """torch's own check of a trace takes it again without."""
+def test_a_jit_trace_matches_with_and_without_gradients(mask: ch.Mask | None) -> None:
+    """torch.jit.trace checks a trace by tracing again without gradients."""
     module, x = ch.nn.MultiHeadAttention(32, 4).eval(), torch.randn(2, 8, 32)
 
     class Masked(torch.nn.Module):
@@ -374,8 +374,8 @@ def test_a_trace_is_the_same_with_gradients_and_without(mask: ch.Mask | None) ->
             self.attention = module
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.attention(x, mask=mask)
-            return found
+            actual: torch.Tensor = self.attention(x, mask=mask)
+            return actual
 
     traced: Any = torch.jit.trace(Masked(), x)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(traced(x), module(x, mask=mask))

@@ -1,4 +1,4 @@
-"""Blocks and stacks against torch's, packed against padded, cached against whole."""
+"""Blocks and stacks against torch's, packed against padded, cached against the full pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _input(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_encoder_block_agrees_with_torchs_layer(norm_first: bool, activation: str, bias: bool) -> None:
+def test_encoder_block_matches_torchs_layer(norm_first: bool, activation: str, bias: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerEncoderLayer(
         12, 3, 20, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first, bias=bias,
@@ -44,7 +44,7 @@ def test_encoder_block_agrees_with_torchs_layer(norm_first: bool, activation: st
     torch.testing.assert_close(ours.attention_norm.weight.grad, theirs.norm1.weight.grad, **EXACT)
 
 
-def test_from_torch_takes_dropout_and_mode_along() -> None:
+def test_from_torch_keeps_dropout_and_mode() -> None:
     theirs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).eval()
     ours = EncoderBlock.from_torch(theirs)
     assert not any(part.training for part in ours.modules())
@@ -54,7 +54,7 @@ def test_from_torch_takes_dropout_and_mode_along() -> None:
         EncoderBlock.from_torch(odd)
 
 
-class _Mine(nn.LayerNorm):
+class _IdentityNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
@@ -64,7 +64,7 @@ class _Mine(nn.LayerNorm):
     [
         ("norm1", nn.RMSNorm(8), r"have a plain LayerNorm as its norm1; got RMSNorm"),
         ("norm2", nn.Identity(), r"have a plain LayerNorm as its norm2; got Identity\(\)"),
-        ("norm2", _Mine(8), r"have a plain LayerNorm as its norm2; got _Mine"),
+        ("norm2", _IdentityNorm(8), r"have a plain LayerNorm as its norm2; got _IdentityNorm"),
         ("norm2", nn.LayerNorm(8, bias=False), r"have a plain LayerNorm as its norm2; got LayerNorm"),
         ("linear1", nn.Sequential(nn.Linear(8, 16)), r"have a plain Linear as its linear1; got Sequential"),
         ("dropout", nn.Identity(), r"have a plain Dropout as its dropout; got Identity\(\)"),
@@ -72,7 +72,7 @@ class _Mine(nn.LayerNorm):
         ("activation", nn.GELU(approximate="tanh"), r"use GELU or ReLU; got GELU\(approximate='tanh'\)"),
     ],
 )
-def test_from_torch_of_other_parts(place: str, part: nn.Module, text: str) -> None:
+def test_from_torch_rejects_replaced_parts(place: str, part: nn.Module, text: str) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     setattr(layer, place, part)
     with pytest.raises(ch.UnsupportedError, match=r"^EncoderBlock.from_torch: layer must " + text):
@@ -80,7 +80,7 @@ def test_from_torch_of_other_parts(place: str, part: nn.Module, text: str) -> No
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8, elementwise_affine=False), nn.Identity()], ids=["plain", "none"])
-def test_a_norm_need_not_have_a_weight(norm: nn.Module) -> None:
+def test_norms_without_weights_work(norm: nn.Module) -> None:
     stack = Encoder(8, 2, num_layers=2, dropout=0.0).double()
     for block in stack.blocks:
         block.attention_norm = norm
@@ -92,7 +92,7 @@ def test_a_norm_need_not_have_a_weight(norm: nn.Module) -> None:
     torch.testing.assert_close(stack(x), stack.norm(wanted), **EXACT)
 
 
-def test_from_torch_knows_relu_by_each_of_its_names() -> None:
+def test_from_torch_recognises_every_form_of_relu() -> None:
     for activation in (torch.relu, nn.functional.relu, nn.ReLU(), "relu"):
         block = EncoderBlock.from_torch(nn.TransformerEncoderLayer(8, 2, 16, activation=activation))
         assert isinstance(block.feedforward.activation, nn.ReLU)
@@ -100,7 +100,7 @@ def test_from_torch_knows_relu_by_each_of_its_names() -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_decoder_block_agrees_with_torchs_layer(bias: bool, norm_first: bool) -> None:
+def test_decoder_block_matches_torchs_layer(bias: bool, norm_first: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerDecoderLayer(
         12, 3, 20, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first, bias=bias,
@@ -124,7 +124,7 @@ def test_decoder_block_agrees_with_torchs_layer(bias: bool, norm_first: bool) ->
     torch.testing.assert_close(ours.cross_norm.weight.grad, theirs.norm2.weight.grad, **EXACT)
 
 
-def test_decoder_block_from_torch_takes_dropout_and_mode_along_and_refuses_others() -> None:
+def test_decoder_block_from_torch_keeps_dropout_and_mode() -> None:
     ours = DecoderBlock.from_torch(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.3).eval())
     assert not any(part.training for part in ours.modules())
     assert ours.cross_attention is not None
@@ -137,7 +137,7 @@ def test_decoder_block_from_torch_takes_dropout_and_mode_along_and_refuses_other
         DecoderBlock.from_torch(odd)
 
 
-def test_decoder_block_sees_no_future_and_steps_equal_the_whole() -> None:
+def test_decoder_block_is_causal_and_decoding_matches_the_full_pass() -> None:
     block = DecoderBlock(8, 2, rotary=True, memory_dim=6).double().eval()
     x, memory = _input(2, 7, 8), _input(2, 4, 6, seed=1)
     whole = block(x, memory=memory)
@@ -150,7 +150,7 @@ def test_decoder_block_sees_no_future_and_steps_equal_the_whole() -> None:
     assert (cache.length, memory_cache.length) == (7, 4)
 
 
-def test_memory_is_given_exactly_where_it_is_wanted() -> None:
+def test_memory_must_match_cross_attention() -> None:
     x = torch.zeros(1, 2, 8)
     with pytest.raises(ch.ShapeError, match="DecoderBlock: memory must be given exactly where"):
         DecoderBlock(8, 2)(x, memory=x)
@@ -235,13 +235,13 @@ def test_nan_in_the_padding_changes_nothing_gradients_included(kind: type, mask:
         assert torch.equal(clean, spoiled)
 
 
-def test_a_padding_mask_says_the_same_as_lengths() -> None:
+def test_a_padding_mask_equals_lengths() -> None:
     model = Encoder(8, 2, 1).double()
     x = _input(2, 5, 8)
     expected = model(x, lengths=[5, 2], mask=ch.Window(1, 1))
     assert torch.equal(model(x, mask=ch.Padding([5, 2]) & ch.Window(1, 1)), expected)
     assert torch.equal(model(x, lengths=torch.tensor([5, 2]), mask=ch.Window(1, 1)), expected)
-    with pytest.raises(ch.MaskError, match="mask must hold no Padding where lengths are given"):
+    with pytest.raises(ch.MaskError, match="mask must contain no Padding where lengths are given"):
         model(x, lengths=[5, 2], mask=ch.Padding([5, 2]))
 
 
@@ -260,19 +260,19 @@ def test_full_lengths_need_no_mask() -> None:
         (torch.tensor([[5, 2]]), "be whole numbers"),
     ],
 )
-def test_bad_lengths(lengths: object, text: str) -> None:
+def test_invalid_lengths_raise(lengths: object, text: str) -> None:
     with pytest.raises(ch.ShapeError, match="^Encoder: lengths must " + text):
         Encoder(8, 2, 1)(torch.zeros(2, 5, 8), lengths=lengths)
 
 
-def test_unbatched_stacks() -> None:
+def test_unbatched_stacks_equal_batched() -> None:
     x = _input(5, 8)
     for model in (Encoder(8, 2, 2).double(), Decoder(8, 2, 2).double()):
         torch.testing.assert_close(model(x), model(x[None])[0], **EXACT)
 
 
 def test_far_positions_are_as_exact_as_near_ones() -> None:
-    """Rotary angles of a packed row grow with all that came before; in float32 that costs no more than 1e-5."""
+    """RoPE positions of a packed row count all earlier sequences; the float32 error stays below 1e-5."""
     torch.manual_seed(0)
     model = Encoder(16, 2, 1, rotary=True)
     x = torch.randn(1, 6, 16)
@@ -284,7 +284,7 @@ def test_far_positions_are_as_exact_as_near_ones() -> None:
     assert Rotary().rotate(torch.ones(1, 4), first=10**6).isfinite().all()
 
 
-def test_checkpointing_changes_memory_not_numbers() -> None:
+def test_checkpointing_saves_memory_and_matches_gradients() -> None:
     torch.manual_seed(0)
     plain = Encoder(8, 2, 2, dropout=0.3)
     thrifty = Encoder(8, 2, 2, dropout=0.3, checkpoint_activations=True)
@@ -304,8 +304,8 @@ def test_checkpointing_changes_memory_not_numbers() -> None:
         output.square().sum().backward()
         saved.append(count[0])
     assert saved[1] < saved[0] / 3
-    for own, other in zip(thrifty.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, atol=1e-6, rtol=1e-5)
+    for parameter, other in zip(thrifty.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"cross_attention": True}], ids=str)
@@ -325,7 +325,7 @@ def test_a_call_with_a_cache_is_not_checkpointed(options: dict[str, bool]) -> No
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_drafts_are_taken_back(recorded: bool) -> None:
+def test_truncated_drafts_do_not_change_later_tokens(recorded: bool) -> None:
     decoder = Decoder(8, 2, 2, cross_attention=True).double()
     x, memory, cache = _input(1, 6, 8), _input(1, 4, 8, seed=1), decoder.new_cache()
     with torch.set_grad_enabled(recorded):
@@ -336,7 +336,7 @@ def test_drafts_are_taken_back(recorded: bool) -> None:
         torch.testing.assert_close(decoder(x[:, 3:], memory=memory, cache=cache), whole[:, 3:], **EXACT)
 
 
-def test_a_stack_that_fails_leaves_all_its_caches_as_they_were() -> None:
+def test_a_failing_stack_leaves_its_caches_unmodified() -> None:
     decoder = Decoder(8, 2, 2, cross_attention=True).double()
     x, memory, cache = _input(1, 6, 8), _input(1, 4, 8, seed=1), decoder.new_cache()
     whole = decoder(x, memory=memory)
@@ -356,7 +356,7 @@ def test_a_stack_that_fails_leaves_all_its_caches_as_they_were() -> None:
     torch.testing.assert_close(decoder(x[:, 3:], memory=memory, cache=cache), whole[:, 3:], **EXACT)
 
 
-def test_caches_that_are_not_the_decoders() -> None:
+def test_a_cache_of_another_decoder_raises() -> None:
     decoder, x = Decoder(8, 2, 2), torch.zeros(1, 2, 8)
     for cache in (KVCache(), {}):
         text = rf"^Decoder: cache must be a DecoderCache; got {type(cache).__name__}\."
@@ -370,12 +370,12 @@ def test_caches_that_are_not_the_decoders() -> None:
 
 
 @pytest.mark.parametrize("kind", [Encoder, Decoder])
-def test_scores_that_are_no_rules(kind: type) -> None:
+def test_scores_that_are_not_rules_raise(kind: type) -> None:
     with pytest.raises(ch.UnsupportedError, match=rf"^{kind.__name__}: scores must hold score rules; got int\."):
         kind(8, 2, 1, scores=5)
 
 
-def test_dropout_only_while_training() -> None:
+def test_dropout_is_active_only_in_training_mode() -> None:
     for model in (Encoder(8, 2, 1, dropout=0.5), Decoder(8, 2, 1, dropout=0.5)):
         x = torch.randn(2, 4, 8)
         assert not torch.equal(model(x), model(x))
@@ -383,7 +383,7 @@ def test_dropout_only_while_training() -> None:
         assert torch.equal(model(x), model(x))
 
 
-def test_decoder_cache_equals_the_whole_with_a_memory() -> None:
+def test_decoding_with_a_memory_matches_the_full_pass() -> None:
     decoder = Decoder(8, 2, 2, cross_attention=True).double()
     x, memory = _input(2, 6, 8), _input(2, 4, 8, seed=1)
     whole = decoder(x, memory=memory, memory_lengths=[4, 2])
@@ -413,24 +413,24 @@ def test_nan_in_a_memorys_padding_changes_nothing_gradients_included() -> None:
         decoder(x, memory=x, memory_lengths=[4, 2])
 
 
-def test_padding_and_a_cache_do_not_mix() -> None:
+def test_padding_with_a_cache_raises() -> None:
     decoder = Decoder(8, 2, 1)
     with pytest.raises(ch.UnsupportedError, match="lengths must all be the batch's length where there is a cache"):
         decoder(torch.zeros(2, 3, 8), lengths=[3, 2], cache=decoder.new_cache())
 
 
 @pytest.mark.parametrize("kind", [EncoderBlock, DecoderBlock, Encoder, Decoder])
-def test_norms_by_name(kind: type) -> None:
+def test_norm_selects_the_norm_class(kind: type) -> None:
     depth = (2,) if kind in (Encoder, Decoder) else ()
     for norm, other in (("layer", nn.LayerNorm), ("rms", nn.RMSNorm)):
-        own = kind(8, 2, *depth, norm=norm, bias=False)
-        found = [part for part in own.modules() if isinstance(part, nn.LayerNorm | nn.RMSNorm)]
-        assert {type(part) for part in found} == {other}
-        assert len(found) == (5 if depth else 2)
-        assert [name for name, _ in own.named_parameters() if "bias" in name] == []
+        module = kind(8, 2, *depth, norm=norm, bias=False)
+        norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm | nn.RMSNorm)]
+        assert {type(part) for part in norms} == {other}
+        assert len(norms) == (5 if depth else 2)
+        assert [name for name, _ in module.named_parameters() if "bias" in name] == []
 
 
-def test_feedforward_and_its_errors() -> None:
+def test_feedforward_matches_its_formula_and_rejects_invalid_input() -> None:
     layer = FeedForward(4, 6, activation="silu")
     x = torch.randn(2, 3, 4)
     expected = layer.contract(nn.functional.silu(layer.expand(x)))
@@ -441,16 +441,16 @@ def test_feedforward_and_its_errors() -> None:
         layer(torch.zeros(2, 3))
 
 
-def test_autocast_runs_in_bfloat16_and_stays_near() -> None:
+def test_autocast_runs_in_bfloat16() -> None:
     torch.manual_seed(0)
     model = Encoder(32, 4, 2, rotary=True)
     x = torch.randn(3, 10, 32)
     exact = model(x, lengths=[10, 3, 7])
-    seen: list[torch.dtype] = []
-    model.blocks[0].attention.output_projection.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    dtypes: list[torch.dtype] = []
+    model.blocks[0].attention.output_projection.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         output = model(x, lengths=[10, 3, 7])
     output.float().square().mean().backward()
-    assert seen == [torch.bfloat16]
+    assert dtypes == [torch.bfloat16]
     assert (output - exact).abs().max() < 0.1
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())

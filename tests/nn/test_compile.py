@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of the modules: one graph, the same numbers."""
+"""torch.compile and torch.export of the modules: one graph with the same values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import clearhead as ch
 from clearhead.nn import Encoder, EncoderBlock, LanguageModel, MultiHeadAttention, SequenceClassifier
 
 NEAR = {"atol": 1e-5, "rtol": 1e-5}
-#: Traces, and differentiates the traced graph, as the default does, but generates no C++.
+#: Traces and differentiates like the default backend, but generates no C++.
 QUICK = "aot_eager"
 
 
@@ -57,8 +57,8 @@ def test_compiles_as_one_graph_forward_and_backward(kind: str, mask: ch.Mask | N
         output = run(x)
         output.square().sum().backward()
         results.append([output.detach(), x.grad, *(parameter.grad for parameter in module.parameters())])
-    for eager, own in zip(*results, strict=True):
-        torch.testing.assert_close(own, eager, **NEAR)
+    for eager, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, eager, **NEAR)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_exports_for_any_batch_and_length(kind: str) -> None:
         torch.testing.assert_close(exported.module()(x), module(x), **NEAR)
 
 
-def test_whole_models_compile_and_export_where_nothing_is_padded() -> None:
+def test_models_compile_and_export_without_padding() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     ids = torch.randint(0, 20, (2, 9))
@@ -112,8 +112,8 @@ def test_compiled_blocks_serve_packed_batches_of_any_length() -> None:
             each.zero_grad()
             each(ids, lengths=lengths).square().sum().backward()
         torch.testing.assert_close(model(ids, lengths=lengths), plain(ids, lengths=lengths), **NEAR)
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, other.grad, **NEAR)
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, **NEAR)
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
@@ -144,7 +144,7 @@ def test_a_compiled_language_model_generates_the_same() -> None:
     assert torch.equal(model.generate(ids, 6, temperature=0.0), expected)
 
 
-def test_a_cache_within_one_graph() -> None:
+def test_a_cached_step_compiles_as_one_graph() -> None:
     torch.manual_seed(0)
     module = ch.nn.MultiHeadAttention(8, 2)
     x = torch.randn(1, 4, 8)

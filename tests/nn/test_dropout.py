@@ -1,4 +1,4 @@
-"""Dropout of activations: which are kept, both ways, and whose numbers they are."""
+"""Dropout of activations: which elements survive, forward and backward, and the seeds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(), (1,), (64, 4), (128, 128), (7, 5, 500), (2**14,), (2**10, 17), (2, 1, 9000, 1), (301, 65), (5, 16385)]
 
 
-def _kept(shape: tuple[int, ...], levels: int, seed: int) -> Tensor:
-    """Where elements survive, from the definition."""
+def _survivors(shape: tuple[int, ...], levels: int, seed: int) -> Tensor:
+    """The mask of surviving elements by the definition."""
     width = shape[-1] if shape else 1
     return keep_mask(torch.Size(shape).numel() // width, width, levels, seed).view(shape)
 
 
 def _seeded(seed: int) -> int:
-    """What the next call will draw."""
+    """Seed torch and return the seed that the next call draws."""
     torch.manual_seed(seed)
     drawn = draw_seed(0.5)
     torch.manual_seed(seed)
@@ -37,10 +37,10 @@ def _seeded(seed: int) -> int:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("p", [0.25, 0.9])
-def test_it_is_its_definition(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_dropout_matches_its_definition(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     seed, levels = _seeded(3), round(p * LEVELS)
-    factor = _kept(shape, levels, seed).double() * (LEVELS / (LEVELS - levels))
+    factor = _survivors(shape, levels, seed).double() * (LEVELS / (LEVELS - levels))
     output = Dropout(p)(x)
     assert output.dtype is dtype
     torch.testing.assert_close(output, (x.double() * factor).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
@@ -53,12 +53,12 @@ def test_it_is_its_definition(p: float, shape: tuple[int, ...], dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_beside_a_residual(dtype: torch.dtype) -> None:
+def test_dropout_added_to_a_residual_matches_its_definition(dtype: torch.dtype) -> None:
     x, residual = (torch.randn(60, 300).to(dtype).requires_grad_() for _ in range(2))
-    factor = _kept((60, 300), LEVELS // 4, _seeded(5)).double() * (4 / 3)
+    factor = _survivors((60, 300), LEVELS // 4, _seeded(5)).double() * (4 / 3)
     output = plus_dropped(residual, Dropout(0.25), x)
     exact = residual.double() + x.double() * factor
-    # One rounding to the dtype, where two passes have two.
+    # The fused pass rounds to the dtype once; two passes round twice.
     assert (output.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
     grads = torch.autograd.grad(output, (residual, x), torch.ones_like(output))
     torch.testing.assert_close(grads[0], torch.ones_like(residual))
@@ -93,7 +93,7 @@ def test_an_empty_input_stays_empty() -> None:
     assert Dropout(0.5)(torch.ones(4, 0)).shape == (4, 0)
 
 
-def test_only_one_side_learns() -> None:
+def test_one_frozen_input_leaves_a_gradient_for_the_other() -> None:
     x, residual = torch.randn(128, 128), torch.randn(128, 128)
     for learns in (x, residual):
         learns.requires_grad_()
@@ -103,21 +103,21 @@ def test_only_one_side_learns() -> None:
 
 
 @pytest.mark.parametrize("module", [Dropout(0.5).eval(), nn.Identity(), Dropout(0.0), nn.Dropout(0.0)], ids=repr)
-def test_what_drops_nothing_adds(module: nn.Module) -> None:
+def test_dropout_of_0_adds_the_residual(module: nn.Module) -> None:
     x, residual = torch.randn(128, 128), torch.randn(128, 128)
     assert torch.equal(plus_dropped(residual, module, x), residual + x)
 
 
-def test_a_residual_of_another_shape_is_added_after() -> None:
+def test_a_broadcast_residual_is_added_after_dropout() -> None:
     x = torch.ones(128, 128)
     assert plus_dropped(torch.zeros(128), Dropout(0.5), x).shape == (128, 128)
     assert plus_dropped(torch.zeros(2, 128, 128), Dropout(0.5), x).shape == (2, 128, 128)
     assert plus_dropped(torch.zeros(128, 128, dtype=torch.float64), Dropout(0.5), x).dtype is torch.float64
 
 
-def test_what_is_dropped_is_0_whatever_it_was() -> None:
+def test_dropped_nan_and_infinity_become_0() -> None:
     x = torch.full((128, 128), torch.nan, requires_grad=True)
-    survive = _kept((128, 128), LEVELS // 2, _seeded(1))
+    survive = _survivors((128, 128), LEVELS // 2, _seeded(1))
     output = Dropout(0.5)(x)
     assert torch.equal(output.isnan(), survive)
     (grad,) = torch.autograd.grad(output, x, torch.full_like(x, torch.inf))
@@ -125,16 +125,16 @@ def test_what_is_dropped_is_0_whatever_it_was() -> None:
     assert bool((grad[~survive] == 0).all())
 
 
-def test_strides_do_not_matter() -> None:
+def test_strides_do_not_change_bits() -> None:
     dense = torch.randn(300, 200)
     _seeded(1)
     expected = Dropout(0.3)(dense)
-    for lying in (dense.t().contiguous().t(), torch.cat([dense, dense], 1)[:, :200], dense.neg().neg()):
+    for strided in (dense.t().contiguous().t(), torch.cat([dense, dense], 1)[:, :200], dense.neg().neg()):
         _seeded(1)
-        assert torch.equal(Dropout(0.3)(lying), expected)
+        assert torch.equal(Dropout(0.3)(strided), expected)
 
 
-def test_it_can_be_differentiated_again_and_many_at_once() -> None:
+def test_second_derivatives_and_batched_gradients() -> None:
     x = torch.randn(128, 128, requires_grad=True)
     _seeded(1)
     output = Dropout(0.5)(x)
@@ -144,17 +144,17 @@ def test_it_can_be_differentiated_again_and_many_at_once() -> None:
     output = Dropout(0.5)(x)
     upstream = torch.randn(3, 128, 128)
     (many,) = torch.autograd.grad(output, x, upstream, is_grads_batched=True, retain_graph=True)
-    for one, own in zip(many, upstream, strict=True):
-        torch.testing.assert_close(one, torch.autograd.grad(output, x, own, retain_graph=True)[0])
+    for one, direction in zip(many, upstream, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(output, x, direction, retain_graph=True)[0])
 
 
-def test_an_output_may_be_changed_in_place() -> None:
+def test_an_output_may_be_modified_in_place() -> None:
     x = torch.randn(128, 128, requires_grad=True)
     Dropout(0.5)(x).relu_().sum().backward()
     assert x.grad is not None
 
 
-def test_torchs_generator_seeds_it_and_moves() -> None:
+def test_dropout_uses_and_advances_torchs_generator() -> None:
     x = torch.ones(128, 128)
     torch.manual_seed(0)
     first, second = Dropout(0.5)(x), Dropout(0.5)(x)
@@ -163,7 +163,7 @@ def test_torchs_generator_seeds_it_and_moves() -> None:
     assert torch.equal(Dropout(0.5)(x), first)
 
 
-def test_transformed_and_compiled_code_gets_torchs_own() -> None:
+def test_transformed_and_compiled_code_uses_torchs_dropout() -> None:
     x = torch.randn(4, 128, 128)
     drawn = torch.func.vmap(Dropout(0.5), randomness="different")(x)
     assert 0.4 < float((drawn == 0).float().mean()) < 0.6
@@ -171,40 +171,40 @@ def test_transformed_and_compiled_code_gets_torchs_own() -> None:
     assert set(tangent.unique().tolist()) == {0.0, 2.0}
 
 
-def test_autocast_does_not_slow_it() -> None:
+def test_autocast_uses_the_kernel() -> None:
     x = torch.randn(128, 128)
-    survive = _kept((128, 128), LEVELS // 2, _seeded(2))
+    survive = _survivors((128, 128), LEVELS // 2, _seeded(2))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(Dropout(0.5)(x) != 0, survive)
 
 
-def test_a_feedforward_that_is_watched_drops_the_same() -> None:
-    """Steps one by one draw one seed each, for the same places."""
+def test_an_observed_feedforward_drops_the_same_elements() -> None:
+    """Op-by-op steps draw the same seeds for the same elements."""
     module, x = FeedForward(128, activation="gelu", dropout=0.3), torch.randn(3, 50, 128)
     torch.manual_seed(0)
-    alone = module(x)
+    unhooked = module(x)
     handle = module.dropout.register_forward_hook(lambda *_: None)
     torch.manual_seed(0)
-    torch.testing.assert_close(module(x), alone)
+    torch.testing.assert_close(module(x), unhooked)
     handle.remove()
 
 
 @pytest.mark.parametrize("width", [16, 128])
 def test_a_hook_on_a_blocks_dropout_is_called(width: int) -> None:
     block, x = EncoderBlock(width, 2, dropout=0.5), torch.randn(2, 80, width)
-    seen = []
-    handle = block.residual_dropout.register_forward_hook(lambda *given: seen.append(given[2]))
+    fired = []
+    handle = block.residual_dropout.register_forward_hook(lambda *given: fired.append(given[2]))
     torch.manual_seed(0)
-    watched = block(x)
-    assert len(seen) == 2
+    hooked = block(x)
+    assert len(fired) == 2
     handle.remove()
     torch.manual_seed(0)
-    torch.testing.assert_close(block(x), watched)
+    torch.testing.assert_close(block(x), hooked)
 
 
 @pytest.mark.parametrize("path", ["attention", "feedforward.dropout", "residual_dropout"])
 @pytest.mark.parametrize("training", [False, True])
-def test_one_part_in_another_mode_drops_the_same_fused_and_op_by_op(path: str, training: bool) -> None:
+def test_a_part_in_another_mode_drops_the_same_fused_and_op_by_op(path: str, training: bool) -> None:
     block = EncoderBlock(32, 2, dropout=0.3).train(not training)
     block.get_submodule(path).train(training)
     x = torch.randn(2, 20, 32)
@@ -219,7 +219,9 @@ def test_one_part_in_another_mode_drops_the_same_fused_and_op_by_op(path: str, t
 @pytest.mark.parametrize("hooks", [False, True], ids=["fused", "op by op"])
 def test_recomputed_activations_drop_the_same(hooks: bool) -> None:
     torch.manual_seed(0)
-    plain, recomputed = (EncoderBlock(128, 2, dropout=0.3, checkpoint_activations=again) for again in (False, True))
+    plain, recomputed = (
+        EncoderBlock(128, 2, dropout=0.3, checkpoint_activations=checkpointed) for checkpointed in (False, True)
+    )
     recomputed.load_state_dict(plain.state_dict())
     grads = []
     for block in (plain, recomputed):

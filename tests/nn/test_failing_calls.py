@@ -39,7 +39,10 @@ def decoder() -> tuple[nn.Module, dict[str, Any], Sequence[KVCache], str]:
 
 
 def contents(caches: Sequence[KVCache]) -> list[tuple[Any, ...]]:
-    return [(own.length, *(None if part is None else part.clone() for part in (own.key, own.value))) for own in caches]
+    return [
+        (cache.length, *(None if part is None else part.clone() for part in (cache.key, cache.value)))
+        for cache in caches
+    ]
 
 
 def interrupt(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Linear is torch's layer: same parameters, same numbers, same place in other people's tools."""
+"""Linear matches torch's layer: parameters, values, hooks and transforms."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OTHERS = [
     for name in ("onednn", "native")
     for why in [PATHS[name].absent(torch.float32)]
 ]
-#: Large enough for the faster product.
+#: Large enough for the faster GEMM.
 ROWS, WIDTH, OUT = 64, 256, 320
 
 
 @pytest.fixture(autouse=True, params=OTHERS)
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A path that is not torch's own."""
+    """Force a path other than torch."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
     return str(request.param)
 
@@ -44,30 +44,30 @@ def _x() -> Tensor:
 
 
 def _assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor) -> None:
-    """Output and every parameter's gradient."""
+    """Assert that output and parameter gradients match."""
     exact = copy.deepcopy(theirs).double()
-    found = []
+    results = []
     for module, given in ((ours, x), (theirs, x), (exact, x.double())):
         output = module(given)
         output.square().mean().backward()
-        found.append([output.detach(), *(own.grad for own in module.parameters())])
-    for name, (result, textbook, reference) in enumerate(zip(*found, strict=True)):
+        results.append([output.detach(), *(parameter.grad for parameter in module.parameters())])
+    for name, (result, textbook, reference) in enumerate(zip(*results, strict=True)):
         within_budget(str(name), result, textbook, reference, terms=OUT)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_it_is_torchs_layer(bias: bool) -> None:
+def test_linear_matches_torchs_layer(bias: bool) -> None:
     theirs, ours = _pair(bias)
     assert isinstance(ours, nn.Linear)
     assert repr(ours) == repr(theirs)
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    for name, own in ours.state_dict().items():
-        assert torch.equal(own, theirs.state_dict()[name])
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name])
     theirs.load_state_dict(ours.state_dict())
     _assert_same(ours, theirs, _x())
 
 
-def test_device_and_dtype_as_in_torch() -> None:
+def test_device_and_dtype_arguments_match_torch() -> None:
     layer = Linear(3, 5, False, "meta", torch.bfloat16)
     assert layer.bias is None
     assert layer.weight.is_meta
@@ -75,16 +75,16 @@ def test_device_and_dtype_as_in_torch() -> None:
     assert Linear(3, 5, dtype=torch.bfloat16)(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_hooks_fire_and_may_change_what_passes() -> None:
+def test_hooks_fire_and_may_replace_the_output() -> None:
     _, layer = _pair()
-    seen: list[str] = []
-    layer.register_forward_pre_hook(lambda module, given: seen.append("before"))
+    fired: list[str] = []
+    layer.register_forward_pre_hook(lambda module, given: fired.append("before"))
     layer.register_forward_hook(lambda module, given, output: output * 0)
-    layer.register_full_backward_hook(lambda module, given, grad: seen.append("backward"))
+    layer.register_full_backward_hook(lambda module, given, grad: fired.append("backward"))
     output = layer(_x().requires_grad_())
     output.sum().backward()
     assert not output.any()
-    assert seen == ["before", "backward"]
+    assert fired == ["before", "backward"]
 
 
 def test_parametrized_weights_train() -> None:
@@ -103,7 +103,7 @@ def test_weights_shared_with_another_module_get_both_gradients() -> None:
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed() -> None:
+def test_modifying_a_weight_before_backward_raises() -> None:
     _, layer = _pair()
     output = layer(_x().requires_grad_())
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed() -> None:
         output.sum().backward()
 
 
-def test_symbolic_tracing_and_compilation_see_one_linear() -> None:
+def test_symbolic_tracing_and_compilation_match_torch() -> None:
     theirs, ours = _pair()
     graph = torch.fx.symbolic_trace(nn.Sequential(ours))
     torch.testing.assert_close(graph(_x()), theirs(_x()))
@@ -120,7 +120,7 @@ def test_symbolic_tracing_and_compilation_see_one_linear() -> None:
     _assert_same(compiled, theirs, _x())
 
 
-def test_our_models_are_built_of_it() -> None:
+def test_models_use_this_linear() -> None:
     models = [
         ch.nn.SequenceClassifier(10, 8, 2, 1, 3),
         ch.nn.LanguageModel(10, 8, 2, 1),
@@ -133,7 +133,7 @@ def test_our_models_are_built_of_it() -> None:
 
 
 def test_a_model_trains_to_the_same_weights_on_either_path(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    states = []
     for path in ("torch", forced):
         monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
         torch.manual_seed(0)
@@ -144,38 +144,38 @@ def test_a_model_trains_to_the_same_weights_on_either_path(forced: str, monkeypa
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        found.append(model.state_dict())
+        states.append(model.state_dict())
         assert {choice(kind).path for kind in KINDS} == {path}
-    for name, own in found[0].items():
-        torch.testing.assert_close(found[1][name], own, rtol=1e-4, atol=1e-5)
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"bias": False}, {"num_kv_heads": 2}, {"rotary": True}], ids=str)
-def test_attention_has_the_same_gradients_with_the_joint_product(
+def test_joint_input_gradients_match_separate_layers(
     arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook that does nothing keeps the layers of queries, keys and values apart."""
-    # Attention and all in one step is another road, which tests/nn/test_fused_attention.py holds against this one.
+    """A hook keeps the projections of queries, keys and values separate."""
+    # tests/nn/test_fused_attention.py compares the fully fused attention with this path.
     monkeypatch.setattr("clearhead.nn.attention.fused_attention", lambda *args, **options: None)
     chosen: list[str] = []
-    own = linear.path_of
-    monkeypatch.setattr(linear, "path_of", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))
+    each = linear.path_of
+    monkeypatch.setattr(linear, "path_of", lambda kind, *sizes: chosen.append(kind) or each(kind, *sizes))
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
     torch.manual_seed(0)
     together = ch.nn.MultiHeadAttention(32, 4, **arguments)  # type: ignore[arg-type]
-    apart, exact = copy.deepcopy(together), copy.deepcopy(together).double()
-    for layer in (apart.query_projection, apart.key_projection, apart.value_projection):
+    separate, exact = copy.deepcopy(together), copy.deepcopy(together).double()
+    for layer in (separate.query_projection, separate.key_projection, separate.value_projection):
         layer.register_forward_hook(lambda module, given, output: None)
-    found, counts = [], []
-    for module in (together, apart, exact):
+    results, counts = [], []
+    for module in (together, separate, exact):
         chosen.clear()
         x = _x().view(-1)[: 2 * 9 * 32].view(2, 9, 32).to(next(module.parameters()).dtype).requires_grad_()
         output = module(x, mask=ch.Causal())
         output.square().sum().backward()
-        found.append([output, x.grad, *(own.grad for own in module.parameters())])
+        results.append([output, x.grad, *(each.grad for each in module.parameters())])
         counts.append(chosen.count("input gradient"))
-    # One more is that of the output's layer.
+    # The output projection adds one.
     assert counts == [2, 4, 0]
-    for place, (result, textbook, reference) in enumerate(zip(*found, strict=True)):
+    for place, (result, textbook, reference) in enumerate(zip(*results, strict=True)):
         within_budget(str(place), result.detach(), textbook.detach(), reference.detach(), terms=32)

@@ -1,4 +1,4 @@
-"""LinearAttention: the call of MultiHeadAttention around the linear family."""
+"""LinearAttention: the interface of MultiHeadAttention for linear attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def near(one: Tensor, other: Tensor) -> None:
     assert float((one - other).detach().abs().max()) <= CLOSE
 
 
-def test_it_is_the_verb_between_projections() -> None:
+def test_module_matches_the_function_between_projections() -> None:
     attention, x = module(), tokens(2, 7, 12)
     heads = [
         layer(x).reshape(2, 7, 3, 4).transpose(1, 2)
@@ -61,50 +61,50 @@ def test_padding_and_packing_give_each_sequence_alone(kind: str) -> None:
     attention, x, lengths = module(kind), tokens(2, 9, 12), [4, 9]
     padded = attention(x, mask=ch.Causal() & ch.Padding(lengths))
     packed, documents = ch.pack(x, lengths)
-    apart = ch.unpack(attention(packed, mask=documents & ch.Causal()), lengths)
+    unpacked = ch.unpack(attention(packed, mask=documents & ch.Causal()), lengths)
     for row, length in enumerate(lengths):
         alone = attention(x[row, :length], mask=ch.Causal())
         near(padded[row, :length], alone)
-        near(apart[row, :length], alone)
+        near(unpacked[row, :length], alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_may_hold_anything(kind: str) -> None:
+def test_nan_in_padding_does_not_reach_real_tokens(kind: str) -> None:
     attention, x, lengths = module(kind), tokens(2, 9, 12), [4, 9]
     mask = ch.Causal() & ch.Padding(lengths)
     expected = attention(x, mask=mask)
     x[0, 4:] = torch.nan
-    found = attention(x, mask=mask)
-    near(found[0, :4], expected[0, :4])
-    near(found[1], expected[1])
+    output = attention(x, mask=mask)
+    near(output[0, :4], expected[0, :4])
+    near(output[1], expected[1])
     packed, documents = ch.pack(x, lengths)
     near(ch.unpack(attention(packed, mask=documents & ch.Causal()), lengths)[0, :4], expected[0, :4])
 
 
-def test_gates_are_as_exact_as_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.dtype] = []
-    whole = LinearAttention._extra
+def test_gates_are_computed_in_at_least_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes: list[torch.dtype] = []
+    original = LinearAttention._extra
 
     def watched(self: LinearAttention, key: Tensor) -> dict[str, Tensor]:
-        found = whole(self, key)
-        seen.extend(part.dtype for part in found.values())
-        return found
+        gates = original(self, key)
+        dtypes.extend(part.dtype for part in gates.values())
+        return gates
 
     monkeypatch.setattr(LinearAttention, "_extra", watched)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         module("gated").to(dtype)(tokens(1, 5, 12).to(dtype), mask=ch.Causal())
-    assert seen == [torch.float64, torch.float32, torch.float32]
+    assert dtypes == [torch.float64, torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_padded_prompt_and_what_follows(kind: str) -> None:
+def test_decoding_after_a_padded_prompt_matches_each_sequence(kind: str) -> None:
     attention, x, lengths = module(kind), tokens(2, 9, 12), torch.tensor([4, 6])
     cache = LinearCache()
     attention(x[:, :6], mask=ch.Causal() & ch.Padding(lengths), cache=cache)
     following = attention(x[:, 6:], mask=ch.Causal(), cache=cache)
     short = torch.cat([x[:1, :4], x[:1, 6:]], dim=1)
     near(following[:1], attention(short, mask=ch.Causal())[:, 4:])
-    # Lengths count from the cache's first token: of the second sequence one more token is real.
+    # Lengths count from the first cached token: one more token of the second sequence is real.
     cache.reset()
     attention(x[:, :6], mask=ch.Causal(), cache=cache)
     later = attention(x[:, 6:], mask=ch.Causal() & ch.Padding([9, 7]), cache=cache)
@@ -114,7 +114,7 @@ def test_a_padded_prompt_and_what_follows(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [[1] * 9, [2, 0, 5, 2]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_one_mask_of_the_whole_serves_every_piece(kind: str, steps: list[int], dtype: torch.dtype) -> None:
+def test_one_mask_of_the_whole_sequence_serves_every_piece(kind: str, steps: list[int], dtype: torch.dtype) -> None:
     attention, x, cache = module(kind, num_kv_heads=1).to(dtype), tokens(3, 9, 12).to(dtype), LinearCache()
     lengths = [9, 4, 1]
     mask = ch.Causal() & ch.Padding(lengths)
@@ -126,7 +126,7 @@ def test_one_mask_of_the_whole_serves_every_piece(kind: str, steps: list[int], d
         torch.testing.assert_close(parts[row, :length], whole[row, :length], rtol=close, atol=close)
 
 
-def test_it_reads_a_memory_once() -> None:
+def test_a_cached_memory_is_read_once() -> None:
     attention, cache = module(key_dim=5, value_dim=6), LinearCache()
     query, key, value = tokens(2, 3, 12), tokens(2, 8, 5), tokens(2, 8, 6)
     mask = ch.Padding([8, 5])
@@ -179,12 +179,12 @@ WRONG: dict[str, tuple[Callable[[], object], type[ClearheadError], str]] = {
         UnsupportedError,
         "cache must be a LinearCache",  # type: ignore[arg-type]
     ),
-    "documents behind": (lambda: _behind(), MaskError, "hold no Documents with a cache"),
+    "documents with a cache": (lambda: _documents_with_a_cache(), MaskError, "hold no Documents with a cache"),
     "another memory": (lambda: _other_memory(), ShapeError, "be the memory that filled the cache, 4 tokens"),
 }
 
 
-def _behind() -> None:
+def _documents_with_a_cache() -> None:
     attention, cache = LinearAttention(12, 3), LinearCache()
     attention(X, mask=ch.Causal(), cache=cache)
     attention(X, mask=ch.Documents([8]), cache=cache)
@@ -197,7 +197,7 @@ def _other_memory() -> None:
 
 
 @pytest.mark.parametrize("call", WRONG)
-def test_bad_input_is_told_in_one_line(call: str) -> None:
+def test_invalid_input_raises_one_line(call: str) -> None:
     run, kind, text = WRONG[call]
     with pytest.raises(kind) as raised:
         run()
@@ -219,18 +219,18 @@ def test_grouped_heads_share_keys_values_and_state(kind: str) -> None:
     assert "num_kv_heads=2" in repr(attention)
 
     equal = LinearAttention(12, 6, kind=kind).double()
-    own = attention.state_dict()
-    for name, part in own.items():
+    state = attention.state_dict()
+    for name, part in state.items():
         if part.shape != equal.state_dict()[name].shape:
-            # A head of keys for each head of queries: the rows of a shared head three times.
+            # One key head per query head: repeat the rows of a shared head three times.
             per_head = part.shape[0] // 2
-            own[name] = part.unflatten(0, (2, per_head)).repeat_interleave(3, 0).flatten(0, 1)
-    equal.load_state_dict(own)
+            state[name] = part.unflatten(0, (2, per_head)).repeat_interleave(3, 0).flatten(0, 1)
+    equal.load_state_dict(state)
     if kind == "retention":
-        return  # its decays differ by head of keys, of which there are more now
+        return  # decays depend on the number of key heads
     near(equal(x, mask=ch.Causal()), whole)
 
 
-def test_heads_that_do_not_divide() -> None:
+def test_num_kv_heads_must_divide_num_heads() -> None:
     with pytest.raises(ShapeError, match="num_kv_heads must divide num_heads 3"):
         LinearAttention(12, 3, num_kv_heads=2)

@@ -1,4 +1,4 @@
-"""Whole models: padding, positions, pooling, generation, and what they say of bad input."""
+"""Models: padding, positions, pooling, generation and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _language_model(**options: object) -> LanguageModel:
 
 
 def _spread(model: nn.Module) -> nn.Module:
-    """Larger weights, so that a wrong token or place would show."""
+    """Larger weights, so that a wrong token or position changes the output measurably."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -52,7 +52,7 @@ def test_a_batch_with_padding_equals_each_sequence_alone(pooling: str, positions
 
 
 @pytest.mark.parametrize("mask", [None, ch.Prefix(3)], ids=repr)
-def test_ids_at_the_padding_may_be_anything(mask: ch.Mask | None) -> None:
+def test_ids_in_the_padding_do_not_matter(mask: ch.Mask | None) -> None:
     model = _classifier()
     ids, lengths = _ids(2, 6), [6, 2]
     spoiled = ids.clone()
@@ -73,7 +73,7 @@ def test_an_empty_sequence_pools_to_zeros() -> None:
         assert model(_ids(2, 0)).shape == (2, 3)
 
 
-def test_pooling_by_hand() -> None:
+def test_pooling_matches_its_formula() -> None:
     x = torch.tensor([[[1.0, -3.0], [3.0, -5.0], [0.0, 0.0]]])
     two = torch.tensor([2])
     assert pool(x, two, "mean").tolist() == [[2.0, -4.0]]
@@ -85,13 +85,13 @@ def test_pooling_by_hand() -> None:
 
 def test_embeddings_see_real_tokens_only() -> None:
     model = _classifier()
-    seen: list[tuple[int, ...]] = []
-    model.embedding.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    shapes: list[tuple[int, ...]] = []
+    model.embedding.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
     model(_ids(3, 9), lengths=[9, 1, 5])
-    assert seen == [(1, 15, 8)]
+    assert shapes == [(1, 15, 8)]
 
 
-def test_a_score_rule_that_reads_places_keeps_the_batch_padded() -> None:
+def test_a_score_rule_that_reads_positions_keeps_the_batch_padded() -> None:
     bias = torch.randn(9, 9, dtype=torch.float64)
     model = _classifier(scores=[ch.DenseBias(bias)])
     ids = _ids(2, 9)
@@ -115,7 +115,7 @@ def test_language_model_padding_and_causality() -> None:
     assert not torch.allclose(model(changed)[0, 6], model(ids)[0, 6])
 
 
-def test_ties_embeddings_where_asked() -> None:
+def test_tie_embeddings_shares_the_weight() -> None:
     tied, free = _language_model(), _language_model(tie_embeddings=False)
     assert tied.head.weight is tied.embedding.token.weight
     assert free.head.weight is not free.embedding.token.weight
@@ -135,7 +135,7 @@ def test_decoding_step_by_step_equals_the_full_pass(options: dict[str, object]) 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("new", [0, 1, 9, 30])
-def test_generate_cached_equals_uncached_past_max_len_too(temperature: float, new: int) -> None:
+def test_cached_generation_matches_uncached_beyond_max_len(temperature: float, new: int) -> None:
     model = _language_model()
     ids = _ids(2, 5)
     results = [model.generate(ids, new, temperature=temperature, seed=1, cached=cached) for cached in (True, False)]
@@ -157,7 +157,7 @@ def test_generate_is_greedy_at_zero_and_reproducible_from_a_seed() -> None:
     )
 
 
-def test_blocks_like_llamas_are_transformers_own() -> None:
+def test_a_llama_like_model_matches_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -166,7 +166,7 @@ def test_blocks_like_llamas_are_transformers_own() -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     theirs = _spread(transformers.LlamaForCausalLM(config).double())
-    own = LanguageModel(20, 16, 4, 2, max_len=16, feedforward_dim=24, **{**LLAMA, "num_kv_heads": 2}).double().eval()  # type: ignore[arg-type]
+    model = LanguageModel(20, 16, 4, 2, max_len=16, feedforward_dim=24, **{**LLAMA, "num_kv_heads": 2}).double().eval()  # type: ignore[arg-type]
     names = {
         "embedding.token.weight": "model.embed_tokens.weight",
         "head.weight": "lm_head.weight",
@@ -182,18 +182,20 @@ def test_blocks_like_llamas_are_transformers_own() -> None:
         "attention.value_projection": "self_attn.v_proj",
         "attention.output_projection": "self_attn.o_proj",
     }
-    state, known = theirs.state_dict(), own.state_dict()
-    for name, tensor in known.items():
+    state, parameters = theirs.state_dict(), model.state_dict()
+    for name, tensor in parameters.items():
         called = name
         for ours, other in names.items():
             called = called.replace(ours, other)
         tensor.copy_(state[called])
     ids = _ids(3, 11)
     with torch.no_grad():
-        torch.testing.assert_close(own(ids), theirs(ids).logits, atol=1e-4, rtol=1e-5)  # their angles are float32's
+        torch.testing.assert_close(
+            model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-5
+        )  # transformers computes RoPE angles in float32
 
 
-def test_top_k_draws_among_the_k_likeliest() -> None:
+def test_top_k_samples_from_the_k_likeliest_tokens() -> None:
     model = _language_model()
     ids = _ids(1, 3)
     likeliest = set(model(ids)[0, -1].topk(3).indices.tolist())
@@ -201,7 +203,7 @@ def test_top_k_draws_among_the_k_likeliest() -> None:
     assert drawn == likeliest
 
 
-def test_generate_stops_and_fills_up() -> None:
+def test_generate_stops_and_pads() -> None:
     model = _language_model()
     ids = _ids(2, 3)
     free = model.generate(ids, 10, temperature=0.0)
@@ -214,7 +216,7 @@ def test_generate_stops_and_fills_up() -> None:
         assert stopped[row, 3:].tolist() == expected[: stopped.shape[1] - 3]
 
 
-def test_generate_leaves_the_modes_as_they_were() -> None:
+def test_generate_restores_training_modes() -> None:
     model = LanguageModel(20, 8, 2, 2, dropout=0.5).train()
     model.decoder.blocks[0].eval()
     model.generate(_ids(1, 2), 3, seed=0)
@@ -230,7 +232,7 @@ def _encoder_decoder(**options: object) -> EncoderDecoder:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_encoder_decoder_padding(positions: str) -> None:
+def test_encoder_decoder_padding_matches_each_sequence_alone(positions: str) -> None:
     model = _encoder_decoder(positions=positions)
     source, target = _ids(3, 9), _ids(3, 6, vocab=15, seed=1)
     whole = model(source, target, source_lengths=[9, 4, 1], target_lengths=[2, 6, 0])
@@ -242,7 +244,7 @@ def test_encoder_decoder_padding(positions: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_encoder_decoder_generates_the_same_cached(temperature: float) -> None:
+def test_encoder_decoder_cached_generation_matches_uncached(temperature: float) -> None:
     model = _encoder_decoder()
     source = _ids(2, 7)
     results = [
@@ -261,7 +263,7 @@ def _llama() -> LanguageModel:
 
 
 @pytest.mark.parametrize("build", [_classifier, _language_model, _llama, _encoder_decoder])
-def test_every_parameter_gets_a_gradient_and_a_state_goes_round(build: object) -> None:
+def test_every_parameter_gets_a_gradient_and_state_dict_round_trips(build: object) -> None:
     model, other = build(), build()  # type: ignore[operator]
     arguments = (_ids(2, 7), _ids(2, 7, vocab=15)) if isinstance(model, EncoderDecoder) else (_ids(2, 7),)
     model(*arguments).square().sum().backward()
@@ -282,8 +284,8 @@ def test_checkpointed_models_train_the_same(build: object) -> None:
         torch.manual_seed(1)
         model(*arguments).square().sum().backward()
         grads.append([parameter.grad for parameter in model.parameters()])
-    for own, other in zip(*grads, strict=True):
-        torch.testing.assert_close(own, other, **EXACT)
+    for grad, other in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, other, **EXACT)
 
 
 @pytest.mark.parametrize("build", [_classifier, _language_model])
@@ -297,7 +299,7 @@ def test_autocast_trains_in_bfloat16(build: object) -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_first_values() -> None:
+def test_initial_weights_have_the_expected_deviation() -> None:
     torch.manual_seed(0)
     model = LanguageModel(2000, 128, 4, 4)
     assert abs(model.embedding.token.weight.std() - 0.02) < 5e-4
@@ -312,8 +314,8 @@ def test_first_values() -> None:
         assert not layer.bias.any()
 
 
-def test_a_few_steps_learn_a_rule() -> None:
-    """Whether token 7 occurs among the real tokens; at the padding it must not count."""
+def test_a_few_steps_learn_a_simple_rule() -> None:
+    """Learn whether token 7 occurs among the real tokens; padding must not count."""
     torch.manual_seed(0)
     model = SequenceClassifier(20, 16, 2, 1, 2, max_len=8, dropout=0.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -382,14 +384,14 @@ LONG = torch.zeros(2, 17, dtype=torch.int64)
         (lambda: _language_model()(IDS, cache=_other_cache()), r"^LanguageModel: cache must hold .* 2 layers.*; got 1"),
     ],
 )
-def test_bad_input_says_what_to_do(call: object, text: str) -> None:
+def test_invalid_input_raises_one_line(call: object, text: str) -> None:
     with pytest.raises(ch.ClearheadError, match=text) as caught:
         call()  # type: ignore[operator]
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_ids_of_few_bits(dtype: torch.dtype) -> None:
+def test_small_integer_ids_match_int64(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = LanguageModel(1000, 8, 2, 1, max_len=32)
     ids = _ids(2, 5)
@@ -399,27 +401,27 @@ def test_ids_of_few_bits(dtype: torch.dtype) -> None:
     assert torch.equal(classifier(ids.to(dtype), lengths=[5, 2]), classifier(ids, lengths=[5, 2]))
 
 
-def test_on_meta() -> None:
+def test_meta_device_gives_shapes() -> None:
     ids = torch.zeros(2, 5, dtype=torch.int64, device="meta")
     assert _language_model().to("meta")(ids).shape == (2, 5, 20)
     assert _classifier().to("meta")(ids).shape == (2, 3)
 
 
-def test_the_coldest_temperature_is_the_likeliest_token() -> None:
+def test_a_tiny_temperature_picks_the_likeliest_token() -> None:
     model, ids = _language_model(), _ids(2, 3)
     expected = model.generate(ids, 6, temperature=0)
     for temperature in (1e-20, 1e-36, 1e-40, 5e-324):
         assert torch.equal(model.generate(ids, 6, temperature=temperature, seed=0), expected)
 
 
-def test_repr_reads() -> None:
+def test_repr_lists_the_options() -> None:
     text = repr(_classifier())
     assert "positions='learned', max_len=16" in text
     assert "num_heads=2" in text
 
 
 def test_neighbours_stay_within_their_sequence() -> None:
-    """Packed, padded and alone agree, and what lies at the padding touches nothing."""
+    """Packed, padded and separate sequences agree, and the contents of padding do not matter."""
     torch.manual_seed(0)
     model = SequenceClassifier(20, 16, 2, 1, 3, max_len=12, neighbours=2).eval()
     ids = torch.randint(1, 20, (3, 9))
@@ -430,6 +432,6 @@ def test_neighbours_stay_within_their_sequence() -> None:
     other = ids.clone()
     other[1, 1:], other[2, 5:] = 7, 3
     torch.testing.assert_close(model(other, lengths=lengths), together)
-    # An absolute mask keeps the batch padded inside.
+    # A mask of absolute positions keeps the batch padded.
     mask = ch.Dense(torch.ones(9, 9, dtype=torch.bool))
     torch.testing.assert_close(model(other, lengths=lengths, mask=mask), together)

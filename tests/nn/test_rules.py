@@ -1,4 +1,4 @@
-"""Score rules held by a module: their tensors train, move, and are saved."""
+"""Score rules of a module: their tensors train, move and are saved with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_learned_tensors_are_parameters_that_train(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LEARNED)
-def test_they_move_are_saved_and_copied(kind: str) -> None:
+def test_rules_are_saved_copied_and_converted_with_the_module(kind: str) -> None:
     make, shape, name = LEARNED[kind]
     torch.manual_seed(0)
     module = MultiHeadAttention(8, 2, scores=make(nn.Parameter(torch.randn(shape))))
@@ -71,7 +71,7 @@ def test_fixed_tensors_are_buffers() -> None:
     assert module.to("meta").scores.rules()[1].tensors()[0].device.type == "meta"
 
 
-def test_what_a_function_closes_over_is_registered_and_trains() -> None:
+def test_tensors_in_a_closure_are_registered_and_train() -> None:
     strength = nn.Parameter(torch.tensor(0.3))
     rule = ch.ScoreFunction(lambda score, batch, head, q_pos, k_pos: score - strength * (q_pos - k_pos).abs())
     module = MultiHeadAttention(8, 2, scores=[rule])
@@ -89,6 +89,6 @@ def test_blocks_share_a_learned_rule() -> None:
     assert table.grad is not None
 
 
-def test_relative_is_known_of_the_whole_list() -> None:
+def test_relative_holds_for_the_whole_list() -> None:
     assert MultiHeadAttention(8, 2, scores=[ch.Alibi(2), ch.SoftCap(5.0)]).scores.relative
     assert not MultiHeadAttention(8, 2, scores=[ch.Alibi(2), ch.DenseBias(torch.zeros(4, 4))]).scores.relative

@@ -1,4 +1,4 @@
-"""The shapes in the modules' signatures are true: jaxtyping checks them while calls run, in a process of its own."""
+"""The shapes in the modules' signatures hold: jaxtyping checks calls in a separate process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import typing
-# The hook decorates methods one by one, where beartype cannot tell whose Self is meant.
+# The hook decorates single methods, so beartype cannot resolve Self.
 typing.Self = typing.Any
 from jaxtyping import install_import_hook, TypeCheckError
 modules = ["clearhead.nn", "clearhead.cache", "clearhead.packing", "clearhead.positions"]

@@ -1,4 +1,4 @@
-"""The operator ``cache_append`` writes new tokens into a cache, and nothing beside them."""
+"""The operator ``cache_append`` writes only the new tokens into a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHES: dict[str, Callable[[Tensor], Tensor]] = {
 NEW: dict[str, Callable[[Tensor], Tensor]] = CACHES | {
     "column-major": lambda x: x.mT.contiguous().mT,
     "one for all heads": lambda x: x[:, :1].expand_as(x),
-    "negated when it is read": lambda x: torch._neg_view(-x),
+    "lazily negated": lambda x: torch._neg_view(-x),
 }
 
 
@@ -33,7 +33,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 @pytest.mark.parametrize("new_layout", NEW)
 @pytest.mark.parametrize("layout", CACHES)
 @DTYPES
-def test_layouts(dtype: torch.dtype, layout: str, new_layout: str) -> None:
+def test_strides_do_not_change_bits(dtype: torch.dtype, layout: str, new_layout: str) -> None:
     cache, new = CACHES[layout](draw(2, 3, 17, 9, dtype=dtype)), NEW[new_layout](draw(2, 3, 4, 9, seed=1, dtype=dtype))
     right = cache.clone()
     right[:, :, 5:9] = new
@@ -44,7 +44,9 @@ def test_layouts(dtype: torch.dtype, layout: str, new_layout: str) -> None:
 @pytest.mark.parametrize(("capacity", "length", "first"), [(1, 1, 0), (8, 8, 0), (8, 1, 7), (300, 200, 99)], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 1), (2, 33), (5, 256), (1, 300)], ids=str)
 @DTYPES
-def test_sizes(dtype: torch.dtype, heads: int, dim: int, capacity: int, length: int, first: int) -> None:
+def test_any_size_is_within_the_error_budget(
+    dtype: torch.dtype, heads: int, dim: int, capacity: int, length: int, first: int
+) -> None:
     cache, new = draw(3, heads, capacity, dim, dtype=dtype), draw(3, heads, length, dim, seed=1, dtype=dtype)
     right = cache.clone()
     right[:, :, first : first + length] = new
@@ -60,7 +62,7 @@ def test_a_slice_of_a_cache_leaves_the_rest_unmodified() -> None:
     torch.testing.assert_close(whole, right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_bits_are_copied() -> None:
+def test_nan_payloads_are_copied_bitwise() -> None:
     """NaN with a payload, infinity, negative zero and subnormals."""
     bits = torch.tensor([0x7F800123, -0x7FFFFF, 0x7F800000, -(2**31), 1], dtype=torch.int32)
     cache = torch.zeros(1, 1, 3, 5)
@@ -69,7 +71,7 @@ def test_bits_are_copied() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 0, 8), (0, 3, 2, 8), (2, 0, 2, 8)], ids=str)
-def test_no_tokens(shape: tuple[int, ...]) -> None:
+def test_no_tokens_leave_the_cache_unmodified(shape: tuple[int, ...]) -> None:
     cache = torch.zeros(*shape[:2], 4, 8)
     torch.ops.clearhead.cache_append(cache, torch.ones(shape), 1)
     assert bool((cache == 0).all())

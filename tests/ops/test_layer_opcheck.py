@@ -1,4 +1,4 @@
-"""The operators of single layers and blocks as torch sees them: schemas, fakes, tracing, vmap and FLOP counts."""
+"""Schemas, fake kernels, tracing, vmap and FLOP counts of the operators of single layers and blocks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.agreement import needs_native
 
 pytestmark = [
     needs_native,
-    # The operators' gradients are those of the autograd.Function around them (docs/adr/0002).
+    # An autograd.Function around the operators computes gradients (docs/adr/0002).
     pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered"),
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Of ``x``: contiguous, rows with a gap, and a last axis that is not contiguous.
+#: Layouts of ``x``: contiguous, rows with a gap, and a last axis that is not contiguous.
 LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
     "contiguous": torch.randn,
     "rows with a gap": lambda rows, width: torch.randn(rows, width + 3)[:, :width],
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
 
 
 def _covering(*axes: Iterable[Any]) -> list[Any]:
-    """Each value of the first axis with values of the others in turn; rows of 16 bits are slow."""
+    """Combine each value of the first axis with cycled values of the others; 16-bit rows are slow."""
     first, *others = axes
     rows = zip(first, *map(itertools.cycle, others), strict=False)
     return [pytest.param(*row, marks=[pytest.mark.slow] * (not {*row}.isdisjoint(DTYPES[1:]))) for row in rows]
@@ -218,7 +218,7 @@ def _bare(dtype: torch.dtype = torch.float32, **attention: Any) -> Tape:
     return tape
 
 
-APART: dict[str, Any] = {"together": False}
+SEPARATE: dict[str, Any] = {"together": False}
 TABLE: dict[str, Any] = {"options": {"allowed": torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()}}
 RUNS: dict[str, Any] = {
     "options": {
@@ -238,17 +238,17 @@ RULES: dict[str, Any] = {
 BLOCKS_OF_TABLE: dict[str, Any] = {
     "options": {"blocks": torch.tensor([[True, False], [True, True]]).view(1, 1, 2, 2), "block_size": 3}
 }
-#: Blocks that learn: how they are made, and the number of sequences of tokens.
+#: Blocks that train: a function that builds them, and the number of input sequences.
 LEARNED: dict[str, tuple[Callable[[torch.dtype], Tape], int]] = {
     "pre-norm": (lambda dtype: _block(dtype), 1),
     "post-norm": (lambda dtype: _block(dtype, pre_norm=False, activation=Activation.RELU), 1),
-    "gated": (lambda dtype: _block(dtype, gated=True, activation=Activation.SILU, attentions=[APART]), 1),
+    "gated": (lambda dtype: _block(dtype, gated=True, activation=Activation.SILU, attentions=[SEPARATE]), 1),
     "dropout": (lambda dtype: _block(dtype, dropped=9000, attentions=[{"options": {"dropout": 0.2}}]), 1),
     "table": (lambda dtype: _block(dtype, attentions=[TABLE]), 1),
     "blocks of a table": (lambda dtype: _block(dtype, attentions=[BLOCKS_OF_TABLE]), 1),
     "intervals, rotary": (lambda dtype: _block(dtype, attentions=[{**RUNS, "rotary": True}]), 1),
     "rules": (lambda dtype: _block(dtype, attentions=[RULES]), 1),
-    "decoder": (lambda dtype: _block(dtype, attentions=[{}, {**APART, "memory_width": 12}]), 2),
+    "decoder": (lambda dtype: _block(dtype, attentions=[{}, {**SEPARATE, "memory_width": 12}]), 2),
     "post-norm decoder": (lambda dtype: _block(dtype, pre_norm=False, attentions=[{}, {}]), 2),
     "bare attention": (lambda dtype: _bare(dtype, together=True), 1),
     "bare cross-attention": (lambda dtype: _bare(dtype, together=True, options={"before": 2}), 2),
@@ -257,16 +257,16 @@ LEARNED: dict[str, tuple[Callable[[torch.dtype], Tape], int]] = {
 #: Blocks that only run forward.
 FORWARD: dict[str, Callable[[torch.dtype], Tape]] = {
     "norms of heads and results": lambda dtype: _block(
-        dtype, result_norm=True, attentions=[{**APART, "head_norms": True}]
+        dtype, result_norm=True, attentions=[{**SEPARATE, "head_norms": True}]
     ),
     "growing cache": lambda dtype: _block(dtype, attentions=[{"cache": 1, "options": {"after": 0}}]),
-    "cached memory": lambda dtype: _block(dtype, attentions=[{"cache": 1}, {**APART, "cache": 2}]),
+    "cached memory": lambda dtype: _block(dtype, attentions=[{"cache": 1}, {**SEPARATE, "cache": 2}]),
     "two blocks": lambda dtype: _block(dtype, blocks=2, pre_norm=False, attentions=[{**TABLE, "rotary": True}]),
 }
 
 
 def _tokens(name: str, tape: Tape, dtype: torch.dtype, requires_grad: bool = True) -> list[Tensor]:
-    """``[2, 5, 16]``, and a memory of 4 tokens as wide as the block reads it."""
+    """``[2, 5, 16]``, and a memory of 4 tokens of the width that the block reads."""
     widths = [16, 12 if name == "decoder" else 16][: LEARNED[name][1] if name in LEARNED else 1]
     lengths = (5, 4)
     return [
@@ -283,7 +283,7 @@ def _forward_call(name: str, dtype: torch.dtype, training: bool) -> tuple[Any, .
 
 
 def _learns(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor of a block is a weight: the rest are tables, masks and rules."""
+    """True if a tensor of a block is a weight, not a table, mask or rule."""
     return tensor.dtype is dtype and tensor.shape not in ((20, 8), (2,), (1, 1, 5, 5))
 
 
@@ -339,7 +339,7 @@ def test_block_backward_passes_opcheck_where_some_gradients_are_needed(first: in
 
 X, W, B, TABLE_OF_ANGLES = torch.randn(3, 2, 5, 8), torch.randn(3, 6, 8), torch.randn(3, 8), torch.randn(3, 9, 8)
 HEADS = torch.randn(3, 2, 4, 5, 8)
-#: Operators with their arguments; the vmapped ones have an axis of 3 in front.
+#: Operators and their arguments; vmapped arguments have a leading axis of 3.
 VMAPPED: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "linear": ("linear", (X, W[0], W[0, :, 0].clone(), 2), (0, None, None, None)),
     "linear of each weight": ("linear", (X, W), (0, 0)),
@@ -372,7 +372,7 @@ def _listed(results: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", VMAPPED)
-def test_single_layers_under_vmap_are_those_of_each_entry(name: str) -> None:
+def test_single_layers_under_vmap_match_each_entry(name: str) -> None:
     operator, arguments, dims = VMAPPED[name]
     batched = torch.vmap(lambda *given: _listed(_call(operator, *given)), in_dims=dims)(*arguments)
     parts = [[_entry(part, dim, place) for part, dim in zip(arguments, dims, strict=True)] for place in range(3)]
@@ -381,7 +381,7 @@ def test_single_layers_under_vmap_are_those_of_each_entry(name: str) -> None:
         torch.testing.assert_close(one, torch.stack(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_under_vmap_are_those_of_each_entry() -> None:
+def test_blocks_under_vmap_match_each_entry() -> None:
     tape, many = _block(), torch.randn(3, 2, 5, 16)
 
     def forward(tokens: Tensor) -> tuple[Tensor, ...]:
@@ -405,7 +405,7 @@ def test_blocks_under_vmap_are_those_of_each_entry() -> None:
         torch.testing.assert_close(one, torch.stack(expected))
 
 
-def test_caches_under_vmap_are_written_entry_by_entry() -> None:
+def test_caches_under_vmap_are_appended_to_entry_by_entry() -> None:
     caches, new = torch.zeros(3, 2, 1, 6, 4), torch.randn(3, 2, 1, 2, 4)
 
     def append(cache: Tensor, new: Tensor) -> Tensor:
@@ -439,7 +439,7 @@ def test_single_layers_count_their_gemms() -> None:
     assert _flops(lambda: _call("norm", x, None, None, 0, 1e-5)) == 0
 
 
-#: GEMMs of a linear layer of ten rows, and of two heads' pairs of queries and keys, in two batch entries.
+#: FLOPs of a linear layer of ten rows, and of the query-key pairs of two heads in two batch entries.
 ROWS, PAIRS = 2 * 10, 2 * 2 * 2 * 8
 
 
@@ -453,7 +453,7 @@ def test_blocks_count_their_gemms() -> None:
         arguments = _forward_call(name, torch.float32, True)
         assert _flops(lambda arguments=arguments: _call("block_forward", *arguments)) == _forward_flops(5)  # type: ignore[misc]
     grows = _forward_call("growing cache", torch.float32, False)
-    # Query i of five, behind four cached tokens, reads i + 5 keys.
+    # After four cached tokens, query i of five reads i + 5 keys.
     window = PAIRS * 2 * sum(range(5, 10))
     assert _flops(lambda: _call("block", *grows)) == _forward_flops(0) + window
     two = _forward_call("two blocks", torch.float32, False)
@@ -471,18 +471,18 @@ def test_blocks_count_the_gradients_that_are_needed() -> None:
     attention, gemms = PAIRS * 25 * 5, _forward_flops(0)
     for name in ("pre-norm", "post-norm"):
         assert backward(name, lambda place: True) == attention + 2 * gemms
-        # Gradients of the tokens alone are no gradients of weights.
+        # Only gradients of the tokens: no gradients of weights.
         assert backward(name, lambda place: place == 0) == attention + gemms
         assert (
             backward(name, lambda place: place > 0) == attention + 2 * gemms - name.startswith("post") * ROWS * 16 * 32
         )
-    # The last layer of the feedforward alone, whose weight follows those of the attention and the first layer.
+    # Only the last layer of the feedforward; its weight follows those of the attention and the first layer.
     assert backward("pre-norm", lambda place: place == 6) == ROWS * 16 * 24
 
 
 @pytest.fixture
 def _op_by_op() -> Iterator[None]:
-    """torch's layers as operations that it counts: neither its fused encoder layer nor its fused attention."""
+    """Make torch use operators that its FLOP counter knows, not its fused encoder layer and attention."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     with sdpa_kernel(SDPBackend.MATH):
@@ -492,7 +492,7 @@ def _op_by_op() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_op_by_op")
 @pytest.mark.parametrize("training", [False, True])
-def test_a_swapped_layer_counts_as_torch_counts_its_own(training: bool) -> None:
+def test_flops_of_a_swapped_layer_equal_torchs(training: bool) -> None:
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).train(training)
     expected = _layer_flops(layer, training)
     ch.swap(layer)
@@ -501,13 +501,13 @@ def test_a_swapped_layer_counts_as_torch_counts_its_own(training: bool) -> None:
 
 @pytest.mark.usefixtures("_op_by_op")
 @pytest.mark.parametrize("training", [False, True])
-def test_a_block_counts_as_a_layer_of_torch(training: bool) -> None:
+def test_flops_of_a_block_equal_torchs(training: bool) -> None:
     block = ch.nn.EncoderBlock(64, 4, feedforward_dim=128, dropout=0.0).train(training)
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True).train(training)
     assert _layer_flops(block, training) == _layer_flops(layer, training) + training * RECOMPUTED
 
 
-#: Backward computes ``Q K^T`` once more, where torch's attention reads what it saved.
+#: Backward recomputes ``Q K^T``; torch's attention reads saved scores.
 RECOMPUTED = 2 * 2 * 300 * 300 * 64
 
 

@@ -35,11 +35,11 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t().contiguous().t(),
     "one row for all": lambda x: x[:1].expand_as(x),
     "one column for all": lambda x: x[:, :1].expand_as(x),
-    "one number for all": lambda x: x[:1, :1].expand_as(x),
+    "one element for all": lambda x: x[:1, :1].expand_as(x),
     "an odd address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    "negated when it is read": lambda x: torch._neg_view(x),
+    "lazily negated": lambda x: torch._neg_view(x),
 }
-#: Activations by torch.
+#: Activations in torch.
 FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.PLAIN: lambda x: x,
     Activation.RELU: torch.relu,
@@ -54,8 +54,8 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def whole(*shape: int, seed: int = 0) -> Tensor:
-    """Small whole numbers, whose sums are exact in float32 in whatever order they are added."""
+def draw_integers(*shape: int, seed: int = 0) -> Tensor:
+    """Small integers, whose float32 sums are exact in any order."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -79,14 +79,14 @@ def laid(weight: Tensor, transposed: bool) -> Tensor:
     return weight.t().contiguous().t() if transposed else weight
 
 
-def check(name: str, found: Tensor, formula: Callable[..., Tensor], *given: Tensor | None, terms: int) -> None:
-    """Within the budget of the formula in float32, rounded once."""
+def check(name: str, actual: Tensor, formula: Callable[..., Tensor], *given: Tensor | None, terms: int) -> None:
+    """Assert that the result is within the budget of the float32 formula, rounded once."""
     textbook, exact = (
         formula(*(None if part is None else part.to(dtype) for part in given))
         for dtype in (torch.float32, torch.float64)
     )
-    assert found.shape == exact.shape
-    within_budget(name, found, textbook.to(found.dtype), exact, terms=max(terms, 1), dtype=found.dtype)
+    assert actual.shape == exact.shape
+    within_budget(name, actual, textbook.to(actual.dtype), exact, terms=max(terms, 1), dtype=actual.dtype)
 
 
 def check_all(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> None:
@@ -103,7 +103,9 @@ def check_all(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> N
 @TRANSPOSED
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @EACH_SIZE
-def test_sizes(rows: int, inputs: int, outputs: int, biased: bool, transposed: bool, dtype: torch.dtype) -> None:
+def test_any_size_is_within_the_error_budget(
+    rows: int, inputs: int, outputs: int, biased: bool, transposed: bool, dtype: torch.dtype
+) -> None:
     weight = laid(draw(outputs, inputs, seed=1, dtype=dtype), transposed)
     bias = draw(outputs, seed=2, dtype=dtype) if biased else None
     check_all(draw(rows, inputs, dtype=dtype), weight, bias, draw(rows, outputs, seed=3, dtype=dtype))
@@ -111,7 +113,7 @@ def test_sizes(rows: int, inputs: int, outputs: int, biased: bool, transposed: b
 
 @pytest.mark.parametrize("inputs", [0, 5])
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (2, 0), (0, 3)], ids=str)
-def test_any_leading_axes(leading: tuple[int, ...], inputs: int) -> None:
+def test_any_leading_axes_are_accepted(leading: tuple[int, ...], inputs: int) -> None:
     x, weight, bias = draw(*leading, inputs), draw(4, inputs, seed=1), draw(4, seed=2)
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
     grad = draw(*leading, 4, seed=3)
@@ -124,10 +126,14 @@ def test_any_leading_axes(leading: tuple[int, ...], inputs: int) -> None:
 @DTYPES
 @EACH_SIZE
 def test_sums_are_rounded_once(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    """Not between the stretches of a long sum, and not before the bias."""
-    x, weight, grad = whole(rows, inputs), whole(outputs, inputs, seed=1), whole(rows, outputs, seed=2)
-    # Finer than what bfloat16 can hold beside the sums.
-    bias = whole(outputs, seed=3) / 64
+    """Sums are not rounded between blocks of a long sum or before the bias."""
+    x, weight, grad = (
+        draw_integers(rows, inputs),
+        draw_integers(outputs, inputs, seed=1),
+        draw_integers(rows, outputs, seed=2),
+    )
+    # Finer than bfloat16 can represent next to the sums.
+    bias = draw_integers(outputs, seed=3) / 64
     x_, weight_, grad_, bias_ = (part.to(dtype) for part in (x, weight, grad, bias))
     assert torch.equal(linear(x_, weight_, bias_), F.linear(x, weight, bias).to(dtype))
     assert torch.equal(input_gradient([grad_], [weight_]), (grad @ weight).to(dtype))
@@ -141,8 +147,8 @@ def test_sums_are_rounded_once(rows: int, inputs: int, outputs: int, dtype: torc
 def test_input_gradients_of_several_layers_are_one_sum(dtype: torch.dtype, count: int) -> None:
     """Rounded once, whether or not some of the weights are transposed."""
     for transposed in range(2**count):
-        grads = [whole(9, 5 + 7 * place, seed=place) for place in range(count)]
-        weights = [whole(5 + 7 * place, 33, seed=9 + place) for place in range(count)]
+        grads = [draw_integers(9, 5 + 7 * place, seed=place) for place in range(count)]
+        weights = [draw_integers(5 + 7 * place, 33, seed=9 + place) for place in range(count)]
         given = [laid(one.to(dtype), bool(transposed >> place & 1)) for place, one in enumerate(weights)]
         exact = sum((grad @ weight for grad, weight in zip(grads, weights, strict=True)), torch.zeros(9, 33))
         assert torch.equal(input_gradient([grad.to(dtype) for grad in grads], given), exact.to(dtype))
@@ -152,7 +158,7 @@ def test_input_gradients_of_several_layers_are_one_sum(dtype: torch.dtype, count
 @pytest.mark.parametrize("inputs", [40, 41])
 @pytest.mark.parametrize("which", ["x", "weight", "grad"])
 @pytest.mark.parametrize("stride", STRIDES)
-def test_strides(stride: str, which: str, inputs: int, dtype: torch.dtype) -> None:
+def test_any_strides_are_within_the_error_budget(stride: str, which: str, inputs: int, dtype: torch.dtype) -> None:
     given = {
         "x": draw(37, inputs, dtype=dtype),
         "weight": draw(50, inputs, seed=1, dtype=dtype),
@@ -166,9 +172,11 @@ def test_strides(stride: str, which: str, inputs: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     "bias",
     [lambda x: x[::2], lambda x: x[:1].expand(50), lambda x: x[1:51], lambda x: torch._neg_view(x[:50])],
-    ids=["every second", "one for all", "an odd address", "negated when it is read"],
+    ids=["every second", "one for all", "an odd address", "lazily negated"],
 )
-def test_strides_of_a_bias(bias: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_any_strides_of_a_bias_are_within_the_error_budget(
+    bias: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
     x, weight, given = draw(7, 9, dtype=dtype), draw(50, 9, seed=1, dtype=dtype), bias(draw(100, seed=2, dtype=dtype))
     check("output", linear(x, weight, given), F.linear, x, weight, given, terms=9)
 
@@ -186,7 +194,7 @@ def test_a_single_row_may_have_any_stride(which: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("activation", FORMULAS, ids=lambda activation: activation.name)
-def test_activations(activation: Activation, dtype: torch.dtype) -> None:
+def test_activations_are_within_the_error_budget(activation: Activation, dtype: torch.dtype) -> None:
     x, weight, bias = draw(23, 40, dtype=dtype), draw(37, 40, seed=1, dtype=dtype), draw(37, seed=2, dtype=dtype)
 
     def formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -197,7 +205,7 @@ def test_activations(activation: Activation, dtype: torch.dtype) -> None:
 
 @TRANSPOSED
 def test_nan_and_infinity_stay_in_their_rows(transposed: bool) -> None:
-    """Nor do numbers beside the tensors, in what is packed to whole vectors, reach a sum."""
+    """Values outside the tensors, read when packing whole vectors, do not reach a sum."""
     x, weight = torch.full((40, 24), torch.nan)[3:36, 2:21], torch.full((70, 24), torch.inf)[5:42, 1:20]
     x.copy_(draw(33, 19))
     weight.copy_(draw(37, 19, seed=1))
@@ -226,14 +234,14 @@ def test_any_number_of_threads_gives_the_same_bits(
     rows: int, inputs: int, outputs: int, transposed: bool, dtype: torch.dtype
 ) -> None:
     x, weight = draw(rows, inputs, dtype=dtype), laid(draw(outputs, inputs, seed=1, dtype=dtype), transposed)
-    grad, found = draw(rows, outputs, seed=2, dtype=dtype), []
+    grad, results = draw(rows, outputs, seed=2, dtype=dtype), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        found.append([linear(x, weight), input_gradient([grad], [weight]), *weight_gradient(grad, x)])
-    assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
+        results.append([linear(x, weight), input_gradient([grad], [weight]), *weight_gradient(grad, x)])
+    assert all(all(map(torch.equal, results[0], other)) for other in results[1:])
 
 
-#: Each operator on an instruction set, against float64, in a process that was started with it.
+#: Compares each operator with float64, in a process that is restricted to one instruction set.
 ON_A_SET = """
 import torch
 from clearhead.ops.library import isa_name
@@ -241,19 +249,19 @@ from tests.ops import test_linear as tests
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for size in tests.SIZES:
         for transposed in (False, True):
-            tests.test_sizes(*size, True, transposed, dtype)
+            tests.test_any_size_is_within_the_error_budget(*size, True, transposed, dtype)
 print(isa_name())
 """
 
 
 @pytest.mark.parametrize("name", isa_names())
-def test_every_instruction_set(name: str) -> None:
+def test_every_instruction_set_is_within_the_error_budget(name: str) -> None:
     done = reported(ON_A_SET, environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [name]
 
 
-def test_the_same_bits_in_another_process() -> None:
+def test_another_process_gives_the_same_bits() -> None:
     code = "from tests.ops.test_linear import digest\nprint(digest())"
     done = reported(code, environment={"CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
@@ -261,11 +269,11 @@ def test_the_same_bits_in_another_process() -> None:
 
 
 def digest() -> str:
-    """Of the bits of every operator."""
-    found = hashlib.sha256()
+    """Hash of the results of every operator."""
+    sha256 = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = draw(100, 700, dtype=dtype), draw(90, 700, seed=1, dtype=dtype)
         grad = draw(100, 90, seed=2, dtype=dtype)
         for result in (linear(x, weight), input_gradient([grad], [weight]), *weight_gradient(grad, x)):
-            found.update(result.float().numpy().tobytes())
-    return found.hexdigest()
+            sha256.update(result.float().numpy().tobytes())
+    return sha256.hexdigest()

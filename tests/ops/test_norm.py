@@ -1,4 +1,4 @@
-"""Norms by the operators ``norm`` and ``norm_gradients`` against their definition in float64."""
+"""The operators ``norm`` and ``norm_gradients`` against their definition in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = needs_native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = [NormKind.LAYER, NormKind.RMS, NormKind.RMS_FROM_ONE]
-#: Rows and columns: one of each, odd ones, those around the kernels' vectors and stretches, more rows than one part's.
+#: Rows and columns: single, odd, around the kernels' vector and block sizes, more rows than one task's.
 SIZES = [(1, 1), (3, 2), (5, 7), (17, 33), (2, 127), (3, 128), (4, 129), (1, 1023), (2, 1025), (2, 2500), (700, 24)]
 both_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,46 +58,53 @@ def in_dtype(norm: Norm, dtype: torch.dtype) -> Norm:
 
 
 def formula(x: Tensor, norm: Norm) -> Tensor:
-    """Word by word."""
+    """The textbook formula."""
     centred = x - x.mean(-1, keepdim=True) if norm.kind is NormKind.LAYER else x
-    found = centred / (centred.square().mean(-1, keepdim=True) + norm.epsilon).sqrt()
+    output = centred / (centred.square().mean(-1, keepdim=True) + norm.epsilon).sqrt()
     if norm.weight is not None:
-        found = found * (1 + norm.weight if norm.kind is NormKind.RMS_FROM_ONE else norm.weight)
-    return found if norm.bias is None else found + norm.bias
+        output = output * (1 + norm.weight if norm.kind is NormKind.RMS_FROM_ONE else norm.weight)
+    return output if norm.bias is None else output + norm.bias
 
 
-def numbers(function: Callable[[Tensor, Norm], Tensor], x: Tensor, norm: Norm, dtype: torch.dtype) -> list[Tensor]:
-    """Output, and gradients of ``x`` and what is given of weight and bias."""
-    leaf, own = x.detach().to(dtype).requires_grad_(), in_dtype(norm, dtype)
-    output = function(leaf, own)
-    inputs = [leaf, *(part for part in (own.weight, own.bias) if part is not None)]
+def output_and_gradients(
+    function: Callable[[Tensor, Norm], Tensor], x: Tensor, norm: Norm, dtype: torch.dtype
+) -> list[Tensor]:
+    """Output, and gradients of ``x`` and of weight and bias if given."""
+    leaf, leaf_norm = x.detach().to(dtype).requires_grad_(), in_dtype(norm, dtype)
+    output = function(leaf, leaf_norm)
+    inputs = [leaf, *(part for part in (leaf_norm.weight, leaf_norm.bias) if part is not None)]
     upstream = draw(*output.shape, seed=3, dtype=x.dtype).to(dtype)
     return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
 
 
-def check(x: Tensor, norm: Norm, found: list[Tensor] | None = None) -> None:
-    found = numbers(normed, x, norm, x.dtype) if found is None else found
-    textbook, exact = numbers(normed_by_torch, x, norm, x.dtype), numbers(formula, x, norm, torch.float64)
+def check(x: Tensor, norm: Norm, results: list[Tensor] | None = None) -> None:
+    results = output_and_gradients(normed, x, norm, x.dtype) if results is None else results
+    textbook, exact = (
+        output_and_gradients(normed_by_torch, x, norm, x.dtype),
+        output_and_gradients(formula, x, norm, torch.float64),
+    )
     terms = max(x.shape[-1], x.numel() // x.shape[-1])
-    for name, *three in zip(("output", "dx", "dweight", "dbias"), found, textbook, exact, strict=False):
+    for name, *three in zip(("output", "dx", "dweight", "dbias"), results, textbook, exact, strict=False):
         within_budget(name, *three, terms=terms, dtype=x.dtype)
-    assert len(found) == len(exact)
+    assert len(results) == len(exact)
 
 
 @pytest.mark.parametrize("given", ["both", "bias"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @all_dtypes
 @both_kinds
-def test_numbers_and_gradients(kind: NormKind, dtype: torch.dtype, size: tuple[int, int], given: str) -> None:
+def test_outputs_and_gradients_are_within_the_error_budget(
+    kind: NormKind, dtype: torch.dtype, size: tuple[int, int], given: str
+) -> None:
     rows, width = size
     x = draw(rows, width, dtype=dtype)
-    # Of one column, or of two alike, the variance is all epsilon: it has to be one that can be seen.
+    # With one column or equal columns the variance is epsilon alone: use a larger one.
     check(x, norm_like(kind, width, dtype, given, epsilon=0.1 if width < 8 else 1e-5))
 
 
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-5, 1.0])
 @both_kinds
-def test_epsilon_and_rows_of_one_number(kind: NormKind, epsilon: float) -> None:
+def test_any_epsilon_and_constant_rows(kind: NormKind, epsilon: float) -> None:
     check(draw(5, 40), norm_like(kind, 40, torch.float32, epsilon=epsilon))
     x = torch.full((3, 40), 2.0)
     norm = norm_like(kind, 40, torch.float32, epsilon=epsilon)
@@ -108,13 +115,13 @@ def test_epsilon_and_rows_of_one_number(kind: NormKind, epsilon: float) -> None:
 
 @both_kinds
 @pytest.mark.parametrize("offset", [10.0, 1000.0])
-def test_rows_far_from_0(kind: NormKind, offset: float) -> None:
-    """The mean is many times the deviation: what is left after it is what counts."""
+def test_rows_with_a_large_mean(kind: NormKind, offset: float) -> None:
+    """The mean is many times the deviation, so subtracting it cancels."""
     check(draw(9, 100) + offset, norm_like(kind, 100, torch.float32))
 
 
 @both_kinds
-def test_rows_of_other_sizes_side_by_side(kind: NormKind) -> None:
+def test_rows_of_different_magnitudes_do_not_affect_each_other(kind: NormKind) -> None:
     x = draw(6, 64) * torch.tensor([1e-4, 1e-2, 1.0, 1e2, 1e4, 1e6])[:, None]
     norm = norm_like(kind, 64, torch.float32, epsilon=1e-12)
     for row in range(6):
@@ -129,7 +136,7 @@ def test_rows_of_other_sizes_side_by_side(kind: NormKind) -> None:
 
 @pytest.mark.parametrize("shape", [(24,), (2, 24), (2, 3, 24), (2, 1, 3, 24), (0, 24), (2, 0, 24)], ids=str)
 @both_kinds
-def test_any_leading_axes(kind: NormKind, shape: tuple[int, ...]) -> None:
+def test_any_leading_axes_are_accepted(kind: NormKind, shape: tuple[int, ...]) -> None:
     x = draw(*shape).requires_grad_()
     norm = in_dtype(norm_like(kind, 24, torch.float32), torch.float32)
     output = normed(x, norm)
@@ -155,13 +162,13 @@ LAID: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("lay", LAID)
 @all_dtypes
 @both_kinds
-def test_what_lies_otherwise(kind: NormKind, dtype: torch.dtype, lay: str) -> None:
+def test_strides_do_not_change_bits(kind: NormKind, dtype: torch.dtype, lay: str) -> None:
     x, norm, upstream = draw(3, 5, 33, dtype=dtype), norm_like(kind, 33, dtype), draw(3, 5, 33, seed=3, dtype=dtype)
 
     def called(x: Tensor, upstream: Tensor) -> list[Tensor]:
-        own, leaf = in_dtype(norm, dtype), x.requires_grad_()
-        output = normed(leaf, own)
-        inputs = [leaf, *(part for part in (own.weight, own.bias) if part is not None)]
+        leaf_norm, leaf = in_dtype(norm, dtype), x.requires_grad_()
+        output = normed(leaf, leaf_norm)
+        inputs = [leaf, *(part for part in (leaf_norm.weight, leaf_norm.bias) if part is not None)]
         return [output, *torch.autograd.grad(output, inputs, upstream)]
 
     right = called(x.clone(), upstream)
@@ -172,16 +179,16 @@ def test_what_lies_otherwise(kind: NormKind, dtype: torch.dtype, lay: str) -> No
 
 
 @both_kinds
-def test_a_gradient_of_which_all_is_one_number(kind: NormKind) -> None:
-    """``expand`` leaves no strides."""
+def test_an_expanded_upstream_gradient_gives_the_same_bits(kind: NormKind) -> None:
+    """The strides of an expanded gradient are 0."""
     x, norm = draw(3, 5, 33).requires_grad_(), norm_like(kind, 33, torch.float32)
-    (found,) = torch.autograd.grad(normed(x, norm).sum() * 0.5, x)
+    (grad,) = torch.autograd.grad(normed(x, norm).sum() * 0.5, x)
     (right,) = torch.autograd.grad(normed(x, norm), x, torch.full((3, 5, 33), 0.5))
-    assert torch.equal(found, right)
+    assert torch.equal(grad, right)
 
 
 @pytest.mark.parametrize("needed", ["x", "weight", "bias", "weight and bias"])
-def test_only_the_gradients_that_are_needed(needed: str) -> None:
+def test_only_needed_gradients_are_computed(needed: str) -> None:
     x, norm = draw(20, 33).requires_grad_(), in_dtype(norm_like(NormKind.LAYER, 33, torch.float32), torch.float32)
     assert norm.weight is not None
     assert norm.bias is not None
@@ -202,27 +209,27 @@ def test_only_the_gradients_that_are_needed(needed: str) -> None:
 
 @pytest.mark.parametrize("given", ["both", "weight", "none"])
 @both_kinds
-def test_second_derivatives(kind: NormKind, given: str) -> None:
+def test_second_derivatives_are_within_the_error_budget(kind: NormKind, given: str) -> None:
     norm = norm_like(kind, 24, torch.float32, given)
 
     def seconds(function: Callable[[Tensor, Norm], Tensor], dtype: torch.dtype) -> list[Tensor]:
-        x, own = draw(6, 24).to(dtype).requires_grad_(), in_dtype(norm, dtype)
-        inputs = [x, *(part for part in (own.weight, own.bias) if part is not None)]
+        x, leaf_norm = draw(6, 24).to(dtype).requires_grad_(), in_dtype(norm, dtype)
+        inputs = [x, *(part for part in (leaf_norm.weight, leaf_norm.bias) if part is not None)]
         upstream = draw(6, 24, seed=3).to(dtype).requires_grad_()
-        first = torch.autograd.grad(function(x, own), inputs, upstream, create_graph=True)
+        first = torch.autograd.grad(function(x, leaf_norm), inputs, upstream, create_graph=True)
         total = sum(
             ((part * draw(*part.shape, seed=4).to(dtype)).sum() for part in first), torch.zeros((), dtype=dtype)
         )
-        again = [x, upstream, *([own.weight] if own.weight is not None else [])]
-        return [*(part.detach() for part in first), *torch.autograd.grad(total, again)]
+        second_inputs = [x, upstream, *([leaf_norm.weight] if leaf_norm.weight is not None else [])]
+        return [*(part.detach() for part in first), *torch.autograd.grad(total, second_inputs)]
 
-    found, textbook = seconds(normed, torch.float32), seconds(normed_by_torch, torch.float32)
-    for place, three in enumerate(zip(found, textbook, seconds(formula, torch.float64), strict=True)):
+    actual, textbook = seconds(normed, torch.float32), seconds(normed_by_torch, torch.float32)
+    for place, three in enumerate(zip(actual, textbook, seconds(formula, torch.float64), strict=True)):
         within_budget(str(place), *three, terms=24)
 
 
 @both_kinds
-def test_many_gradients_at_once(kind: NormKind) -> None:
+def test_batched_gradients_equal_single_gradients(kind: NormKind) -> None:
     x, norm = draw(6, 24).requires_grad_(), in_dtype(norm_like(kind, 24, torch.float32), torch.float32)
     assert norm.weight is not None
     output, upstream = normed(x, norm), draw(3, 6, 24, seed=3)
@@ -232,7 +239,7 @@ def test_many_gradients_at_once(kind: NormKind) -> None:
         torch.testing.assert_close([part[place] for part in many], list(alone))
 
 
-def test_backward_is_one_operator_that_a_mode_sees() -> None:
+def test_a_dispatch_mode_sees_one_backward_operator() -> None:
     names: list[str] = []
 
     class Names(TorchDispatchMode):
@@ -243,52 +250,50 @@ def test_backward_is_one_operator_that_a_mode_sees() -> None:
     x, norm = draw(6, 24).requires_grad_(), norm_like(NormKind.LAYER, 24, torch.float32)
     output = normed(x, norm)
     with Names():  # type: ignore[no-untyped-call]
-        (found,) = torch.autograd.grad(output, x, draw(6, 24, seed=3))
+        (grad,) = torch.autograd.grad(output, x, draw(6, 24, seed=3))
     assert names.count("clearhead.norm_gradients.default") == 1
-    torch.testing.assert_close(found, numbers(normed, x, norm, torch.float32)[1])
+    torch.testing.assert_close(grad, output_and_gradients(normed, x, norm, torch.float32)[1])
 
 
-def test_an_output_may_be_changed_in_place() -> None:
+def test_an_output_may_be_modified_in_place() -> None:
     x, norm = draw(6, 24).requires_grad_(), norm_like(NormKind.RMS, 24, torch.float32)
     upstream = draw(6, 24, seed=3)
     (plain,) = torch.autograd.grad(normed(x, norm) * 2.0, x, upstream)
-    (found,) = torch.autograd.grad(normed(x, norm).mul_(2.0), x, upstream)
-    assert torch.equal(found, plain)
+    (grad,) = torch.autograd.grad(normed(x, norm).mul_(2.0), x, upstream)
+    assert torch.equal(grad, plain)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @both_kinds
-def test_a_row_that_is_not_finite_stays_alone(kind: NormKind, bad: float) -> None:
+def test_nan_and_infinity_stay_in_their_row(kind: NormKind, bad: float) -> None:
     x, norm, upstream = draw(6, 40), norm_like(kind, 40, torch.float32), draw(6, 40, seed=3)
-    found = []
+    results = []
     for value in (0.0, bad):
         leaf = x.clone()
         leaf[2, 7] = value
         output = normed(leaf.requires_grad_(), norm)
-        found.append((output, *torch.autograd.grad(output, leaf, upstream)))
+        results.append((output, *torch.autograd.grad(output, leaf, upstream)))
     rest = torch.arange(6) != 2
-    for right, other in zip(*found, strict=True):
+    for right, other in zip(*results, strict=True):
         assert torch.equal(right[rest], other[rest])
-        # A layer's mean takes the whole row along; of a mean square that is inf, what was finite is 0.
+        # The mean spreads NaN over the row; with an infinite mean square, finite elements become 0.
         assert not bool(other[2].isfinite().all())
 
 
 @pytest.mark.parametrize("size", [(33, 40), (700, 24)], ids=str)
 @all_dtypes
 @both_kinds
-def test_the_same_bits_whatever_the_number_of_threads(
-    kind: NormKind, dtype: torch.dtype, size: tuple[int, int]
-) -> None:
+def test_any_number_of_threads_gives_the_same_bits(kind: NormKind, dtype: torch.dtype, size: tuple[int, int]) -> None:
     x, norm, before = draw(*size, dtype=dtype), norm_like(kind, size[1], dtype), torch.get_num_threads()
     try:
-        found = []
+        results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(numbers(normed, x, norm, dtype))
+            results.append(output_and_gradients(normed, x, norm, dtype))
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 # ---- the operators --------------------------------------------------------------------------------------------------
@@ -311,7 +316,7 @@ def test_moments_are_mean_and_inverse_deviation(kind: NormKind, dtype: torch.dty
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
-def test_gradients_of_weight_and_bias_that_are_not_needed(needs: tuple[bool, bool]) -> None:
+def test_unneeded_gradients_of_weight_and_bias_are_empty(needs: tuple[bool, bool]) -> None:
     x, upstream, norm = draw(50, 24), draw(50, 24, seed=3), norm_like(NormKind.LAYER, 24, torch.float32)
     arguments = (norm.weight, norm.bias, NormKind.LAYER, norm.epsilon)
     _, moments = torch.ops.clearhead.norm(x, *arguments, True)

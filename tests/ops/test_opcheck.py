@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fakes, tracing, vmap and FLOP counts, over masks, rules and layouts."""
+"""Schemas, fake kernels, tracing, vmap and FLOP counts of the attention operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.agreement import needs_native
 
 pytestmark = [
     needs_native,
-    # The operators' gradients are those of the autograd.Function around them (docs/adr/0002).
+    # An autograd.Function around the operators computes gradients (docs/adr/0002).
     pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered"),
 ]
 
@@ -60,7 +60,7 @@ def _rows(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool =
 
 
 def _interleaved(*shape: int, **options: Any) -> Tensor:
-    """Heads side by side in a token."""
+    """Heads interleaved within each token."""
     batch, heads, length, dim = shape
     return _rows(batch, length, heads, dim, **options).transpose(1, 2)
 
@@ -78,12 +78,12 @@ LAYOUTS: dict[str, Callable[..., Tensor]] = {
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 
-#: Of operators' tensors.
+#: Layouts of the operators' tensors.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _covering(*axes: Iterable[Any]) -> list[Any]:
-    """Each value of the first axis with values of the others in turn; rows of 16 bits are slow."""
+    """Combine each value of the first axis with cycled values of the others; 16-bit rows are slow."""
     first, *others = axes
     rows = zip(first, *map(itertools.cycle, others), strict=False)
     return [pytest.param(*row, marks=[pytest.mark.slow] * (not {*row}.isdisjoint(DTYPES[1:]))) for row in rows]
@@ -170,7 +170,7 @@ MEMBERS = ("plain", "normalized", "gate per token", "gate per channel", "delta",
 
 
 def _linear_call(member: str, layout: str = "contiguous", *, state: bool = True, length: int = 21) -> list[Any]:
-    """Tensors of ``linear_attention_forward``, without the options behind ``chunk``."""
+    """Tensor arguments of ``linear_attention_forward``, without ``chunk`` and later options."""
     make = LAYOUTS[layout]
     gates = {"gate per token": 1, "gate per channel": 5, "delta with gates": 1}.get(member, 0)
     return [
@@ -218,7 +218,7 @@ def test_linear_attention_gradients_pass_opcheck(layout: str, member: str) -> No
 
 
 @pytest.mark.parametrize("member", MEMBERS)
-def test_linear_attention_of_no_tokens_hands_the_state_on(member: str) -> None:
+def test_linear_attention_of_no_tokens_returns_the_state(member: str) -> None:
     tensors = _linear_call(member, length=0)
     output, matrix, normalizer, *_ = _linear(member, tensors)
     assert output is not None
@@ -252,7 +252,7 @@ BAD: dict[str, tuple[int, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_linear_attention_refuses_bad_arguments(name: str) -> None:
+def test_linear_attention_rejects_invalid_arguments(name: str) -> None:
     place, bad, expected = BAD[name]
     arguments = [*_linear_call("delta with gates"), *_numbers("delta with gates"), False, True]
     torch.ops.clearhead.linear_attention_forward.default(*arguments)
@@ -273,7 +273,7 @@ BAD_GRADIENTS: dict[str, tuple[int, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_GRADIENTS)
-def test_linear_attention_gradients_refuse_bad_arguments(name: str) -> None:
+def test_linear_attention_gradients_reject_invalid_arguments(name: str) -> None:
     place, bad, expected = BAD_GRADIENTS[name]
     arguments = _linear_gradient_call("normalized")
     arguments[place] = bad
@@ -282,7 +282,7 @@ def test_linear_attention_gradients_refuse_bad_arguments(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_operators_refuse_tensors_of_several_devices(place: int) -> None:
+def test_operators_reject_tensors_of_several_devices(place: int) -> None:
     tensors, inputs = _qkv(), _linear_call("plain")
     tensors[place], inputs[place] = tensors[place].to("meta"), inputs[place].to("meta")
     with pytest.raises(RuntimeError, match=r"^attention: every tensor must be on one device; got cpu and meta"):
@@ -291,7 +291,7 @@ def test_operators_refuse_tensors_of_several_devices(place: int) -> None:
         _linear("plain", inputs)
 
 
-def test_operators_of_the_meta_device_give_shapes() -> None:
+def test_operators_on_the_meta_device_give_shapes() -> None:
     inputs = _linear_call("normalized", "interleaved")
     results = _linear("normalized", [None if part is None else part.to("meta") for part in inputs])
     for one, real in zip(results, _linear("normalized", inputs), strict=True):
@@ -304,9 +304,9 @@ def test_operators_of_the_meta_device_give_shapes() -> None:
 # ---- vmap ----------------------------------------------------------------------------------------------------------
 
 
-def _same(found: Any, expected: list[Any]) -> None:
-    """Results of a vmapped call against those of single calls."""
-    for one, singles in zip(found, zip(*expected, strict=True), strict=True):
+def _same(actual: Any, expected: list[Any]) -> None:
+    """Assert that a vmapped call equals the stacked single calls."""
+    for one, singles in zip(actual, zip(*expected, strict=True), strict=True):
         if one is None:
             assert all(single is None for single in singles)
         else:
@@ -315,7 +315,7 @@ def _same(found: Any, expected: list[Any]) -> None:
 
 @every_option
 @pytest.mark.parametrize("vmapped", [(0, None, None), (1, 0, 2), (None, None, 0)])
-def test_attention_forward_under_vmap_is_that_of_each_entry(name: str, vmapped: tuple[int | None, ...]) -> None:
+def test_attention_forward_under_vmap_matches_each_entry(name: str, vmapped: tuple[int | None, ...]) -> None:
     options = OPTIONS[name]()
     many = [[_qkv()[place] for _ in range(3)] for place in range(3)]
     inputs = [parts[0] if dim is None else torch.stack(parts, dim) for parts, dim in zip(many, vmapped, strict=True)]
@@ -369,7 +369,7 @@ def test_attention_under_vmap_over_a_bias(shape: tuple[int, ...]) -> None:
         ("dropout", False),
     ],
 )
-def test_attention_gradients_under_vmap_are_those_of_each_entry(name: str, learned: bool) -> None:
+def test_attention_gradients_under_vmap_match_each_entry(name: str, learned: bool) -> None:
     (grad, *rest), options = _gradient_call(name, "interleaved", torch.float32, learned=learned)
     many = torch.stack([torch.randn_like(grad) for _ in range(3)])
 
@@ -382,7 +382,7 @@ def test_attention_gradients_under_vmap_are_those_of_each_entry(name: str, learn
 
 
 @pytest.mark.parametrize("member", MEMBERS)
-def test_linear_attention_under_vmap_is_that_of_each_entry(member: str) -> None:
+def test_linear_attention_under_vmap_matches_each_entry(member: str) -> None:
     many = [_linear_call(member) for _ in range(3)]
     stacked = [None if parts[0] is None else torch.stack(parts) for parts in zip(*many, strict=True)]
     dims = tuple(None if part is None else 0 for part in stacked)
@@ -391,13 +391,13 @@ def test_linear_attention_under_vmap_is_that_of_each_entry(member: str) -> None:
         return tuple(part for part in _linear(member, [*tensors]) if part is not None)
 
     _same(torch.vmap(call, in_dims=dims)(*stacked), [call(*tensors) for tensors in many])
-    # The value alone, the rest shared.
+    # Only the value is mapped.
     only = torch.vmap(lambda value: call(*many[0][:2], value, *many[0][3:]))(stacked[2])
     _same(only, [call(*many[0][:2], tensors[2], *many[0][3:]) for tensors in many])
 
 
 @pytest.mark.parametrize("member", MEMBERS)
-def test_linear_attention_gradients_under_vmap_are_those_of_each_entry(member: str) -> None:
+def test_linear_attention_gradients_under_vmap_match_each_entry(member: str) -> None:
     arguments = _linear_gradient_call(member)
     many = torch.randn(3, *arguments[0].shape)
 
@@ -432,11 +432,11 @@ def test_attention_counts_the_pairs_within_its_window(before: int | None, after:
     assert _flops(lambda: _attention(tensors, 0, **options)) == 2 * 2 * 4 * pairs * (8 + 6)
     output, softmax, exact = _attention(tensors, SOFTMAX | OUTPUT32, **options)
     backward = torch.ops.clearhead.attention_gradients.default
-    found = _flops(lambda: backward(output, *tensors, softmax, exact, 0.3, **options))
-    assert found == 2 * 2 * 4 * pairs * (3 * 8 + 2 * 6)
+    flops = _flops(lambda: backward(output, *tensors, softmax, exact, 0.3, **options))
+    assert flops == 2 * 2 * 4 * pairs * (3 * 8 + 2 * 6)
 
 
-def test_full_attention_counts_as_torch_counts_its_own() -> None:
+def test_flops_of_full_attention_equal_torchs() -> None:
     query, key, value = (torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected = _flops(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value))
@@ -455,8 +455,8 @@ def test_linear_attention_counts_its_chunks() -> None:
     through = correction + 2 * (2 * state + earlier * (2 * 5 + 2 * 7))
     for member, expected in (("plain", backward), ("delta", backward + through)):
         arguments = _linear_gradient_call(member)
-        found = _flops(lambda arguments=arguments: torch.ops.clearhead.linear_attention_gradients.default(*arguments))  # type: ignore[misc]
-        assert found == 2 * 2 * expected
+        flops = _flops(lambda arguments=arguments: torch.ops.clearhead.linear_attention_gradients.default(*arguments))  # type: ignore[misc]
+        assert flops == 2 * 2 * expected
 
 
 def test_a_training_step_of_linear_attention_counts_both_operators() -> None:
@@ -479,5 +479,5 @@ def test_a_training_step_of_attention_counts_both_operators(options: dict[str, A
         for row in range(300)
         for key_place in range(300)
     )
-    found = _flops(lambda: ch.attention(query, key, value, backend="native", **options).sum().backward())
-    assert found == 2 * 2 * pairs * (2 * 16 + 5 * 16)
+    flops = _flops(lambda: ch.attention(query, key, value, backend="native", **options).sum().backward())
+    assert flops == 2 * 2 * pairs * (2 * 16 + 5 * 16)

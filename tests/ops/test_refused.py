@@ -1,4 +1,4 @@
-"""Operators refuse wrong arguments in one line, and never crash."""
+"""Operators reject invalid arguments with one line and never crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS, TABLE, CACHE = torch.ones(2, 3, 5, 8), torch.ones(9, 8), torch.ones(2, 3,
 MOMENTS, SCALE, SHIFT = torch.ones(5, 2), torch.ones(6), torch.ones(6)
 GRAD = torch.ones(5, 4)
 
-#: Good arguments of each operator.
+#: Valid arguments of each operator.
 GOOD: dict[str, tuple[Any, ...]] = {
     "linear": (X, WEIGHT, BIAS, 0),
     "linear_input_gradient": ([GRAD, GRAD], [WEIGHT, WEIGHT]),
@@ -36,7 +36,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "dropout_add": (X, X, 9, 1),
     "cache_append": (CACHE, HEADS, 1),
 }
-#: An operator, the place of an argument, a bad one, and what is said.
+#: Operator, index of the argument, invalid value, and error message.
 BAD: list[tuple[str, int, Any, str]] = [
     ("linear", 0, X.double(), "x must be float32, bfloat16 or float16"),
     ("linear", 0, X.int(), "x must be float32, bfloat16 or float16"),
@@ -117,7 +117,7 @@ def is_one_line(message: str) -> bool:
 
 
 @pytest.mark.parametrize(("operator", "place", "bad", "expected"), BAD, ids=[f"{row[0]}-{row[3]}" for row in BAD])
-def test_wrong_arguments(operator: str, place: int, bad: Any, expected: str) -> None:
+def test_invalid_arguments_raise_one_line(operator: str, place: int, bad: Any, expected: str) -> None:
     arguments = [*GOOD[operator]]
     call(operator, *arguments)
     arguments[place] = bad
@@ -130,7 +130,7 @@ def test_wrong_arguments(operator: str, place: int, bad: Any, expected: str) -> 
 
 
 class Call(NamedTuple):
-    """Lists of ``block``, and without caches of ``block_forward``."""
+    """Arguments of ``block``; ``block_forward`` takes all but the caches."""
 
     tokens: list[Any]
     tensors: list[Any]
@@ -144,7 +144,7 @@ class Call(NamedTuple):
 
 
 def modules() -> list[Callable[[], Any]]:
-    """Calls of every kind of block, in eval and without gradients."""
+    """Calls of every kind of block, in eval mode and without gradients."""
     x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     kinds: list[dict[str, Any]] = [
         {},
@@ -153,12 +153,12 @@ def modules() -> list[Callable[[], Any]]:
         {"scores": [ch.Alibi(4), ch.SoftCap(2.0), ch.Sink(torch.randn(4)), ch.RelativeBias(torch.randn(4, 5))]},
     ]
 
-    def cached(own: Any, **given: Any) -> None:
+    def cached(decoder: Any, **given: Any) -> None:
         caches = {"cache": ch.KVCache(), **({"memory_cache": ch.KVCache()} if given else {})}
         for part in x.split([2, 3], 1):
-            own(part, **given, **caches)
+            decoder(part, **given, **caches)
 
-    found: list[Callable[[], Any]] = [
+    calls: list[Callable[[], Any]] = [
         lambda: MultiHeadAttention(16, 4)(x),
         lambda: MultiHeadAttention(16, 4)(x, memory),
         lambda: FeedForward(16, 24, gated=True)(x),
@@ -167,19 +167,19 @@ def modules() -> list[Callable[[], Any]]:
     for options in kinds:
         encoder, decoder = EncoderBlock(16, 4, **options), DecoderBlock(16, 4, **options)
         crossing = DecoderBlock(16, 4, cross_attention=True, **options)
-        found += [
+        calls += [
             partial(encoder, x, mask=ch.Padding([5, 2])),
             partial(encoder, x, mask=ch.Dense(torch.rand(5, 5) < 0.5)),
             partial(cached, decoder),
             partial(crossing, x, memory=memory, memory_mask=ch.Padding([3, 7])),
             partial(cached, crossing, memory=memory),
         ]
-    return found
+    return calls
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The lists of these calls."""
+    """Record the operator arguments of the calls."""
     calls: list[Call] = []
 
     def record(tokens: Sequence[Tensor], tape: Tape, recompute: Any = None) -> Tensor:
@@ -198,7 +198,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 
 def forward(given: Call, training: bool = False) -> list[Tensor]:
-    """The output, and in training what is saved for backward."""
+    """The output and, in training, the tensors saved for backward."""
     if not training:
         return [call("block", *given)]
     output: list[Tensor] = call("block_forward", given.tokens, given.tensors, given.integers, given.numbers)
@@ -206,7 +206,7 @@ def forward(given: Call, training: bool = False) -> list[Tensor]:
 
 
 def refused(given: Call, training: bool = False) -> str:
-    """The error of a call."""
+    """The error message of a call."""
     with pytest.raises(RuntimeError) as raised:
         forward(given, training)
     message = str(raised.value).split("\n")[0]
@@ -214,7 +214,7 @@ def refused(given: Call, training: bool = False) -> str:
     return message
 
 
-def test_lists_that_are_too_short_or_too_long(recorded: list[Call]) -> None:
+def test_lists_of_wrong_lengths_raise(recorded: list[Call]) -> None:
     for given in recorded:
         assert forward(given.copy())
         for name in ("integers", "numbers", "tensors", "caches"):
@@ -241,11 +241,11 @@ def test_lists_that_are_too_short_or_too_long(recorded: list[Call]) -> None:
     ],
     ids=lambda given: None if isinstance(given, str) else str([tuple(each.shape) for each in given]),
 )
-def test_wrong_tokens(tokens: list[Tensor], expected: str, recorded: list[Call]) -> None:
+def test_invalid_tokens_raise(tokens: list[Tensor], expected: str, recorded: list[Call]) -> None:
     assert re.search(expected, refused(recorded[0].copy()._replace(tokens=tokens)))
 
 
-def test_training_of_what_has_no_gradients(recorded: list[Call]) -> None:
+def test_training_blocks_without_gradients_raises(recorded: list[Call]) -> None:
     stacks = [given for given in recorded if given.integers[0] > 1]
     cached = [given for given in recorded if given.caches]
     assert stacks
@@ -256,11 +256,11 @@ def test_training_of_what_has_no_gradients(recorded: list[Call]) -> None:
 
 def backward(given: Call, output: list[Tensor], needs: list[int], **other: Any) -> list[Tensor]:
     grad, saved = other.get("grad", torch.ones_like(output[0])), other.get("saved", output[1:])
-    found: list[Tensor] = call("block_backward", grad, given.tokens, given.tensors, saved, *given[3:], needs)[0]
-    return found
+    gradients: list[Tensor] = call("block_backward", grad, given.tokens, given.tensors, saved, *given[3:], needs)[0]
+    return gradients
 
 
-def test_wrong_gradients_saved_tensors_and_needs(recorded: list[Call]) -> None:
+def test_invalid_backward_arguments_raise(recorded: list[Call]) -> None:
     given = recorded[4].copy()
     output = forward(given, training=True)
     count = len(given.tokens) + len(given.tensors)

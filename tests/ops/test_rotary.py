@@ -13,7 +13,7 @@ from tests.agreement import needs_native
 
 pytestmark = needs_native
 
-#: Of elements of size 1: three roundings of float32, and one to the dtype.
+#: Error of elements of magnitude 1: three float32 roundings and one to the dtype.
 UNITS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 DTYPES = pytest.mark.parametrize("dtype", UNITS, ids=str)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one for all heads": lambda x: x[:, :1].expand_as(x),
     "slices of channels": lambda x: torch.cat([torch.full_like(x, torch.nan), x], -1)[..., x.shape[-1] :],
     "an odd address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    "negated when it is read": lambda x: torch._neg_view(-x),
+    "lazily negated": lambda x: torch._neg_view(-x),
 }
 
 
@@ -47,8 +47,8 @@ def formula(x: Tensor, first: int, back: bool, base: float = 100.0) -> Tensor:
     places = torch.arange(first, first + x.shape[-2], dtype=torch.float64)
     angles = torch.outer(places, base ** (-torch.arange(half, dtype=torch.float64) / half)) * (-1 if back else 1)
     wide = x.double()
-    found = torch.complex(wide[..., :half], wide[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([found.real, found.imag], -1)
+    rotated = torch.complex(wide[..., :half], wide[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([rotated.real, rotated.imag], -1)
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
@@ -57,15 +57,17 @@ def formula(x: Tensor, first: int, back: bool, base: float = 100.0) -> Tensor:
     "shape", [(1, 1, 1, 2), (2, 3, 5, 8), (2, 4, 1, 34), (1, 2, 200, 80), (3, 1, 7, 256), (2, 2, 9, 6)], ids=str
 )
 @DTYPES
-def test_every_dtype_size_and_place(dtype: torch.dtype, shape: tuple[int, ...], first: int, back: bool) -> None:
+def test_every_dtype_size_and_position_matches_the_formula(
+    dtype: torch.dtype, shape: tuple[int, ...], first: int, back: bool
+) -> None:
     x, unit = draw(*shape, dtype=dtype), 5.0 * UNITS[dtype]
-    found = rotate(x, first, back)
-    assert (found.shape, found.dtype) == (x.shape, dtype)
-    torch.testing.assert_close(found.double(), formula(x, first, back), rtol=unit, atol=unit)
+    output = rotate(x, first, back)
+    assert (output.shape, output.dtype) == (x.shape, dtype)
+    torch.testing.assert_close(output.double(), formula(x, first, back), rtol=unit, atol=unit)
 
 
 @DTYPES
-def test_back_undoes_it(dtype: torch.dtype) -> None:
+def test_rotating_back_restores_the_input(dtype: torch.dtype) -> None:
     x, unit = draw(2, 3, 40, 16, dtype=dtype), 10.0 * UNITS[dtype]
     torch.testing.assert_close(rotate(rotate(x, 3), 3, back=True), x, rtol=unit, atol=unit)
 
@@ -86,7 +88,7 @@ def test_the_input_stays_unmodified() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8), (2, 2, 3, 0)], ids=str)
-def test_no_elements(shape: tuple[int, ...]) -> None:
+def test_no_elements_give_an_empty_output(shape: tuple[int, ...]) -> None:
     assert torch.ops.clearhead.rotary(torch.zeros(shape), torch.zeros(4, shape[-1])).shape == shape
 
 
@@ -94,14 +96,14 @@ def test_no_elements(shape: tuple[int, ...]) -> None:
 def test_nan_stays_in_its_pair(bad: float) -> None:
     x = draw(2, 2, 6, 10)
     x[1, 0, 4, 3] = bad
-    found = rotate(x)
+    output = rotate(x)
     rest = torch.ones_like(x, dtype=torch.bool)
     rest[1, 0, 4, 3] = rest[1, 0, 4, 8] = False
-    assert bool(found[rest].isfinite().all())
-    assert not bool(found[~rest].isfinite().any())
+    assert bool(output[rest].isfinite().all())
+    assert not bool(output[~rest].isfinite().any())
 
 
-def test_threads_and_company_do_not_change_bits() -> None:
+def test_threads_and_batch_do_not_change_bits() -> None:
     x = draw(2, 3, 300, 72)
     right, before = rotate(x), torch.get_num_threads()
     try:

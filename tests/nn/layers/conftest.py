@@ -1,4 +1,4 @@
-"""Every test of a layer runs the kernels' GEMM and attention, on every processor."""
+"""Every test of a layer uses the kernels' GEMM and attention on every processor."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def kinds() -> Iterator[list[str]]:
     """The kinds of the block operators that run."""
-    with fused_calls() as found:
-        yield found
+    with fused_calls() as kinds_run:
+        yield kinds_run

@@ -1,4 +1,4 @@
-"""A block, what it is by torch's operators, and how a call of it is held against that."""
+"""Blocks, their formula in torch operators, and comparisons of the two."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def block(
     made = kind(width, heads, **({"dropout": 0.0} | options))
     with torch.no_grad():
         for part in made.parameters():
-            if part.ndim == 1:  # Those of norms are ones and zeros at first.
+            if part.ndim == 1:  # Norms start with ones and zeros.
                 part.add_(0.3 * torch.randn_like(part))
         if options.get("activation") == "relu" and dtype is torch.bfloat16:
-            # A ReLU's gradient jumps at 0, where roundings would decide: each hidden number is well on one side.
+            # A ReLU's gradient jumps at 0: keep hidden values away from 0, so that rounding does not decide.
             before = made.feedforward.gate or made.feedforward.expand
             before.weight.mul_(0.3)
             if before.bias is not None:
@@ -53,7 +53,7 @@ def tokens(dtype: torch.dtype = torch.float32, batch: int = 2, length: int = 7, 
 
 @dataclass
 class Factors:
-    """What each dropout multiplies by: weights, behind the attention, hidden numbers, behind the feedforward."""
+    """Factors of each dropout: attention weights, attention output, hidden values, feedforward output."""
 
     weights: Tensor
     after: Tensor
@@ -62,7 +62,7 @@ class Factors:
 
 
 def times(y: Tensor, factor: Tensor | None) -> Tensor:
-    """What dropout makes of ``y``."""
+    """Apply a dropout factor to ``y``."""
     return y if factor is None else y * factor.to(y.dtype).view(y.shape)
 
 
@@ -72,8 +72,8 @@ def normed(y: Tensor, norm: nn.Module) -> Tensor:
     return F.layer_norm(y, y.shape[-1:], norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
 
 
-def turned(heads: Tensor, base: float, first: int = 0) -> Tensor:
-    """Rotary positions by torch's operators, from ``first`` on."""
+def rotated(heads: Tensor, base: float, first: int = 0) -> Tensor:
+    """RoPE in torch operators; positions start at ``first``."""
     half = heads.shape[-1] // 2
     places = torch.arange(first, first + heads.shape[-2], dtype=torch.float64)
     angles = torch.outer(places, base ** (-torch.arange(half, dtype=torch.float64) / half))
@@ -83,7 +83,7 @@ def turned(heads: Tensor, base: float, first: int = 0) -> Tensor:
 
 
 def ruled(scores: Tensor, rules: Sequence[ch.ScoreRule]) -> tuple[Tensor, list[Tensor]]:
-    """Scores as rules leave them, and logits that take part in the softmax."""
+    """Scores after the rules, and the logits of sinks."""
     batch, heads, rows, columns = scores.shape
     distance = torch.arange(rows)[:, None] - torch.arange(columns)
     sinks = []
@@ -106,13 +106,13 @@ def ruled(scores: Tensor, rules: Sequence[ch.ScoreRule]) -> tuple[Tensor, list[T
 def attended(
     part: Any, y: Tensor, keys: Tensor, mask: ch.Mask | None, factor: Tensor | None = None, off: Sequence[int] = ()
 ) -> Tensor:
-    """An attention with its projections by torch's operators; ``off`` are heads whose output is 0."""
+    """An attention with its projections in torch operators; the output of the heads in ``off`` is 0."""
     layers = ((part.query_projection, y), (part.key_projection, keys), (part.value_projection, keys))
     heads = [
         F.linear(read, one.weight, one.bias).unflatten(-1, (-1, part.head_dim)).transpose(1, 2) for one, read in layers
     ]
     if part.rotary is not None:
-        heads[:2] = [turned(one, part.rotary.base) for one in heads[:2]]
+        heads[:2] = [rotated(one, part.rotary.base) for one in heads[:2]]
     query, key, value = (one.repeat_interleave(part.num_heads // one.shape[1], 1) for one in heads)
     scale = part.head_dim**-0.5 if part.scale is None else part.scale
     scores = query @ key.transpose(-2, -1) * scale
@@ -130,7 +130,7 @@ def attended(
 
 
 def fed(part: Any, y: Tensor, factor: Tensor | None = None) -> Tensor:
-    """A feedforward by torch's operators."""
+    """A feedforward in torch operators."""
     first, *second = [one for one in (part.gate, part.expand) if one is not None]
     hidden = times(part.activation(F.linear(y, first.weight, first.bias)), factor)
     for one in second:
@@ -139,50 +139,50 @@ def fed(part: Any, y: Tensor, factor: Tensor | None = None) -> Tensor:
 
 
 def formula(
-    own: Any, x: Tensor, mask: ch.Mask | None = None, factors: Factors | None = None, off: Sequence[int] = ()
+    module: Any, x: Tensor, mask: ch.Mask | None = None, factors: Factors | None = None, off: Sequence[int] = ()
 ) -> Tensor:
-    """The block by torch's operators, in its own dtype; ``off`` are heads whose output is 0."""
-    if isinstance(own, DecoderBlock):
+    """The block in torch operators, in its own dtype; the output of the heads in ``off`` is 0."""
+    if isinstance(module, DecoderBlock):
         mask = ch.Causal() if mask is None else ch.Causal() & mask
     names = ("weights", "after", "hidden", "last")
     weights, after, hidden, last = (None if factors is None else getattr(factors, name) for name in names)
 
     def attend(y: Tensor) -> Tensor:
-        return times(attended(own.attention, y, y, mask, weights, off), after)
+        return times(attended(module.attention, y, y, mask, weights, off), after)
 
     def feed(y: Tensor) -> Tensor:
-        return times(fed(own.feedforward, y, hidden), last)
+        return times(fed(module.feedforward, y, hidden), last)
 
-    if own.norm_first:
-        x = x + attend(normed(x, own.attention_norm))
-        return x + feed(normed(x, own.feedforward_norm))
-    x = normed(x + attend(x), own.attention_norm)
-    return normed(x + feed(x), own.feedforward_norm)
+    if module.norm_first:
+        x = x + attend(normed(x, module.attention_norm))
+        return x + feed(normed(x, module.feedforward_norm))
+    x = normed(x + attend(x), module.attention_norm)
+    return normed(x + feed(x), module.feedforward_norm)
 
 
-def by_modules(own: Any, x: Tensor, mask: ch.Mask | None = None) -> Tensor:
-    """The block by calls of its parts."""
-    dropout: Callable[[Tensor], Tensor] = own.residual_dropout
-    if own.norm_first:
-        x = x + dropout(own.attention(own.attention_norm(x), mask=mask))
-        return x + dropout(own.feedforward(own.feedforward_norm(x)))
-    x = own.attention_norm(x + dropout(own.attention(x, mask=mask)))
-    output: Tensor = own.feedforward_norm(x + dropout(own.feedforward(x)))
+def by_modules(module: Any, x: Tensor, mask: ch.Mask | None = None) -> Tensor:
+    """Call the submodules of the block op by op."""
+    dropout: Callable[[Tensor], Tensor] = module.residual_dropout
+    if module.norm_first:
+        x = x + dropout(module.attention(module.attention_norm(x), mask=mask))
+        return x + dropout(module.feedforward(module.feedforward_norm(x)))
+    x = module.attention_norm(x + dropout(module.attention(x, mask=mask)))
+    output: Tensor = module.feedforward_norm(x + dropout(module.feedforward(x)))
     return output
 
 
-def factors_of(own: Any, x: Tensor, seeds: Sequence[int]) -> Factors:
-    """What the definitions keep under these seeds."""
+def factors_of(module: Any, x: Tensor, seeds: Sequence[int]) -> Factors:
+    """Dropout factors of these seeds."""
     batch, length, width = x.shape
-    hidden, rows = own.feedforward.expand.weight.shape[0], batch * length
-    weights = factor_of_weights(seeds[0], own.attention.dropout, (batch, own.attention.num_heads, length, length))
-    drops = (own.residual_dropout.p, own.feedforward.dropout.p, own.residual_dropout.p)
+    hidden, rows = module.feedforward.expand.weight.shape[0], batch * length
+    weights = factor_of_weights(seeds[0], module.attention.dropout, (batch, module.attention.num_heads, length, length))
+    drops = (module.residual_dropout.p, module.feedforward.dropout.p, module.residual_dropout.p)
     after, within, last = map(factor_of_rows, seeds[1:], drops, [rows] * 3, (width, hidden, width))
     return Factors(weights, after, within, last)
 
 
 def factor_of_rows(seed: int, drop: float, rows: int, columns: int) -> Tensor:
-    """What dropout of activations multiplies by under a seed."""
+    """The factor of activation dropout under a seed."""
     levels = round(drop * LEVELS)
     if levels == 0:
         return torch.ones(rows, columns, dtype=torch.float64)
@@ -190,31 +190,37 @@ def factor_of_rows(seed: int, drop: float, rows: int, columns: int) -> Tensor:
 
 
 def factor_of_weights(seed: int, drop: float, axes: tuple[int, int, int, int]) -> Tensor:
-    """The same of attention weights, of batch, heads, queries and keys."""
+    """The factor of dropout on attention weights; ``axes`` are batch, heads, queries and keys."""
     if not drop:
         return torch.ones(axes, dtype=torch.float64)
     one, two, three, four = (
-        torch.arange(size).view([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(axes)
+        torch.arange(size).view([-1 if axis == dimension else 1 for axis in range(4)])
+        for dimension, size in enumerate(axes)
     )
     return keep_scale(seed, drop, (one, two, three, four), torch.float64)
 
 
-def seeds_of(own: Any, seed: int = 7) -> list[int]:
-    """What a call after ``torch.manual_seed(seed)`` draws."""
+def seeds_of(module: Any, seed: int = 7) -> list[int]:
+    """The seeds that a call after ``torch.manual_seed(seed)`` draws."""
     torch.manual_seed(seed)
-    drops = (own.attention.dropout, own.residual_dropout.p, own.feedforward.dropout.p, own.residual_dropout.p)
+    drops = (
+        module.attention.dropout,
+        module.residual_dropout.p,
+        module.feedforward.dropout.p,
+        module.residual_dropout.p,
+    )
     return [draw_seed(drop) for drop in drops]
 
 
 def dropping(kind: Any, dtype: torch.dtype, drops: Sequence[float], **options: Any) -> Any:
-    """A block with probabilities of its own for weights, hidden numbers and what is added to the residual."""
-    own = block(kind, dtype, attention_dropout=drops[0], **options)
-    own.feedforward.dropout.p, own.residual_dropout.p = drops[1:]
-    return own
+    """A block with separate probabilities for attention weights, hidden values and the residual branches."""
+    module = block(kind, dtype, attention_dropout=drops[0], **options)
+    module.feedforward.dropout.p, module.residual_dropout.p = drops[1:]
+    return module
 
 
 def fused(call: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
-    """The output of a call that is one layer operator."""
+    """Call, and assert that one layer operator ran."""
     with fused_calls() as calls:
         output = call(*given, **options)
     assert calls == ["layer"]
@@ -222,14 +228,14 @@ def fused(call: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
 
 
 def unfused(call: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
-    """The output of a call that is no layer operator."""
+    """Call, and assert that no layer operator ran."""
     with fused_calls() as calls:
         output = call(*given, **options)
     assert "layer" not in calls
     return output
 
 
-#: How a call has to run.
+#: How a call must run: fused, op by op, or either.
 RUNS: dict[bool | None, Callable[..., Tensor]] = {
     True: fused,
     False: unfused,
@@ -241,8 +247,8 @@ def upstream_of(output: Tensor, seed: int = 3) -> Tensor:
     return draw(*output.shape, seed=seed).to(output.dtype)
 
 
-def numbers(
-    own: Any,
+def output_and_gradients(
+    module: Any,
     x: Tensor,
     mask: ch.Mask | None = None,
     *,
@@ -251,52 +257,54 @@ def numbers(
     seed: int = 7,
     upstream: Tensor | None = None,
 ) -> list[Tensor]:
-    """Output, and gradients of ``x`` and of every parameter; ``layer`` says whether one operator has to compute it."""
+    """Output, and gradients of ``x`` and every parameter; ``layer``: whether one operator must compute it."""
     torch.manual_seed(seed)
-    output = RUNS[layer](own, x, mask=mask) if call is None else RUNS[layer](call, own, x)
+    output = RUNS[layer](module, x, mask=mask) if call is None else RUNS[layer](call, module, x)
     upstream = upstream_of(output) if upstream is None else upstream.to(output.dtype)
-    return [output.detach(), *torch.autograd.grad(output, [x, *own.parameters()], upstream)]
+    return [output.detach(), *torch.autograd.grad(output, [x, *module.parameters()], upstream)]
 
 
 def budget_of(
-    own: Any,
+    module: Any,
     x: Tensor,
     mask: ch.Mask | None,
-    found: list[Tensor],
+    actual: list[Tensor],
     factors: Factors | None = None,
     upstream: Tensor | None = None,
     off: Sequence[int] = (),
 ) -> None:
-    """Output and gradients against the definition in float64, as wrong as it is in their own dtype, twice over."""
-    wide = copy.deepcopy(own).double()
+    """Assert that output and gradients have at most twice the error of the formula in the same dtype."""
+    wide = copy.deepcopy(module).double()
 
-    def by_formula(own: Any, x: Tensor) -> Tensor:
-        return formula(own, x, mask, factors, off)
+    def by_formula(module: Any, x: Tensor) -> Tensor:
+        return formula(module, x, mask, factors, off)
 
-    textbook = numbers(own, x, call=by_formula, layer=False, upstream=upstream)
-    exact = numbers(wide, x.detach().double().requires_grad_(), call=by_formula, layer=False, upstream=upstream)
-    names = ["output", "dx", *(f"d{name}" for name, _ in own.named_parameters())]
-    terms = max(x.shape[0] * x.shape[1], own.feedforward.expand.weight.shape[0])
-    for name, *three in zip(names, found, textbook, exact, strict=True):
+    textbook = output_and_gradients(module, x, call=by_formula, layer=False, upstream=upstream)
+    exact = output_and_gradients(
+        wide, x.detach().double().requires_grad_(), call=by_formula, layer=False, upstream=upstream
+    )
+    names = ["output", "dx", *(f"d{name}" for name, _ in module.named_parameters())]
+    terms = max(x.shape[0] * x.shape[1], module.feedforward.expand.weight.shape[0])
+    for name, *three in zip(names, actual, textbook, exact, strict=True):
         within_budget(name, *three, terms=terms, dtype=x.dtype)
 
 
 def decoded(call: Callable[..., Tensor], x: Tensor, calls: Sequence[int], **given: Any) -> Tensor:
-    """Token by token, or some at a time, without gradients."""
+    """Decode without gradients; ``calls`` are the numbers of tokens of each call."""
     with torch.no_grad():
         return torch.cat([call(part, **given) for part in x.split(list(calls), 1)], 1)
 
 
-def same(found: Sequence[Tensor], other: Sequence[Tensor]) -> None:
-    for one, two in zip(found, other, strict=True):
+def same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, two in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def checked(own: Any, x: Tensor, mask: ch.Mask | None = None) -> None:
-    """Right, and the same bits in a second call."""
-    first = numbers(own, x, mask)
-    budget_of(own, x, mask, first)
-    same(numbers(own, x, mask), first)
+def checked(module: Any, x: Tensor, mask: ch.Mask | None = None) -> None:
+    """Assert that a call matches the formula and a second call gives the same bits."""
+    first = output_and_gradients(module, x, mask)
+    budget_of(module, x, mask, first)
+    same(output_and_gradients(module, x, mask), first)
 
 
 #: A block like Llama's.
@@ -319,7 +327,7 @@ MASKS: list[ch.Mask | None] = [
 MASK_IDS = ["none", "causal", "padding", "window", "nothing to attend to", "dense"]
 
 
-#: Without a bias nothing keeps hidden numbers away from where a ReLU's gradient jumps.
+#: Without a bias, hidden values may lie close to 0, where a ReLU's gradient jumps.
 WITHIN = [
     (activation, bias, dtype)
     for activation in ("gelu", "relu", "silu")

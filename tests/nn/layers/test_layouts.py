@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from tests.agreement import needs_native
-from tests.nn.layers.definition import block, budget_of, draw, fused, numbers, same, tokens, upstream_of
+from tests.nn.layers.definition import block, budget_of, draw, fused, output_and_gradients, same, tokens, upstream_of
 
 pytestmark = needs_native
 
@@ -24,32 +24,32 @@ LAID: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("lay", LAID)
 @pytest.mark.parametrize("dense_first", [True, False])
-def test_tokens_and_gradients_with_other_strides(dense_first: bool, lay: str, norm_first: bool) -> None:
-    own, x = block(norm_first=norm_first), tokens()
-    upstream = upstream_of(own(x))
-    right = numbers(own, x, upstream=upstream)
+def test_strides_of_tokens_and_gradients_do_not_change_bits(dense_first: bool, lay: str, norm_first: bool) -> None:
+    module, x = block(norm_first=norm_first), tokens()
+    upstream = upstream_of(module(x))
+    right = output_and_gradients(module, x, upstream=upstream)
     for round_ in range(12):
-        apart, which = (round_ // 4 == 1) == dense_first, round_ % 4
+        strided, which = (round_ // 4 == 1) == dense_first, round_ % 4
         leaf = x.detach().clone().requires_grad_()
-        given = LAID[lay](leaf) if apart and which != 1 else leaf
-        arrived = LAID[lay](upstream) if apart and which != 0 else upstream
-        output = fused(own, given)
-        same([output.detach(), *torch.autograd.grad(output, [leaf, *own.parameters()], arrived)], right)
+        given = LAID[lay](leaf) if strided and which != 1 else leaf
+        arrived = LAID[lay](upstream) if strided and which != 0 else upstream
+        output = fused(module, given)
+        same([output.detach(), *torch.autograd.grad(output, [leaf, *module.parameters()], arrived)], right)
 
 
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("watching", [False, True])
-def test_tokens_that_are_negated_when_they_are_read(watching: bool, norm_first: bool) -> None:
-    own, x = block(norm_first=norm_first), tokens().detach()
-    right = own(x).detach()
+def test_lazily_negated_tokens_give_the_same_bits(watching: bool, norm_first: bool) -> None:
+    module, x = block(norm_first=norm_first), tokens().detach()
+    right = module(x).detach()
     for _ in range(4):
         given = torch._neg_view(-x)
         assert given.is_neg()
-        with ch.observe(own, ch.Want(lse=True)) if watching else contextlib.nullcontext():
-            assert torch.equal(own(given), right)
+        with ch.observe(module, ch.Want(lse=True)) if watching else contextlib.nullcontext():
+            assert torch.equal(module(given), right)
 
 
 WEIGHTS = [
@@ -63,28 +63,28 @@ WEIGHTS = [
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dense_first", [True, False])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_parameters_with_other_strides(name: str, dense_first: bool) -> None:
-    """Columns one after the other, slices of what is wider, every second number."""
-    own, x = block(), tokens()
+def test_strides_of_parameters_match_the_formula(name: str, dense_first: bool) -> None:
+    """Column-major, slices of a wider tensor, every second element."""
+    module, x = block(), tokens()
     place, _, last = name.rpartition(".")
-    dense = own.get_submodule(place).get_parameter(last).detach()
-    apart = [torch.stack([dense, torch.full_like(dense, torch.nan)], -1)[..., 0]]
+    dense = module.get_submodule(place).get_parameter(last).detach()
+    strided = [torch.stack([dense, torch.full_like(dense, torch.nan)], -1)[..., 0]]
     if dense.ndim == 2:
-        apart += [dense.t().contiguous().t(), torch.cat([dense, torch.full_like(dense, torch.nan)], 1).chunk(2, 1)[0]]
-    order = [[dense], apart] if dense_first else [apart, [dense]]
+        strided += [dense.t().contiguous().t(), torch.cat([dense, torch.full_like(dense, torch.nan)], 1).chunk(2, 1)[0]]
+    order = [[dense], strided] if dense_first else [strided, [dense]]
     for laid in (one for some in order for one in some):
         assert torch.equal(laid, dense)
-        setattr(own.get_submodule(place), last, nn.Parameter(laid))
+        setattr(module.get_submodule(place), last, nn.Parameter(laid))
         for _ in range(3):
-            budget_of(own, x, None, numbers(own, x, layer=None))
+            budget_of(module, x, None, output_and_gradients(module, x, layer=None))
 
 
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_gradients_and_tokens_of_which_many_are_one(norm_first: bool) -> None:
-    own, one = block(norm_first=norm_first), draw(1, 7, 32)
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_expanded_tokens_and_gradients_match_the_formula(norm_first: bool) -> None:
+    module, one = block(norm_first=norm_first), draw(1, 7, 32)
     for _ in range(4):
         x = one.clone().expand(3, 7, 32).requires_grad_()
-        output = own(x)
+        output = module(x)
         row = draw(32, seed=5).expand(3, 7, 32)
-        found = [output.detach(), *torch.autograd.grad(output, [x, *own.parameters()], row)]
-        budget_of(own, x.detach().clone().requires_grad_(), None, found, upstream=row)
+        results = [output.detach(), *torch.autograd.grad(output, [x, *module.parameters()], row)]
+        budget_of(module, x.detach().clone().requires_grad_(), None, results, upstream=row)

@@ -1,4 +1,4 @@
-"""A fused decoder block that attends to a memory: the definition's values, whatever is asked of it."""
+"""A fused decoder block that attends to a memory matches its formula."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tests.nn.layers.with_memory import (
     factors_of,
     formula,
     memory_of,
-    numbers,
+    output_and_gradients,
     seeds_of,
 )
 
 pytestmark = needs_native
 
-NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 MASKS: dict[str, dict[str, ch.Mask]] = {
     "none": {},
     "padded memory": {"memory_mask": ch.Padding([11, 4])},
-    "nothing of a memory": {"memory_mask": ch.Padding([0, 11]), "mask": ch.Padding([7, 3])},
+    "memory fully padded": {"memory_mask": ch.Padding([0, 11]), "mask": ch.Padding([7, 3])},
     "a table": {"memory_mask": ch.Dense(torch.rand(7, 11, generator=torch.Generator().manual_seed(4)) < 0.4)},
 }
 
-# ---- numbers ------------------------------------------------------------------------------------------------
+# ---- values -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masks", MASKS)
@@ -43,8 +43,8 @@ MASKS: dict[str, dict[str, ch.Mask]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NORMS
 def test_output_and_every_gradient(norm_first: bool, dtype: torch.dtype, activation: str, masks: str) -> None:
-    own = decoder(dtype, norm_first=norm_first, activation=activation)
-    checked(own, tokens(dtype), memory_of(dtype), **MASKS[masks])
+    module = decoder(dtype, norm_first=norm_first, activation=activation)
+    checked(module, tokens(dtype), memory_of(dtype), **MASKS[masks])
 
 
 @pytest.mark.parametrize(
@@ -61,67 +61,67 @@ def test_output_and_every_gradient(norm_first: bool, dtype: torch.dtype, activat
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 17, 5), (1, 5, 300), (2, 300, 9), (1, 260, 270)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NORMS
-def test_of_any_size(
+def test_any_size_matches_the_formula(
     norm_first: bool, dtype: torch.dtype, lengths: tuple[int, int, int], width: int, heads: int, options: dict[str, Any]
 ) -> None:
-    own = decoder(dtype, width=width, heads=heads, norm_first=norm_first, **options)
+    module = decoder(dtype, width=width, heads=heads, norm_first=norm_first, **options)
     (batch, length, others), of_memory = lengths, options.get("memory_dim", width)
-    checked(own, tokens(dtype, batch, length, width), memory_of(dtype, batch, others, of_memory))
+    checked(module, tokens(dtype, batch, length, width), memory_of(dtype, batch, others, of_memory))
 
 
 @NORMS
-def test_memories_of_many_lengths_in_turn(norm_first: bool) -> None:
-    own, x = decoder(norm_first=norm_first), tokens()
+def test_memories_of_different_lengths_alternate(norm_first: bool) -> None:
+    module, x = decoder(norm_first=norm_first), tokens()
     for _ in range(2):
         for length in (3, 11, 7):
             memory = memory_of(length=length)
-            budget_of(own, x, memory, numbers(own, x, memory))
+            budget_of(module, x, memory, output_and_gradients(module, x, memory))
 
 
-def test_a_memory_that_lies_otherwise() -> None:
-    own, x, memory = decoder(), tokens(), memory_of()
-    right = numbers(own, x, memory)
+def test_strides_of_a_memory_do_not_change_bits() -> None:
+    module, x, memory = decoder(), tokens(), memory_of()
+    right = output_and_gradients(module, x, memory)
     across = memory.detach().transpose(0, 1).contiguous().requires_grad_()
     for _ in range(2):
-        found = numbers(own, x, across.transpose(0, 1))
-        same([found[0], *found[3:]], [right[0], *right[3:]])
+        results = output_and_gradients(module, x, across.transpose(0, 1))
+        same([results[0], *results[3:]], [right[0], *right[3:]])
     wide = torch.cat([memory.detach(), memory.detach()], -1)
     for _ in range(2):
-        assert torch.equal(own(x, memory=wide[..., :32]), right[0])
+        assert torch.equal(module(x, memory=wide[..., :32]), right[0])
 
 
 @NORMS
-def test_tokens_that_are_their_own_memory(norm_first: bool) -> None:
-    own, x = decoder(norm_first=norm_first), tokens()
-    apart = numbers(own, x, x.detach().clone().requires_grad_())
+def test_tokens_used_as_memory_sum_both_gradients(norm_first: bool) -> None:
+    module, x = decoder(norm_first=norm_first), tokens()
+    separate = output_and_gradients(module, x, x.detach().clone().requires_grad_())
     for _ in range(2):
-        output = fused(own, x, memory=x)
-        assert torch.equal(output, apart[0])
+        output = fused(module, x, memory=x)
+        assert torch.equal(output, separate[0])
         (grad,) = torch.autograd.grad(output, x, upstream_of(output))
-        torch.testing.assert_close(grad, apart[1] + apart[2], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad, separate[1] + separate[2], rtol=1e-6, atol=1e-6)
 
 
 @NORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_other_norms(dtype: torch.dtype, norm_first: bool) -> None:
-    own = decoder(norm_first=norm_first)
-    own.cross_norm, own.feedforward_norm = nn.RMSNorm(32, eps=1e-3), nn.LayerNorm(32, elementwise_affine=False)
-    checked(own.to(dtype), tokens(dtype), memory_of(dtype))
+def test_mixed_norms_match_the_formula(dtype: torch.dtype, norm_first: bool) -> None:
+    module = decoder(norm_first=norm_first)
+    module.cross_norm, module.feedforward_norm = nn.RMSNorm(32, eps=1e-3), nn.LayerNorm(32, elementwise_affine=False)
+    checked(module.to(dtype), tokens(dtype), memory_of(dtype))
 
 
 @NORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_gradients_too(dtype: torch.dtype, norm_first: bool) -> None:
-    own, x, memory = decoder(dtype, norm_first=norm_first), tokens(dtype), memory_of(dtype)
-    right = own(x, memory=memory)
+def test_no_grad_and_inference_mode_give_the_same_bits(dtype: torch.dtype, norm_first: bool) -> None:
+    module, x, memory = decoder(dtype, norm_first=norm_first), tokens(dtype), memory_of(dtype)
+    right = module(x, memory=memory)
     for context in (torch.no_grad, torch.inference_mode):
         for _ in range(2):
             with context():
-                assert torch.equal(own(x, memory=memory), right)
+                assert torch.equal(module(x, memory=memory), right)
 
 
-def test_a_memory_that_is_written_into() -> None:
-    own, x, memory = decoder(), tokens(), memory_of().detach()
+def test_a_memory_modified_in_place_takes_effect() -> None:
+    module, x, memory = decoder(), tokens(), memory_of().detach()
     lengths = torch.tensor([11, 4])
     mask = ch.Padding(lengths)
     for count in range(1, 8):
@@ -129,12 +129,12 @@ def test_a_memory_that_is_written_into() -> None:
         lengths[1] = count
         within_budget(
             "output",
-            own(x, memory=memory, memory_mask=mask),
-            formula(own, x, memory, memory_mask=mask),
-            formula(own.double(), x.double(), memory.double(), memory_mask=mask),
+            module(x, memory=memory, memory_mask=mask),
+            formula(module, x, memory, memory_mask=mask),
+            formula(module.double(), x.double(), memory.double(), memory_mask=mask),
             terms=128,
         )
-        own.float()
+        module.float()
 
 
 # ---- dropout ------------------------------------------------------------------------------------------------
@@ -143,13 +143,17 @@ def test_a_memory_that_is_written_into() -> None:
 @pytest.mark.parametrize("drops", [(0.3, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.3), (0.2, 0.4, 0.1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NORMS
-def test_dropout_is_its_definition(norm_first: bool, dtype: torch.dtype, drops: tuple[float, ...]) -> None:
-    own, x, memory = decoder(dtype, norm_first=norm_first, attention_dropout=drops[0]), tokens(dtype), memory_of(dtype)
-    own.feedforward.dropout.p, own.residual_dropout.p = drops[1:]
+def test_dropout_matches_the_formula(norm_first: bool, dtype: torch.dtype, drops: tuple[float, ...]) -> None:
+    module, x, memory = (
+        decoder(dtype, norm_first=norm_first, attention_dropout=drops[0]),
+        tokens(dtype),
+        memory_of(dtype),
+    )
+    module.feedforward.dropout.p, module.residual_dropout.p = drops[1:]
     for seed in (7, 7, 8, 9):
-        found = numbers(own, x, memory, seed=seed, memory_mask=ch.Padding([11, 4]))
-        factors = factors_of(own, x, memory, seeds_of(own, seed))
-        budget_of(own, x, memory, found, factors, memory_mask=ch.Padding([11, 4]))
+        results = output_and_gradients(module, x, memory, seed=seed, memory_mask=ch.Padding([11, 4]))
+        factors = factors_of(module, x, memory, seeds_of(module, seed))
+        budget_of(module, x, memory, results, factors, memory_mask=ch.Padding([11, 4]))
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------
@@ -177,15 +181,15 @@ NEEDED: dict[str, Callable[[str], bool]] = {
 @pytest.mark.parametrize("needed", NEEDED)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @NORMS
-def test_only_the_gradients_that_are_needed(norm_first: bool, dropout: float, needed: str) -> None:
-    own, x, memory = decoder(norm_first=norm_first, dropout=dropout), tokens(), memory_of()
-    inputs = {"x": x, "memory": memory, **dict(own.named_parameters())}
-    whole = dict(zip(inputs, numbers(own, x, memory)[1:], strict=True))
+def test_only_needed_gradients_are_computed(norm_first: bool, dropout: float, needed: str) -> None:
+    module, x, memory = decoder(norm_first=norm_first, dropout=dropout), tokens(), memory_of()
+    inputs = {"x": x, "memory": memory, **dict(module.named_parameters())}
+    whole = dict(zip(inputs, output_and_gradients(module, x, memory)[1:], strict=True))
     for name, part in inputs.items():
         part.requires_grad_(NEEDED[needed](name))
     for _ in range(2):
         torch.manual_seed(7)
-        output = fused(own, x, memory=memory)
+        output = fused(module, x, memory=memory)
         output.backward(upstream_of(output))
         for name, part in inputs.items():
             if not NEEDED[needed](name):
@@ -193,7 +197,7 @@ def test_only_the_gradients_that_are_needed(norm_first: bool, dropout: float, ne
                 continue
             assert part.grad is not None, name
             if "bias" in name and "norm" not in name and not NEEDED[needed](name.replace("bias", "weight")):
-                # A sum of its own, not the product's.
+                # A separate sum, not part of the GEMM.
                 torch.testing.assert_close(part.grad, whole[name], rtol=1e-5, atol=1e-5)
             else:
                 assert torch.equal(part.grad, whole[name]), name
@@ -201,49 +205,49 @@ def test_only_the_gradients_that_are_needed(norm_first: bool, dropout: float, ne
 
 
 @NORMS
-def test_gradients_that_are_recorded(norm_first: bool) -> None:
-    own, x, memory = decoder(norm_first=norm_first, dropout=0.3), tokens(), memory_of()
+def test_create_graph_gives_the_same_gradients(norm_first: bool) -> None:
+    module, x, memory = decoder(norm_first=norm_first, dropout=0.3), tokens(), memory_of()
     for _ in range(2):
         torch.manual_seed(7)
-        output, inputs = own(x, memory=memory), [x, memory, *own.parameters()]
-        found = torch.autograd.grad(output, inputs, upstream_of(output), create_graph=True)
-        assert found[1].requires_grad
-        factors = factors_of(own, x, memory, seeds_of(own))
-        budget_of(own, x, memory, [output.detach(), *(part.detach() for part in found)], factors)
+        output, inputs = module(x, memory=memory), [x, memory, *module.parameters()]
+        gradients = torch.autograd.grad(output, inputs, upstream_of(output), create_graph=True)
+        assert gradients[1].requires_grad
+        factors = factors_of(module, x, memory, seeds_of(module))
+        budget_of(module, x, memory, [output.detach(), *(part.detach() for part in gradients)], factors)
 
 
-def test_a_memory_changed_before_backward_raises() -> None:
-    own = decoder()
+def test_modifying_a_memory_before_backward_raises() -> None:
+    module = decoder()
     memory = memory_of().detach()
-    output = own(tokens(), memory=memory)
+    output = module(tokens(), memory=memory)
     memory.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
 
-# ---- what is not finite -------------------------------------------------------------------------------------
+# ---- NaN and infinity ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NORMS
-def test_a_hidden_place_of_the_memory_that_is_not_finite(norm_first: bool, dtype: torch.dtype, bad: float) -> None:
-    """It is not read: the same output, and gradients within the budget of the definition."""
-    own, x, mask = decoder(dtype, norm_first=norm_first), tokens(dtype), ch.Padding([11, 6])
-    wide = copy.deepcopy(own).double()
+def test_masked_nan_or_infinity_in_a_memory_is_not_read(norm_first: bool, dtype: torch.dtype, bad: float) -> None:
+    """Masked values are not read: the same output, and gradients within the budget of the formula."""
+    module, x, mask = decoder(dtype, norm_first=norm_first), tokens(dtype), ch.Padding([11, 6])
+    wide = copy.deepcopy(module).double()
     clean, spoiled = memory_of(dtype), memory_of(dtype)
     with torch.no_grad():
         clean[1, 8], spoiled[1, 8] = 0.0, bad
     for _ in range(2):
-        output = fused(own, x, memory=spoiled, memory_mask=mask)
-        assert torch.equal(output, own(x, memory=clean, memory_mask=mask))
+        output = fused(module, x, memory=spoiled, memory_mask=mask)
+        assert torch.equal(output, module(x, memory=clean, memory_mask=mask))
         upstream = upstream_of(output)
-        found = torch.autograd.grad(output, [x, spoiled], upstream)
-        assert bool(found[1][1, 6:].eq(0.0).all())
-        textbook = torch.autograd.grad(formula(own, x, clean, memory_mask=mask), [x, clean], upstream)
+        gradients = torch.autograd.grad(output, [x, spoiled], upstream)
+        assert bool(gradients[1][1, 6:].eq(0.0).all())
+        textbook = torch.autograd.grad(formula(module, x, clean, memory_mask=mask), [x, clean], upstream)
         doubles = [each.detach().double().requires_grad_() for each in (x, clean)]
         exact = torch.autograd.grad(formula(wide, *doubles, memory_mask=mask), doubles, upstream.double())
-        for name, *three in zip(("dx", "dmemory"), found, textbook, exact, strict=True):
+        for name, *three in zip(("dx", "dmemory"), gradients, textbook, exact, strict=True):
             within_budget(name, *three, terms=128, dtype=dtype)
 
 
@@ -255,20 +259,20 @@ def test_a_hidden_place_of_the_memory_that_is_not_finite(norm_first: bool, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NORMS
 def test_observation_gives_the_same_bits(norm_first: bool, dtype: torch.dtype, dropout: float, training: bool) -> None:
-    own, x, memory = decoder(dtype, norm_first=norm_first, dropout=dropout), tokens(dtype), memory_of(dtype)
-    own.train(training)
-    inputs, rounding = [x, memory, *own.parameters()], 1e-5 if dtype is torch.float32 else 0.1
+    module, x, memory = decoder(dtype, norm_first=norm_first, dropout=dropout), tokens(dtype), memory_of(dtype)
+    module.train(training)
+    inputs, rounding = [x, memory, *module.parameters()], 1e-5 if dtype is torch.float32 else 0.1
     for masks in MASKS.values():
         for _ in range(3):
             torch.manual_seed(7)
-            alone = fused(own, x, memory=memory, **masks)
+            unobserved = fused(module, x, memory=memory, **masks)
             torch.manual_seed(7)
-            with ch.observe(own, ch.Want(entropy=True)) as seen:
-                watched = own(x, memory=memory, **masks)
-            assert len(list(seen)) == 2
-            assert torch.equal(alone, watched)
-            upstream = upstream_of(alone)
-            both = [torch.autograd.grad(output, inputs, upstream) for output in (alone, watched)]
+            with ch.observe(module, ch.Want(entropy=True)) as observations:
+                observed = module(x, memory=memory, **masks)
+            assert len(list(observations)) == 2
+            assert torch.equal(unobserved, observed)
+            upstream = upstream_of(unobserved)
+            both = [torch.autograd.grad(output, inputs, upstream) for output in (unobserved, observed)]
             for one, other in zip(*both, strict=True):
                 torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
 
@@ -278,50 +282,52 @@ def test_observation_gives_the_same_bits(norm_first: bool, dtype: torch.dtype, d
 )
 @NORMS
 def test_hooks_fire_once_for_each_call(norm_first: bool, name: str) -> None:
-    own, x, memory = decoder(norm_first=norm_first), tokens(), memory_of()
+    module, x, memory = decoder(norm_first=norm_first), tokens(), memory_of()
     for _ in range(3):
-        right = numbers(own, x, memory)
-    part, seen = own.get_submodule(name), []
-    handle = part.register_forward_hook(lambda *given: seen.append(given[0]))
+        right = output_and_gradients(module, x, memory)
+    part, fired = module.get_submodule(name), []
+    handle = part.register_forward_hook(lambda *given: fired.append(given[0]))
     for count in (1, 2, 3):
-        found = numbers(own, x, memory, layer=False)
-        assert seen == [part] * count
-        budget_of(own, x, memory, found)
+        results = output_and_gradients(module, x, memory, layer=False)
+        assert fired == [part] * count
+        budget_of(module, x, memory, results)
     handle.remove()
-    same(numbers(own, x, memory), right)
+    same(output_and_gradients(module, x, memory), right)
 
 
-def test_a_cache_and_other_backends_run_op_by_op() -> None:
-    own, x, memory = decoder(), tokens(), memory_of()
+def test_other_backends_run_op_by_op() -> None:
+    module, x, memory = decoder(), tokens(), memory_of()
     with torch.no_grad():
-        whole, cache, memories = own(x, memory=memory), ch.KVCache(), ch.KVCache()
-        steps = [own(x[:, place : place + 1], memory=memory, cache=cache, memory_cache=memories) for place in range(7)]
+        whole, cache, memories = module(x, memory=memory), ch.KVCache(), ch.KVCache()
+        steps = [
+            module(x[:, place : place + 1], memory=memory, cache=cache, memory_cache=memories) for place in range(7)
+        ]
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
     for name in ("attention", "cross_attention"):
-        part = getattr(own, name)
+        part = getattr(module, name)
         part.backend = "tiled"
-        budget_of(own, x, memory, numbers(own, x, memory, layer=False))
+        budget_of(module, x, memory, output_and_gradients(module, x, memory, layer=False))
         part.backend = "auto"
 
 
-def test_one_sequence_run_op_by_op() -> None:
-    own, x, memory = decoder(), tokens(), memory_of()
-    right = own(x, memory=memory)[1]
-    torch.testing.assert_close(own(x[1], memory=memory[1]), right, rtol=1e-5, atol=1e-5)
+def test_an_unbatched_sequence_matches_its_batch() -> None:
+    module, x, memory = decoder(), tokens(), memory_of()
+    right = module(x, memory=memory)[1]
+    torch.testing.assert_close(module(x[1], memory=memory[1]), right, rtol=1e-5, atol=1e-5)
 
 
-def test_checkpoints_compute_it_again() -> None:
-    own, x, memory = decoder(dropout=0.3), tokens(), memory_of()
-    right = numbers(own, x, memory)
-    own.checkpoint_activations = True
+def test_checkpointing_gives_the_same_bits() -> None:
+    module, x, memory = decoder(dropout=0.3), tokens(), memory_of()
+    right = output_and_gradients(module, x, memory)
+    module.checkpoint_activations = True
     for _ in range(3):
-        same(numbers(own, x, memory, layer=None), right)
+        same(output_and_gradients(module, x, memory, layer=None), right)
 
 
 def test_wrong_arguments_raise_after_good_calls() -> None:
-    own, x, memory = decoder(), tokens(), memory_of()
+    module, x, memory = decoder(), tokens(), memory_of()
     for _ in range(3):
-        numbers(own, x, memory)
+        output_and_gradients(module, x, memory)
     for bad, error in (
         (memory[..., :31], "memory must .*32"),
         (memory.double(), "dtype"),
@@ -330,11 +336,11 @@ def test_wrong_arguments_raise_after_good_calls() -> None:
         ([1.0], "memory"),
     ):
         with pytest.raises(ch.ClearheadError, match=error):
-            own(x, memory=bad)
+            module(x, memory=bad)
     with pytest.raises(ch.ClearheadError, match="memory"):
-        own(x)
+        module(x)
     with pytest.raises(ch.MaskError, match="lengths"):
-        own(x, memory=memory, memory_mask=ch.Padding([3, 4, 5]))
+        module(x, memory=memory, memory_mask=ch.Padding([3, 4, 5]))
     with pytest.raises(ch.MaskError, match="query_offset"):
-        own(x, memory=memory, memory_mask=ch.Causal())
-    fused(own, x, memory=memory)
+        module(x, memory=memory, memory_mask=ch.Causal())
+    fused(module, x, memory=memory)

@@ -35,21 +35,23 @@ CASES += [("gelu", True, dtype, mask) for dtype in DTYPES for mask in MASK_IDS[2
 
 
 @pytest.mark.parametrize(("activation", "bias", "dtype", "mask"), CASES, ids=str)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_and_every_gradient(
     kind: type[Block], norm_first: bool, activation: str, bias: bool, dtype: torch.dtype, mask: str
 ) -> None:
-    own = block(kind, dtype, norm_first=norm_first, activation=activation, bias=bias)
-    checked(own, tokens(dtype), MASKS[MASK_IDS.index(mask)])
+    module = block(kind, dtype, norm_first=norm_first, activation=activation, bias=bias)
+    checked(module, tokens(dtype), MASKS[MASK_IDS.index(mask)])
 
 
 @pytest.mark.parametrize(("activation", "bias", "dtype"), WITHIN, ids=str)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_gates(norm_first: bool, activation: str, bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_gated_feedforwards_match_the_formula(
+    norm_first: bool, activation: str, bias: bool, dtype: torch.dtype
+) -> None:
     norm = "rms" if norm_first else "layer"
-    own = block(dtype=dtype, norm_first=norm_first, activation=activation, bias=bias, gated=True, norm=norm)
-    checked(own, tokens(dtype), ch.Causal())
+    module = block(dtype=dtype, norm_first=norm_first, activation=activation, bias=bias, gated=True, norm=norm)
+    checked(module, tokens(dtype), ch.Causal())
 
 
 @pytest.mark.parametrize(
@@ -62,57 +64,57 @@ def test_gates(norm_first: bool, activation: str, bias: bool, dtype: torch.dtype
 )  # fmt: skip
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 17), (1, 300)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_of_any_size(
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_any_size_matches_the_formula(
     norm_first: bool, dtype: torch.dtype, batch: int, length: int, width: int, heads: int, options: dict[str, Any]
 ) -> None:
-    own = block(DecoderBlock, dtype, width, heads, norm_first=norm_first, **options)
-    checked(own, tokens(dtype, batch, length, width))
+    module = block(DecoderBlock, dtype, width, heads, norm_first=norm_first, **options)
+    checked(module, tokens(dtype, batch, length, width))
 
 
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_other_norms(dtype: torch.dtype, norm_first: bool) -> None:
+def test_mixed_norms_match_the_formula(dtype: torch.dtype, norm_first: bool) -> None:
     for first, second in (
         (nn.RMSNorm(32, eps=1e-3), nn.RMSNorm(32, eps=1e-6)),
         (nn.LayerNorm(32, eps=0.1), nn.LayerNorm(32, bias=False)),
         (nn.RMSNorm(32, eps=0.5), nn.LayerNorm(32, elementwise_affine=False)),
         (nn.LayerNorm(32), nn.RMSNorm(32, eps=0.5, elementwise_affine=False)),
     ):
-        own = block(norm_first=norm_first)
-        own.attention_norm, own.feedforward_norm = first, second
-        checked(own.to(dtype), tokens(dtype))
+        module = block(norm_first=norm_first)
+        module.attention_norm, module.feedforward_norm = first, second
+        checked(module.to(dtype), tokens(dtype))
 
 
-def test_a_norm_of_another_width_is_refused() -> None:
-    own, x = block(), tokens()
+def test_a_norm_of_another_width_raises() -> None:
+    module, x = block(), tokens()
     for norm in (nn.LayerNorm(16), nn.LayerNorm(16, elementwise_affine=False), nn.RMSNorm(8, elementwise_affine=False)):
-        own.feedforward_norm = norm
+        module.feedforward_norm = norm
         for _ in range(3):
             with pytest.raises(RuntimeError, match="normalized_shape"):
-                own(x)
+                module(x)
 
 
-def test_a_norm_in_float32_in_a_layer_of_16_bits() -> None:
-    own, x = block(dtype=torch.bfloat16), tokens(torch.bfloat16)
-    own.feedforward_norm.float()
-    unfused(own, x)
-    assert torch.equal(own(x), by_modules(own, x))
+def test_a_float32_norm_in_a_bfloat16_layer_runs_op_by_op() -> None:
+    module, x = block(dtype=torch.bfloat16), tokens(torch.bfloat16)
+    module.feedforward_norm.float()
+    unfused(module, x)
+    assert torch.equal(module(x), by_modules(module, x))
 
 
 @pytest.mark.parametrize("activation", ["none", "tanh"])
-def test_both_forms_of_gelu(activation: str) -> None:
-    own = block()
-    own.feedforward.activation = nn.GELU(approximate=activation)
-    checked(own, tokens())
+def test_exact_and_tanh_gelu_match_the_formula(activation: str) -> None:
+    module = block()
+    module.feedforward.activation = nn.GELU(approximate=activation)
+    checked(module, tokens())
 
 
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_gradients_too(dtype: torch.dtype, norm_first: bool) -> None:
-    own, x = block(dtype=dtype, norm_first=norm_first), tokens(dtype)
-    right = fused(own, x, mask=ch.Causal())
+def test_no_grad_and_inference_mode_give_the_same_bits(dtype: torch.dtype, norm_first: bool) -> None:
+    module, x = block(dtype=dtype, norm_first=norm_first), tokens(dtype)
+    right = fused(module, x, mask=ch.Causal())
     for context in (torch.no_grad, torch.inference_mode):
         for _ in range(2):
             with context():
-                assert torch.equal(own(x, mask=ch.Causal()), right)
+                assert torch.equal(module(x, mask=ch.Causal()), right)

@@ -27,7 +27,7 @@ from tests.nn.layers.definition import (
     draw,
     formula,
     fused,
-    numbers,
+    output_and_gradients,
     same,
     tokens,
 )
@@ -57,15 +57,15 @@ def fresh(name: str) -> list[ch.ScoreRule]:
     return [rule.mapped(torch.clone) for rule in DENSE[name]]
 
 
-def held_against(own: Any, found: Tensor, x: Tensor) -> None:
+def assert_matches_formula(module: Any, actual: Tensor, x: Tensor) -> None:
     with torch.no_grad():
-        textbook, exact = formula(own, x), formula(copy.deepcopy(own).double(), x.double())
-    within_budget("output", found, textbook, exact, terms=x.shape[0] * x.shape[1], dtype=x.dtype)
+        textbook, exact = formula(module, x), formula(copy.deepcopy(module).double(), x.double())
+    within_budget("output", actual, textbook, exact, terms=x.shape[0] * x.shape[1], dtype=x.dtype)
 
 
 @pytest.mark.parametrize("mask", MASKS[:3], ids=MASK_IDS[:3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DENSE)
 def test_output_and_every_gradient(
@@ -76,36 +76,36 @@ def test_output_and_every_gradient(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NAMES
-def test_with_a_cache(name: str, dtype: torch.dtype, kinds: list[str]) -> None:
-    own, x = block(DecoderBlock, dtype, scores=fresh(name)), draw(2, LENGTH, 32, dtype=dtype)
+def test_decoding_with_a_cache_matches_the_formula(name: str, dtype: torch.dtype, kinds: list[str]) -> None:
+    module, x = block(DecoderBlock, dtype, scores=fresh(name)), draw(2, LENGTH, 32, dtype=dtype)
     for calls in ((9, *[1] * 28), (1,) * LENGTH, (3, 1, 5, 1, 1, 20, 2, 4)):
-        held_against(own, decoded(own, x, calls, cache=ch.KVCache()), x)
+        assert_matches_formula(module, decoded(module, x, calls, cache=ch.KVCache()), x)
     assert set(kinds) == {"layer"}
 
 
 @pytest.mark.parametrize("kind", [Decoder, Encoder])
 @NAMES
-def test_layers_that_share_their_rules(name: str, kind: Any, kinds: list[str]) -> None:
+def test_layers_that_share_rules_match_the_formula(name: str, kind: Any, kinds: list[str]) -> None:
     torch.manual_seed(1)
-    own, x = kind(32, 4, 3, scores=fresh(name), dropout=0.0).eval(), draw(2, 9, 32)
+    module, x = kind(32, 4, 3, scores=fresh(name), dropout=0.0).eval(), draw(2, 9, 32)
     with torch.no_grad():
         right = x
-        for layer in own.blocks:
+        for layer in module.blocks:
             right = formula(layer, right)
-        right = own.norm(right)
+        right = module.norm(right)
         for _ in range(3):
-            torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(module(x), right, rtol=1e-5, atol=1e-5)
     assert kinds == ["stack"] * 3
 
 
 @NAMES
-def test_a_stack_token_by_token(name: str, kinds: list[str]) -> None:
+def test_decoding_a_stack_token_by_token_matches_the_prefill(name: str, kinds: list[str]) -> None:
     torch.manual_seed(1)
-    own, x = Decoder(32, 4, 3, scores=fresh(name), rotary=True, dropout=0.0).eval(), draw(2, LENGTH, 32)
+    module, x = Decoder(32, 4, 3, scores=fresh(name), rotary=True, dropout=0.0).eval(), draw(2, LENGTH, 32)
     with torch.no_grad():
-        right = own(x)
-    found = decoded(own, x, [9, *[1] * 28], cache=own.new_cache())
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        right = module(x)
+    output = decoded(module, x, [9, *[1] * 28], cache=module.new_cache())
+    torch.testing.assert_close(output, right, rtol=1e-5, atol=1e-5)
     assert set(kinds) == {"stack"}
 
 
@@ -118,8 +118,8 @@ def _written_into(part: nn.Module) -> None:
 def _replaced(part: nn.Module) -> None:
     for name, tensor in [*part.named_buffers()]:
         setattr(part, name, tensor * 3.0)
-    for name, own in [*part.named_parameters()]:
-        setattr(part, name, nn.Parameter(own.detach() * 3.0))
+    for name, parameter in [*part.named_parameters()]:
+        setattr(part, name, nn.Parameter(parameter.detach() * 3.0))
 
 
 def _moved(part: nn.Module) -> None:
@@ -135,12 +135,14 @@ def _loaded(part: nn.Module) -> None:
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["attention", "block", "stack"])
-def test_tensors_that_change(kind: str, dtype: torch.dtype, learned: bool, change: Any, kinds: list[str]) -> None:
+def test_changed_rule_tensors_take_effect(
+    kind: str, dtype: torch.dtype, learned: bool, change: Any, kinds: list[str]
+) -> None:
     torch.manual_seed(1)
     table = drawn(4, 9)
     scores = [ch.RelativeBias(nn.Parameter(table) if learned else table), ch.Alibi(4)]
     x = draw(2, 9, 32, dtype=dtype)
-    own: Any = (
+    module: Any = (
         {
             "attention": lambda: MultiHeadAttention(32, 4, scores=scores),
             "block": lambda: block(scores=scores),
@@ -149,16 +151,16 @@ def test_tensors_that_change(kind: str, dtype: torch.dtype, learned: bool, chang
         .to(dtype)
         .eval()
     )
-    parts = [part for part in own.modules() if isinstance(part, MultiHeadAttention)]
+    parts = [part for part in module.modules() if isinstance(part, MultiHeadAttention)]
 
-    def right(own: Any, x: Tensor) -> Tensor:
+    def right(module: Any, x: Tensor) -> Tensor:
         if kind == "attention":
-            return attended(own, x, x, None)
+            return attended(module, x, x, None)
         if kind == "block":
-            return formula(own, x)
-        for layer in own.blocks:
+            return formula(module, x)
+        for layer in module.blocks:
             x = formula(layer, x)
-        output: Tensor = own.norm(x)
+        output: Tensor = module.norm(x)
         return output
 
     with torch.no_grad():
@@ -167,69 +169,69 @@ def test_tensors_that_change(kind: str, dtype: torch.dtype, learned: bool, chang
                 for holder in parts[0].scores:
                     change(holder)
             for _ in range(3):
-                exact = right(copy.deepcopy(own).double(), x.double())
-                within_budget("output", own(x), right(own, x), exact, terms=2 * 9, dtype=dtype)
+                exact = right(copy.deepcopy(module).double(), x.double())
+                within_budget("output", module(x), right(module, x), exact, terms=2 * 9, dtype=dtype)
     assert len(kinds) == 9
 
 
 @NAMES
 def test_observation_gives_the_same_bits(name: str) -> None:
-    own, x = block(DecoderBlock, scores=fresh(name)), tokens()
-    alone = [numbers(own, x)]
-    with ch.observe(own, ch.Want(entropy=True)) as seen:
-        watched = numbers(own, x, layer=False)
-    assert len(list(seen)) == 1
-    for found in alone:
-        same(found, watched)
+    module, x = block(DecoderBlock, scores=fresh(name)), tokens()
+    unobserved = [output_and_gradients(module, x)]
+    with ch.observe(module, ch.Want(entropy=True)) as observations:
+        observed = output_and_gradients(module, x, layer=False)
+    assert len(list(observations)) == 1
+    for results in unobserved:
+        same(results, observed)
 
 
 @pytest.mark.parametrize("rule", ["relative bias", "sink"])
-def test_rules_that_learn_are_fused_without_gradients_alone(rule: str, kinds: list[str]) -> None:
-    own, x = block(scores=[each.mapped(nn.Parameter) for each in fresh(rule)]), tokens()
+def test_learned_rules_are_fused_only_without_gradients(rule: str, kinds: list[str]) -> None:
+    module, x = block(scores=[each.mapped(nn.Parameter) for each in fresh(rule)]), tokens()
     for _ in range(3):
-        found = numbers(own, x, layer=False)
-        budget_of(own, x, None, found)
+        results = output_and_gradients(module, x, layer=False)
+        budget_of(module, x, None, results)
         with torch.no_grad():
-            torch.testing.assert_close(own(x), found[0], rtol=1e-5, atol=1e-5)
-            for part in own.parameters():
+            torch.testing.assert_close(module(x), results[0], rtol=1e-5, atol=1e-5)
+            for part in module.parameters():
                 part.add_(0.01)
     assert kinds == ["layer"] * 3
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-def test_a_hidden_token_that_is_not_finite(bad: float) -> None:
-    own, mask = block(scores=fresh("all of them")), ch.Padding(torch.tensor([7, 3]))
+def test_masked_nan_or_infinity_reaches_only_its_own_row(bad: float) -> None:
+    module, mask = block(scores=fresh("all of them")), ch.Padding(torch.tensor([7, 3]))
     x, upstream = tokens(), draw(2, 7, 32, seed=3).index_fill(1, torch.tensor([5]), 0.0)
-    right = numbers(own, x, mask, upstream=upstream)
+    right = output_and_gradients(module, x, mask, upstream=upstream)
     spoiled = x.detach().clone()
     spoiled[1, 5] = bad
-    found = numbers(own, spoiled.requires_grad_(), mask, upstream=upstream)
+    results = output_and_gradients(module, spoiled.requires_grad_(), mask, upstream=upstream)
     rows = [place for place in range(7) if place != 5]
-    same([found[0][0], found[0][1, rows]], [right[0][0], right[0][1, rows]])
-    wide, exact_x = copy.deepcopy(own).double(), x.detach().double().requires_grad_()
-    textbook = torch.autograd.grad(formula(own, x, mask), x, upstream)[0]
+    same([results[0][0], results[0][1, rows]], [right[0][0], right[0][1, rows]])
+    wide, exact_x = copy.deepcopy(module).double(), x.detach().double().requires_grad_()
+    textbook = torch.autograd.grad(formula(module, x, mask), x, upstream)[0]
     exact = torch.autograd.grad(formula(wide, exact_x, mask), exact_x, upstream.double())[0]
-    within_budget("dx", found[1][0], textbook[0], exact[0], terms=128)
+    within_budget("dx", results[1][0], textbook[0], exact[0], terms=128)
 
 
-def test_gradients_that_are_recorded() -> None:
-    own, x = block(scores=fresh("alibi")), tokens()
-    (plain,) = torch.autograd.grad(own(x).square().sum(), x)
-    (found,) = torch.autograd.grad(own(x).square().sum(), x, create_graph=True)
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+def test_create_graph_gives_the_same_gradients() -> None:
+    module, x = block(scores=fresh("alibi")), tokens()
+    (plain,) = torch.autograd.grad(module(x).square().sum(), x)
+    (gradients,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(gradients, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_writing_into_a_rule_before_backward_raises() -> None:
-    own, x = block(scores=fresh("alibi")), tokens()
-    output = fused(own, x)
-    own.attention.scores[0].slopes.mul_(2.0)
+def test_modifying_a_rule_before_backward_raises() -> None:
+    module, x = block(scores=fresh("alibi")), tokens()
+    output = fused(module, x)
+    module.attention.scores[0].slopes.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
 
-def test_other_rules_of_the_same_sizes_in_turn() -> None:
+def test_different_rules_of_the_same_sizes_alternate() -> None:
     x, table = draw(2, 9, 32), drawn(4, 9)
-    found = [
+    cases = [
         [ch.SoftCap(1.0)],
         [ch.SoftCap(2.0)],
         [ch.Alibi(4)],
@@ -239,9 +241,9 @@ def test_other_rules_of_the_same_sizes_in_turn() -> None:
         [ch.RelativeBias(table), ch.RelativeBias(table)],
         [ch.RelativeBias(table), ch.RelativeBias(table.flip(0))],
     ]
-    owns = [block(scores=rules) for rules in found]
+    modules = [block(scores=rules) for rules in cases]
     with torch.no_grad():
-        rights = [formula(own, x) for own in owns]
+        rights = [formula(module, x) for module in modules]
         for _ in range(4):
-            for own, right in zip(owns, rights, strict=True):
-                torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
+            for module, right in zip(modules, rights, strict=True):
+                torch.testing.assert_close(module(x), right, rtol=1e-5, atol=1e-5)

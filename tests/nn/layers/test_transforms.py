@@ -1,4 +1,4 @@
-"""A fused layer under torch's own ways of calling a module, copied, checkpointed, and given what is wrong."""
+"""A fused layer under torch's transforms, copied, checkpointed, and with invalid arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.nn.layers.definition import (
     checked,
     draw,
     formula,
-    numbers,
+    output_and_gradients,
     same,
     tokens,
     unfused,
@@ -35,15 +35,15 @@ from tests.nn.layers.definition import (
 pytestmark = needs_native
 
 
-@pytest.fixture(params=[True, False], ids=["norms first", "norms last"])
+@pytest.fixture(params=[True, False], ids=["pre-norm", "post-norm"])
 def warm(request: pytest.FixtureRequest) -> Any:
-    """A block that was called before."""
-    own = block(norm_first=request.param)
-    numbers(own, tokens())
-    return own
+    """A block that has run once."""
+    module = block(norm_first=request.param)
+    output_and_gradients(module, tokens())
+    return module
 
 
-def test_autocast(warm: Any) -> None:
+def test_autocast_matches_the_formula(warm: Any) -> None:
     x = tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, textbook = unfused(warm, x), formula(warm, x)
@@ -53,7 +53,7 @@ def test_autocast(warm: Any) -> None:
     checked(warm, x)
 
 
-def test_functional_call(warm: Any) -> None:
+def test_functional_call_uses_the_given_parameters(warm: Any) -> None:
     x = tokens()
     doubled = {name: (2.0 * part).detach().requires_grad_() for name, part in warm.named_parameters()}
     output = torch.func.functional_call(warm, doubled, (x,))
@@ -61,19 +61,19 @@ def test_functional_call(warm: Any) -> None:
     with torch.no_grad():
         for part in other.parameters():
             part.mul_(2.0)
-    right = numbers(other, x)
+    right = output_and_gradients(other, x)
     assert torch.equal(output, right[0])
     assert not torch.equal(output, warm(x))
     same(torch.autograd.grad(output, [x, *doubled.values()], upstream_of(output)), right[1:])
 
 
-def test_vmap_and_grad(warm: Any) -> None:
+def test_vmap_and_grad_match_the_formula(warm: Any) -> None:
     x = draw(3, 2, 7, 32)
     parameters = {name: part.detach() for name, part in warm.named_parameters()}
     wide = copy.deepcopy(warm).double()
     mapped = torch.func.vmap(warm)(x)
-    for own, one in zip(mapped, x, strict=True):
-        within_budget("vmap", own, formula(warm, one), formula(wide, one.double()), terms=128)
+    for actual, one in zip(mapped, x, strict=True):
+        within_budget("vmap", actual, formula(warm, one), formula(wide, one.double()), terms=128)
 
     upstream = upstream_of(x[0])
 
@@ -81,40 +81,40 @@ def test_vmap_and_grad(warm: Any) -> None:
         output: Tensor = torch.func.functional_call(warm, parameters, (one,))
         return (output * upstream).sum()
 
-    found = torch.func.grad(loss)(parameters, x[0])
-    right = numbers(warm, x[0].clone().requires_grad_())
+    gradients = torch.func.grad(loss)(parameters, x[0])
+    right = output_and_gradients(warm, x[0].clone().requires_grad_())
     leaf = x[0].clone().requires_grad_()
-    budget_of(warm, leaf, None, [*right[:2], *found.values()])
+    budget_of(warm, leaf, None, [*right[:2], *gradients.values()])
     by_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
     for place, one in enumerate(x):
         leaf = one.clone().requires_grad_()
-        own = [part[place] for part in by_sample.values()]
-        budget_of(warm, leaf, None, [*numbers(warm, leaf)[:2], *own])
+        actual = [part[place] for part in by_sample.values()]
+        budget_of(warm, leaf, None, [*output_and_gradients(warm, leaf)[:2], *actual])
 
 
-def test_forward_mode(warm: Any) -> None:
+def test_forward_mode_matches_the_formula(warm: Any) -> None:
     x, tangent = tokens().detach(), draw(2, 7, 32, seed=6)
     wide = copy.deepcopy(warm).double()
     warm.attention.backend = "reference"
-    found = torch.func.jvp(warm, (x,), (tangent,))[1]
+    jvp_output = torch.func.jvp(warm, (x,), (tangent,))[1]
     textbook = torch.func.jvp(lambda x: formula(warm, x), (x,), (tangent,))[1]
     exact = torch.func.jvp(lambda x: formula(wide, x), (x.double(),), (tangent.double(),))[1]
-    within_budget("tangent", found, textbook, exact, terms=128)
+    within_budget("tangent", jvp_output, textbook, exact, terms=128)
     with forward_ad.dual_level():
         dual = warm(forward_ad.make_dual(x, tangent))
         within_budget("tangent", forward_ad.unpack_dual(dual).tangent, textbook, exact, terms=128)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled(kind: type[Block]) -> None:
-    own, x = block(kind), tokens()
-    compiled: Any = torch.compile(own, fullgraph=True, backend="aot_eager")
+def test_compiled_block_matches_the_formula(kind: type[Block]) -> None:
+    module, x = block(kind), tokens()
+    compiled: Any = torch.compile(module, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        budget_of(own, x, None, numbers(own, x, call=lambda _, x: compiled(x), layer=False))
-    checked(own, x)
+        budget_of(module, x, None, output_and_gradients(module, x, call=lambda _, x: compiled(x), layer=False))
+    checked(module, x)
 
 
-def test_exported(warm: Any) -> None:
+def test_exported_block_matches_the_formula(warm: Any) -> None:
     warm.eval()
     x, other = tokens().detach(), draw(2, 7, 32, seed=11)
     exported = torch.export.export(warm, (x,)).module()
@@ -122,7 +122,7 @@ def test_exported(warm: Any) -> None:
     within_budget("output", exported(other), formula(warm, other), formula(wide, other.double()), terms=128)
 
 
-def test_traced_by_jit(warm: Any) -> None:
+def test_jit_trace_matches_the_formula(warm: Any) -> None:
     warm.eval()
     x, other = tokens().detach(), draw(2, 7, 32, seed=11)
     wide = copy.deepcopy(warm).double()
@@ -132,10 +132,10 @@ def test_traced_by_jit(warm: Any) -> None:
     within_budget("output", output, formula(warm, other), formula(wide, other.double()), terms=128)
 
 
-def test_fake_tensors(warm: Any) -> None:
+def test_fake_tensors_give_shapes(warm: Any) -> None:
     with FakeTensorMode() as mode:
-        own = EncoderBlock(32, 4, dropout=0.0)
-        output = own(torch.empty(2, 7, 32))
+        module = EncoderBlock(32, 4, dropout=0.0)
+        output = module(torch.empty(2, 7, 32))
         assert output.shape == (2, 7, 32)
         assert output.fake_mode is mode
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -143,57 +143,56 @@ def test_fake_tensors(warm: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [32, 256])
-def test_a_step_of_training_is_planned_without_numbers(width: int) -> None:
-    """As whoever asks how much memory it takes does, dropout in it."""
+def test_a_training_step_runs_on_fake_tensors(width: int) -> None:
     with FakeTensorMode():
-        own = EncoderBlock(width, 4, dropout=0.1)
+        module = EncoderBlock(width, 4, dropout=0.1)
         x = torch.empty(4, 64, width, requires_grad=True)
-        own(x).sum().backward()
+        module(x).sum().backward()
         assert x.grad is not None
         assert x.grad.shape == x.shape
 
 
-def test_on_meta(warm: Any) -> None:
-    own = copy.deepcopy(warm).to("meta")
+def test_meta_device_gives_shapes(warm: Any) -> None:
+    module = copy.deepcopy(warm).to("meta")
     for _ in range(3):
-        output = own(torch.empty(2, 7, 32, device="meta", requires_grad=True))
+        output = module(torch.empty(2, 7, 32, device="meta", requires_grad=True))
         assert output.device.type == "meta"
         assert output.shape == (2, 7, 32)
         output.sum().backward()
 
 
-def test_float64(warm: Any) -> None:
-    own, x = copy.deepcopy(warm).double(), tokens(torch.float64)
-    found = numbers(own, x, layer=False)
-    right = numbers(own, x, call=formula, layer=False)
-    for one, other in zip(found, right, strict=True):
+def test_float64_matches_the_formula(warm: Any) -> None:
+    module, x = copy.deepcopy(warm).double(), tokens(torch.float64)
+    results = output_and_gradients(module, x, layer=False)
+    right = output_and_gradients(module, x, call=formula, layer=False)
+    for one, other in zip(results, right, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_copies_and_pickles(warm: Any) -> None:
+def test_copies_and_pickles_give_the_same_bits(warm: Any) -> None:
     x = tokens()
-    right = numbers(warm, x)
+    right = output_and_gradients(warm, x)
     file = io.BytesIO()
     torch.save(warm, file)
     file.seek(0)
-    for own in (copy.deepcopy(warm), pickle.loads(pickle.dumps(warm)), torch.load(file, weights_only=False)):
-        same(numbers(own, x), right)
+    for module in (copy.deepcopy(warm), pickle.loads(pickle.dumps(warm)), torch.load(file, weights_only=False)):
+        same(output_and_gradients(module, x), right)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_checkpoints_recompute_it(norm_first: bool, kind: type[Block], dropout: float) -> None:
-    own, again = (
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_checkpointing_gives_the_same_bits(norm_first: bool, kind: type[Block], dropout: float) -> None:
+    module, checkpointed = (
         block(kind, norm_first=norm_first, dropout=dropout, checkpoint_activations=flag) for flag in (False, True)
     )
     x = tokens()
-    right = numbers(own, x)
+    right = output_and_gradients(module, x)
     for _ in range(2):
-        same(numbers(again, x, layer=None), right)
+        same(output_and_gradients(checkpointed, x, layer=None), right)
         leaf = x.detach().requires_grad_()
         torch.manual_seed(7)
-        output = again(leaf)
+        output = checkpointed(leaf)
         output.backward(upstream_of(output))
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, right[1])
@@ -201,11 +200,11 @@ def test_checkpoints_recompute_it(norm_first: bool, kind: type[Block], dropout: 
 
 @pytest.mark.parametrize("shape", [(0, 7, 32), (2, 0, 32), (0, 0, 32), (0, 32)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_tokens(kind: type[Block], shape: tuple[int, ...]) -> None:
-    own = block(kind)
-    numbers(own, tokens())
+def test_no_tokens_give_an_empty_output(kind: type[Block], shape: tuple[int, ...]) -> None:
+    module = block(kind)
+    output_and_gradients(module, tokens())
     x = torch.zeros(shape, requires_grad=True)
-    output = own(x)
+    output = module(x)
     assert output.shape == shape
     output.sum().backward()
     assert x.grad is not None
@@ -213,35 +212,35 @@ def test_no_tokens(kind: type[Block], shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_sequence_without_a_batch(kind: type[Block]) -> None:
-    own, x = block(kind), tokens(batch=1)
+def test_an_unbatched_sequence_matches_the_formula(kind: type[Block]) -> None:
+    module, x = block(kind), tokens(batch=1)
     for _ in range(4):
-        found = numbers(own, x, call=lambda own, x: own(x[0])[None], layer=False)
-        budget_of(own, x, None, found)
+        results = output_and_gradients(module, x, call=lambda module, x: module(x[0])[None], layer=False)
+        budget_of(module, x, None, results)
 
 
 def test_wrong_arguments_raise_after_good_calls() -> None:
-    own, x = block(), tokens()
+    module, x = block(), tokens()
     for _ in range(3):
-        own(x, mask=ch.Padding([7, 3]))
-        own(x)
+        module(x, mask=ch.Padding([7, 3]))
+        module(x)
     for bad, error in ((x[..., :31], "wide|width|channels"), (x.double(), "dtype"), (x[None, None], "axes|3")):
         with pytest.raises(ch.ClearheadError, match=error):
-            own(bad)
+            module(bad)
     with pytest.raises(ch.ClearheadError, match="mask"):
-        own(x, mask=[1])
+        module(x, mask=[1])
     with pytest.raises(ch.ClearheadError, match="lengths"):
-        own(x, mask=ch.Padding([7, 3, 1]))
-    checked(own, x)
+        module(x, mask=ch.Padding([7, 3, 1]))
+    checked(module, x)
 
 
-def test_it_takes_part_in_training() -> None:
-    own, x = block(dropout=0.0), tokens()
-    optimizer = torch.optim.Adam(own.parameters(), lr=3e-3)
+def test_training_decreases_the_loss() -> None:
+    module, x = block(dropout=0.0), tokens()
+    optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
     target, losses = draw(2, 7, 32, seed=9), []
     for _ in range(8):
         optimizer.zero_grad()
-        loss = (own(x) - target).square().mean()
+        loss = (module(x) - target).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
