@@ -1,14 +1,15 @@
-// What becomes of a linear layer's numbers one by one: activations, how much each grows with its number, and dropout.
+// Elementwise functions of linear layers: activations, their derivatives, and dropout.
 #pragma once
 
 #include "work.h"
 
 namespace CH_NS {
 
-// The share of the normal distribution below x, and its density there.
+// The cumulative distribution function of the standard normal distribution at x, and its density.
 //
-// Below -z lies exp(-z*z/2) t P(t) with t = 1 / (1 + 0.27 z): the form of Abramowitz and Stegun 7.1.26, P fitted to the
-// least maximal relative error for z up to 14, 2.4e-8. Far below 0 digits are kept that 1 + erf(x / sqrt(2)) loses.
+// Below -z it is exp(-z*z/2) t P(t) with t = 1 / (1 + 0.27 z): the form of Abramowitz and Stegun 7.1.26, with P fitted
+// for minimal maximal relative error, 2.4e-8 for z up to 14. Far below 0 this keeps digits that 1 + erf(x / sqrt(2))
+// loses.
 CH_INLINE void normal_of(vf x, vf& below, vf& density) {
   const vf bell = exp2_of<5>(x * x * all(-0.5f * LOG2E));
   const vf t = all(1.0f) / (all(1.0f) + all(0.27f) * absolute(x));
@@ -26,13 +27,14 @@ CH_INLINE void normal_of(vf x, vf& below, vf& density) {
   density = bell * all(0.3989422804014327f);
 }
 
-// 1 / (1 + exp(-x)), exactly 0 far below, where not every set's power would be.
+// 1 / (1 + exp(-x)). Exactly 0 for very negative x, where the exponential of some sets overflows to inf and others do
+// not.
 CH_INLINE vf sigmoid_of(vf x) {
   const vf sigmoid = all(1.0f) / (all(1.0f) + exp2_of<5>(x * all(-LOG2E)));
   return x < all(-87.0f) ? (vf){} : sigmoid;
 }
 
-// x becomes its activation, and `slope` how much that grows with x.
+// Replaces x by its activation; `slope` is the derivative at x.
 CH_INLINE vf activation_of(int32_t kind, vf x, vf& slope) {
   if (kind == CH_GELU) {
     vf below, density;
@@ -54,24 +56,24 @@ CH_INLINE vf activation_of(int32_t kind, vf x, vf& slope) {
   }
   if (kind == CH_RELU) {
     slope = x > (vf){} ? all(1.0f) : (vf){};
-    return x < (vf){} ? (vf){} : x;  // NaN stays
+    return x < (vf){} ? (vf){} : x;  // NaN propagates
   }
   slope = all(1.0f);
   return x;
 }
 
-// A row of activations may have more groups than a word counts counters of.
+// One counter word covers 2^28 groups of columns; the high bits of the group go into another word.
 CH_INLINE Draw draw_of(uint64_t seed, int32_t dropped, int64_t row, int64_t group) {
   return Draw{seed, dropped, (uint32_t)row, (uint32_t)((uint64_t)group >> 28), OF_ACTIVATIONS};
 }
 
 CH_INLINE float dropout_factor(int32_t dropped) { return (float)CH_LEVELS / (float)(CH_LEVELS - dropped); }
 
-// output = what is kept of input, times the factor, + added. Whole groups of columns are drawn for and written at once; for
-// others a bit an element is drawn first, and elements are written as they lie: narrow rows fill vectors too.
+// output = dropped(input) * factor + added. With whole groups of columns, masks are drawn and applied at once.
+// Otherwise one bit per element is drawn first and applied to the contiguous elements, so narrow rows fill vectors too.
 template <class IO> class Dropping {
   typedef typename IO::type type;
-  static constexpr int64_t STRETCH = 128 * PLACES;  // elements that a thread takes at a time
+  static constexpr int64_t STRETCH = 128 * PLACES;  // elements per thread at a time
 
  public:
   explicit Dropping(const ch_dropout& work) : w(work) {}
@@ -88,7 +90,7 @@ template <class IO> class Dropping {
  private:
   const ch_dropout& w;
 
-  // A bit for each element from `first` on.
+  // One bit per element, starting at `first`.
   struct Mask {
     uint64_t words[STRETCH / 64 + 1];
     int64_t first, count;

@@ -1,4 +1,4 @@
-// Rows put behind those that a target holds: keys and values of new tokens behind a cache's.
+// Appends rows to a tensor: keys and values of new tokens to a KV cache.
 #pragma once
 
 #include "work.h"

@@ -1,4 +1,4 @@
-// The entry points of attention: a description is checked whole, then the kernels of one instruction set do the work.
+// The entry points of attention: check the whole description, then call the kernels of one instruction set.
 #include <cmath>
 #include <stdlib.h>
 
@@ -15,7 +15,7 @@ int check_tensor(const ch_attention& work, const ch_tensor& tensor, int64_t head
   return check_memory(tensor.data, layout, dtype_size(work), access);
 }
 
-// A contiguous [batch, heads, q_len, last] of float32, which fits in memory by check_counts.
+// A contiguous float32 [batch, heads, q_len, last]; check_counts ensures that it fits in memory.
 int check_plain(const ch_attention& work, const float* data, int64_t last) {
   const Layout layout = {{{work.batch, work.heads * work.q_len * last}, {work.heads, work.q_len * last},
                           {work.q_len, last}}, last};
@@ -85,7 +85,7 @@ int check_mask(const ch_attention& work) {
   return work.allowed.data == nullptr ? CH_OK : check_table(work, work.allowed, work.q_len, work.k_len, 1);
 }
 
-// What is written must be separate where strides are not 0; a stride of 0 sums over its axis.
+// Written axes must not overlap unless their stride is 0; a stride of 0 sums over its axis.
 int check_rule_grad(const ch_attention& work, const ch_rule& rule, int64_t rows, int64_t columns) {
   if (rule.grad == nullptr) return CH_OK;
   Layout layout = {{{work.batch, rule.grad_batch}, {work.heads, rule.grad_head}, {rows, rule.grad_row}}, columns};
@@ -138,9 +138,9 @@ int check_rules(const ch_attention& work) {
     const int kind = work.rules[i].kind;
     caps += kind == CH_RULE_SOFTCAP, lines += kind == CH_RULE_SLOPE || kind == CH_RULE_RELATIVE;
   }
-  // Backward keeps the slope of one.
+  // Backward saves the derivative of one soft-cap.
   if (caps > 1) return CH_BAD_RULE;
-  // Every head has a line of distances for each rule that reads them.
+  // Every head has a vector of distances for each diagonal rule.
   if (lines > 0 && !countable(work.batch, work.heads, work.q_len + work.k_len, lines)) return CH_BAD_SHAPE;
   if (work.sink == nullptr) return CH_OK;
   return check_memory(work.sink, {{{work.heads, work.sink_head}, {1, 0}, {1, 0}}, 1}, sizeof(float));
@@ -188,7 +188,7 @@ int check_heatmap(const ch_attention& work, const ch_statistics& s) {
   return check_sheet(work, s.heatmap_mean, q_tiles, k_tiles, sizeof(float));
 }
 
-// No two queries may share a slot: two threads would write there.
+// No two queries may share a slot: two threads would write to it.
 int check_slots(const ch_attention& work, const ch_statistics& s) {
   bool* used = static_cast<bool*>(calloc(static_cast<size_t>(s.num_rows), sizeof(bool)));
   if (used == nullptr) return CH_NO_MEMORY;
@@ -244,8 +244,7 @@ int check_statistics_gradients(const ch_attention& work) {
   return s.grad_received == nullptr ? CH_OK : check_sheet(work, s.grad_received, 1, work.k_len, sizeof(float));
 }
 
-// Whether backward reads the output that forward wrote: where one tile has all keys, a row's delta is found where its
-// weights are.
+// Whether backward reads forward's output: with one tile of keys, a row's delta follows from its weights.
 bool needs_output(const ch_attention& work) {
   return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr ||
          work.statistics != nullptr;

@@ -1,7 +1,7 @@
-// Backward: each tile of keys walks over the blocks of queries that see it, computes their weights again from the
-// saved largest score and sum (FlashAttention, Dao et al. 2022, algorithm 4), and keeps the gradients of its keys and values
-// near; the queries' gradients are summed in memory. Where there are few heads the keys are cut into chunks, each
-// with a sum of its own, added in order at the end: which chunks there are depends on the shape alone.
+// Backward: for each tile of keys, loop over the blocks of queries that attend to it, recompute their weights from the
+// saved row maximum and normaliser (FlashAttention, Dao et al. 2022, algorithm 4), and accumulate the gradients of the
+// tile's keys and values in cache; the gradients of queries accumulate in memory. With few heads the keys are split
+// into chunks, each with its own sum, and the sums are added in order at the end. The split depends on the shape alone.
 #pragma once
 
 #include "prefetch.h"
@@ -13,55 +13,55 @@ template <class M, class IO> struct Backward {
   typedef typename M::number number;
   typedef typename IO::type element;
   static constexpr int BLOCK = 96;
-  // Bytes of laid-out queries and gradients that a thread keeps, where a head's fit: every tile of keys reads them.
+  // Bytes of packed queries and gradients that a thread caches if those of a head fit: every tile of keys reads them.
   static constexpr int64_t MOST_LAID_OUT = int64_t(1) << 23;
 
   const Task& w;
   int64_t group, blocks;
   int tile;
-  Panels keys, queries, grads;  // B of the last three products: a tile of keys, a block of queries and of gradients
+  Panels keys, queries, grads;  // B operands of the last three GEMMs: a tile of keys, a block of queries, a block of gradients
   int numbers, v_numbers, steps, v_steps, out, v_out;
   int64_t tiles, chunks, chunk_tiles;
-  int64_t laid_out;  // blocks of queries that stay laid out: all of a key head's, or the one at hand
+  int64_t laid_out;  // blocks of queries that stay packed: all of a key head's, or only the current one
   bool masked, plain, capped, share_batch, share_heads;
-  bool alone;  // one tile has all keys: a row's delta is summed where its weights are
+  bool alone;  // one tile covers all keys: a row's delta is computed together with its weights
   float base2;
   Dropout dropout;
-  int64_t diagonals, learned;  // diagonal rules, and those of them with a gradient
-  const ch_statistics* observed;  // null where no statistic has a gradient
+  int64_t diagonals, learned;  // diagonal rules, and how many of them need a gradient
+  const ch_statistics* observed;  // null if no statistic has a gradient
 
-  // A block of queries and of gradients of outputs, as rows of A and as B.
+  // A block of queries and of output gradients, packed as A rows and as B.
   struct Laid {
     const number *q, *g, *qb, *gb;
   };
 
-  // Rows in which a tile's gradients are added up.
+  // Rows that a tile's gradients accumulate in.
   struct Target {
     float* at;
     int64_t ld;
   };
 
   struct Desk {
-    number* laid;            // [held][block_numbers()]
-    bool* open;              // [held]: whether a block is laid out
-    number *kt, *vt;         // panels
-    number* packed;          // rows of B
-    const number* kn;        // these, or where they lie
+    number* laid;  // [laid_out][block_numbers()]
+    bool* open;  // [laid_out]: whether a block is packed
+    number *kt, *vt;  // panels
+    number* packed;  // rows of B
+    const number* kn;  // these, or the tensor's rows in place
     float *sums_k, *sums_v;  // [tile][out], [tile][v_out]
-    Target dk, dv;           // of the tile at hand: there, or where they go
-    float *s, *dp;           // [MR][tile], of pairs alone
-    float* slope;            // [MR][tile]
-    KeptRows keep;           // [MR]
-    number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
-    number* dr;                    // [BLOCK][tile / PAIR], A with rows along queries
+    Target dk, dv;  // of the current tile: the buffers above, or the result tensors
+    float *s, *dp;  // [MR][tile], for bf16 dot products only
+    float* slope;  // [MR][tile]
+    KeptRows keep;  // [MR]
+    number *p, *ds;  // [BLOCK / PAIR][tile], A with rows along keys
+    number* dr;  // [BLOCK][tile / PAIR], A with rows along queries
     Row* row;
     float *largest, *share, *delta;
     float* diagonal;  // [group][diagonals][length]
-    Span* spans;      // [group][blocks]
+    Span* spans;  // [group][blocks]
     number* staged;
-    float* dq;  // [group][q_len][out], where there is one chunk
+    float* dq;  // [group][q_len][out], if there is one chunk
     Prefetch prefetch;
-    bool first_keys, first_rows;  // the tile at hand is a chunk's first, the block a tile's: nothing was summed before
+    bool first_keys, first_rows;  // the tile is the first of its chunk, the block the first of its tile: sums are set, not added to
   };
 
   static int tile_of(const ch_attention& w) {
@@ -100,7 +100,7 @@ template <class M, class IO> struct Backward {
       learned += rule.kind == CH_RULE_RELATIVE && rule.grad != nullptr;
       capped = capped || rule.kind == CH_RULE_SOFTCAP;
       if (rule.kind != CH_RULE_DENSE || rule.grad == nullptr) continue;
-      // Rows of a bias that several heads add to: one thread takes them in turn.
+      // Heads that share a row of the bias are processed by one thread, in order.
       share_batch = share_batch || (rule.grad_batch == 0 && w.batch > 1);
       share_heads = share_heads || (rule.grad_head == 0 && w.kv_heads > 1);
     }
@@ -112,9 +112,9 @@ template <class M, class IO> struct Backward {
     if (chunk_tiles < 2 || laid_out * block_numbers() * (int64_t)sizeof(number) > MOST_LAID_OUT) laid_out = 1;
   }
 
-  // Rows of floats in one panel are A and B alike.
+  // With one panel, rows of floats have the same layout as A and as B.
   static bool panels_as_rows(const Panels& panels) { return M::PAIR == 1 && panels.count == 1; }
-  // Numbers of a laid-out block: of one tensor's rows, and of queries and gradients.
+  // Operands of a packed block: of one tensor's rows, and of queries and gradients together.
   static int64_t numbers_of(int row, const Panels& panels) {
     return (int64_t)BLOCK * row + (panels_as_rows(panels) ? 0 : panels.numbers());
   }
@@ -180,7 +180,7 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // Zero weight times NaN is NaN, so under a mask such a call is the caller's to clean.
+  // 0 * NaN is NaN, so with a mask such a call is left to the caller.
   void check_finite(int threads, Fault& fault) const {
     attend(w, threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads, fault); });
   }
@@ -212,14 +212,14 @@ template <class M, class IO> struct Backward {
     memset(d.sums_v, 0, (size_t)count * v_out * sizeof(float));
   }
 
-  // Where a tile's gradients are added up: on the desk, or, if one product makes them, where they go.
+  // Where a tile's gradients accumulate: in the workspace, or in the result if a single GEMM computes them.
   Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile, int64_t ld) const {
     const bool lands = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
     return lands ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};
   }
 
-  // `count` rows of queries or of gradients of outputs: as rows of A, and from `b` on as B. Where they lie, or, if they are
-  // not `open` already, laid out from `to` on.
+  // `count` rows of queries or of output gradients, as A rows and, from `b` on, as B. Read in place if possible;
+  // otherwise packed at `to`, unless they are there (`open`).
   const number* lay_out(const ch_tensor& t, const element* from, int64_t dim, const Panels& panels, int count, bool open,
                         number* to, const number*& b) const {
     if (lies_laid_out<M, IO>(t, dim)) return b = (const number*)from;
@@ -252,10 +252,11 @@ template <class M, class IO> struct Backward {
     return laid;
   }
 
-  // Degree of the polynomial in the exponential: bfloat16 keeps no more.
+  // Degree of the polynomial in the exponential: bfloat16 needs no more.
   static constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
 
-  // Scores of the rows from r0 on, and gradients of their weights: floats where the last three products read them.
+  // Scores of the rows from r0 on, and gradients of their weights: floats in the buffers that the last three GEMMs
+  // read.
   float* scores_of(const Desk& d, int r0) const {
     if constexpr (M::PAIR == 1) return d.p + (int64_t)r0 * tile;
     else return d.s;
@@ -279,15 +280,16 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // Forbids what a row of the block may not attend to among columns [c0, c1) and behind them in the last vector.
+  // Masks columns [c0, c1) of a row of the block, and the rest of the last vector.
   CH_INLINE void close_row(const Desk& d, int row, int64_t t0, int c0, int c1, float* s) const {
     const int c1r = (int)round_up(c1, VL);
     if (!masked) end_scores(s, c1);
     else if (!sees_all(d.row[row], t0 + c0, t0 + c1r)) forbid(w, d.row[row], t0 + c0, c1r - c0, s + c0);
   }
 
-  // A row's scores to weights, and its delta, where all its keys are here. Forward may have rounded the scores otherwise,
-  // and weights that do not add up to one would leave what should cancel: the delta is the mean by these weights.
+  // A row's scores to weights, and its delta if all its keys are in this tile. Forward may have rounded the scores
+  // differently, and weights that do not sum to 1 leave a residue where terms should cancel, so delta is the mean under
+  // these weights.
   template <bool DROPS>
   CH_INLINE void weigh_alone(float* s, const float* dp, int r, int c0, int c1r, int row, Desk& d) const {
     const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]);
@@ -299,12 +301,12 @@ template <class M, class IO> struct Backward {
       whole += e;
       store(s + c, e);
     }
-    // A sink's weight is not among them.
+    // The sum over keys excludes the sink's weight.
     const float total = w.sink == nullptr ? sum_of(whole) : 1.0f;
     d.delta[row] += total > 0.0f ? sum_of(sum) / total : sum_of(sum);
   }
 
-  // What dropout multiplies weights by: those of row r of the rows at hand, from column c on.
+  // Dropout factors of the weights of row r, from column c on.
   CH_INLINE vf factor_of(const KeptRows& keep, int r, int c) const {
     return where_bits(keep.from(r, c), all(dropout.factor));
   }
@@ -313,7 +315,7 @@ template <class M, class IO> struct Backward {
     d.keep.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
   }
 
-  // A row's scores to what multiplies its values, and the gradients of that to those of the scores.
+  // Turns a row's scores into weights (with dropout), and the gradients of the weights into those of the scores.
   template <bool DROPS>
   CH_INLINE void differentiate_row(float* s, float* dp, int r, int c0, int c1r, int row, Desk& d) const {
     if (alone) weigh_alone<DROPS>(s, dp, r, c0, c1r, row, d);
@@ -327,7 +329,7 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // These to weights and gradients of scores.
+  // Applies `differentiate_row` to `count` rows.
   void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, Desk& d,
                      const float* diagonal, float* diagonal_grads) const {
     int c1r = (int)round_up(c1, VL);
@@ -344,8 +346,8 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // The same as in `differentiate`, where statistics add to the gradient of a weight, and the largest score has its own.
-  // `delta` holds their sums over the row already.
+  // Like `differentiate`, with statistics: they add to the gradient of a weight, and the row maximum has a gradient of
+  // its own. `delta` includes their sums over the row.
   void differentiate_observed(int64_t b, int64_t h, int64_t i, int r, int row, int64_t t0, int c0, int c1r, float* s,
                               float* dp, Desk& d) const {
     const ch_statistics& of = *observed;
@@ -363,7 +365,7 @@ template <class M, class IO> struct Backward {
     int64_t sink_columns = of.grad_sink != nullptr ? of.sink_keys - t0 : 0;
     for (int c = c0; c < c1r; c += VL, gap -= all((float)VL)) {
       vf score = load(s + c), x = (score - shift) * scale, e = exp2_of<5>(x) * share;
-      // -log of the weight, less 1.
+      // -log(weight) - 1
       vf surprise = -(vmax(x, lowest) * all(LN2) + all(log_share)) - all(1.0f);
       vf g = by_entropy * surprise + by_distance * absolute(gap);
       if (c < sink_columns) g += first_of(by_sink, least((int64_t)VL, sink_columns - c));
@@ -382,7 +384,7 @@ template <class M, class IO> struct Backward {
     return v;
   }
 
-  // From the gradient of the last rule's result to that of the scaled score, and the rules' own gradients.
+  // From the gradient of the last rule's result to that of the scaled score; accumulates the rules' own gradients.
   void unapply_rules(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* ds, const float* slope,
                      float* grads) const {
     int64_t length = diagonal_length(w);
@@ -390,7 +392,7 @@ template <class M, class IO> struct Backward {
     for (int r = w.num_rules - 1; r >= 0; r--) {
       const ch_rule& rule = w.rules[r];
       if (rule.kind == CH_RULE_SOFTCAP) {
-        // What nobody may attend to may be NaN in a bias, and so may its slope.
+        // A bias may be NaN at a masked score, and so may its slope: 0 there.
         for (int c = c0; c < c1; c += VL) {
           const vf d = load(ds + c), zero = {};
           store(ds + c, d == zero ? zero : d * load(slope + c));
@@ -405,7 +407,8 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // Rows of weights and score gradients to where the last three products read them; 0 in [left, right) beyond.
+  // Copies rows of weights and score gradients into the buffers that the last three GEMMs read; 0 elsewhere in [left,
+  // right).
   void spread(int r0, int count, int left, int right, int c0, int c1r, Desk& d) const {
     for (int r = 0; r < count; r++) {
       for (int which = 0; which < 2; which++) {
@@ -432,12 +435,12 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // Whether nothing but the last three products looks at weights and score gradients.
+  // Whether only the last three GEMMs read weights and score gradients.
   bool in_pairs() const { return M::PAIR == 2 && plain && observed == nullptr; }
 
 #if defined(CH_BF16DOT)
-  // Columns [c, c + VL) of two rows: weights and score gradients as pairs along the rows, the gradients also row by row.
-  // Without a second row the pair's other half must be 0.
+  // Columns [c, c + VL) of two rows: weights and score gradients as bf16 pairs along the rows, and the gradients also
+  // row by row. Without a second row the other half of each pair must be 0.
   CH_INLINE void put_pair(int row, int c, bool both, vf weight, vf weight_below, vf grad, vf grad_below, Desk& d) const {
     const int64_t pair = (int64_t)(row / 2) * tile + c;
     const Rounded grads = round_two(grad, grad_below);
@@ -448,7 +451,7 @@ template <class M, class IO> struct Backward {
     if (both) put_halves(rows + tile, grads.other);
   }
 
-  // `differentiate` and `spread` in one, where nothing else looks at the floats: no rules or statistics.
+  // `differentiate` and `spread` fused, for calls where nothing else reads the floats: no rules and no statistics.
   template <bool DROPS>
   void differentiate_pairs(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int left, int right, int c0,
                            int c1, Desk& d) const {
@@ -457,7 +460,8 @@ template <class M, class IO> struct Backward {
     if (DROPS)
       for (int r = 0; r < count; r++) draw(b, h, first + r0 + r, r, t0, c0, c1r, d);
     const KeptRows drawn = d.keep;
-    // Weights and gradients of scores, of a vector of weights before dropout and the gradients of those behind it.
+    // Stores weights and score gradients, from a vector of weights before dropout and the gradients of the weights
+    // after it.
     auto put = [&](int r, int c, bool both, vf e, vf f, vf grad, vf grad_below, vf delta, vf delta_below) CH_INLINED {
       const vf before = e, before_below = f;
       if (DROPS) {
@@ -556,7 +560,7 @@ template <class M, class IO> struct Backward {
     else product<M, ADD>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
   }
 
-  // Gradients of keys and values [low, high): each few keys take the rows that see one of them.
+  // Gradients of keys and values [low, high): each small group of keys takes the rows that attend to one of them.
   void gather(const Span* spans, int count, int low, int high, const Laid& laid, Desk& d) const {
     for (int j = low; j < high; j += MR) {
       int n = least(MR, high - j), from = count, to = 0;
@@ -581,7 +585,7 @@ template <class M, class IO> struct Backward {
     for (int64_t g = 0; g < group; g++)
       for (int64_t block = 0; block < blocks; block++) {
         Span span{INT32_MAX, 0};
-        // Where there is one visit it finds out itself.
+        // With a single visit the visit itself finds out.
         const bool skips = masked && (blocks > 1 || tiles > 1);
         if (!skips) span = Span{0, (int)w.k_len};
         for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len) && skips; i++) {
@@ -595,13 +599,13 @@ template <class M, class IO> struct Backward {
       }
   }
 
-  // What a row's delta is before weights are added.
+  // The constant term of a row's delta, before weights are added.
   void start_delta(int64_t b, int64_t h) const {
     const int64_t from = row_index(w, b, h, 0);
     for (int64_t r = from; r < from + w.q_len; r++) w.delta[r] = w.grad_lse != nullptr ? -w.grad_lse[r] : 0.0f;
   }
 
-  // What a key head will write, asked for while it is worked on.
+  // Prefetches what a key head will write, while it is processed.
   Prefetch prefetch_of(int64_t b, int64_t kh) const {
     Prefetch a;
     a.clear();
@@ -613,7 +617,7 @@ template <class M, class IO> struct Backward {
     return a;
   }
 
-  // And what comes next, a key head of this call or of another.
+  // Prefetches what the next key head reads, of this call or of the next one.
   void expect(Prefetch& a, const Task& next, int64_t b, int64_t kh) const {
     if (chunks > 1) return;
     a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
@@ -674,7 +678,7 @@ template <class M, class IO> struct Backward {
     });
   }
 
-  // Diagonal sums to tables of distances, in order and in double: a clipped distance gathers many.
+  // Adds diagonal sums to tables of distances, in order and in double: a clipped distance accumulates many terms.
   void add_diagonals(const Sums& sums) const {
     int64_t length = diagonal_length(w), next = 0;
     for (int r = 0; r < w.num_rules; r++) {
@@ -701,11 +705,11 @@ template <class M, class IO> struct Backward {
     return 5.0 * (double)w.heads * places * (double)(w.head_dim + w.value_dim);
   }
 
-  // Large segments one after the other, with all threads for each; then the key heads of the others at once.
+  // Large segments one after the other, each with all threads; then the key heads of all others in parallel.
   int run_segments(Segments& segments) const {
     Fault fault;
     const int threads = threads_for(w, operations_of(w, segments.operations));
-    // Before anything is written: a band is left within segments, and their tokens may meet it.
+    // Before anything is written: a band is ignored between segments, but their tokens may be inside it.
     if (w.before != INT64_MAX || w.after != INT64_MAX)
       attend(w, threads, segments.count * w.heads, [&](int64_t unit) {
         const Task part = segments.part(w, unit / w.heads, 1);

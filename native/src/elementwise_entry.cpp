@@ -1,10 +1,10 @@
-// The entry points of what stands between a layer's products: dropout, norms, rows for a cache, and rotary positions.
+// The entry points of elementwise kernels: dropout, norms, KV cache appends, and RoPE.
 #include "checks.h"
 
 namespace clearhead {
 namespace {
 
-// What both have: a dtype, counts, threads, and how much is dropped.
+// Common fields: dtype, counts, threads, and dropout.
 template <class Description> int check_common(const Description& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
   if (!is_count(work.rows) || work.columns < 0 || work.columns > farthest) return CH_BAD_SHAPE;
@@ -12,12 +12,12 @@ template <class Description> int check_common(const Description& work) {
   return work.threads < 1 || work.threads > most_threads || !is_share(work.dropped) ? CH_BAD_OPTION : CH_OK;
 }
 
-// So many numbers side by side.
+// `count` contiguous elements.
 int check_line(const void* data, int64_t count, int64_t size, Access access = Access::read) {
   return check_memory(data, {{{1, 0}, {1, 0}, {1, 0}}, count}, size, access);
 }
 
-// The same where there need not be any.
+// The same, or null.
 int check_given(const void* data, int64_t count, int64_t size, Access access = Access::read) {
   return data == nullptr ? CH_OK : check_line(data, count, size, access);
 }
@@ -30,7 +30,7 @@ int check(const ch_dropout& work) {
   return check_line(work.output, count, size, Access::write);
 }
 
-// A line of floats, with what rounds it up, is counted in 32 bits.
+// A line of floats, with padding, is counted in 32 bits.
 constexpr int64_t most_columns = most - 1024;
 
 int check_norm(const ch_norm& work) {
@@ -66,7 +66,7 @@ int check_backward(const ch_norm& work) {
   return check_given(work.grad_bias, work.columns, size, Access::write);
 }
 
-// Of rows of heads that go from a tensor to another, and stand behind `first` others.
+// Rows of heads that are copied between tensors, after `first` others.
 template <class Description> int check_rows(const Description& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
   for (int64_t count : {work.batch, work.heads, work.rows, work.columns, work.first})

@@ -1,4 +1,4 @@
-// The library as a whole: its instruction sets and which of them this processor has, forks, codes in words. The calls
+// The library as a whole: its instruction sets and which of them this processor has, forks, error messages. The calls
 // are in *_entry.cpp.
 #include <pthread.h>
 #if defined(__aarch64__) && defined(__linux__)
@@ -15,8 +15,8 @@
 #include "isa.h"
 #include "scratch.h"
 
-// The build defines CH_WITH_<SET> for each set that it makes, as the function below that says whether this processor
-// can run it.
+// The build defines CH_WITH_<SET> for each set that it compiles, as the name of the function below that tests the
+// processor.
 #define CH_DECLARE(set)                       \
   namespace set {                             \
   extern const clearhead::Kernels kernels;    \
@@ -43,7 +43,7 @@ namespace {
 
 // ---- instruction sets -------------------------------------------------------------------------------------
 
-// The table that the choice is read from. Nothing is measured, so every process on a machine computes the same bits.
+// The table of the choice. Nothing is measured, so every process on a machine computes the same bits.
 struct Set {
   const char* name;
   bool (*usable)();
@@ -52,7 +52,7 @@ struct Set {
 };
 
 #if defined(__x86_64__)
-// The compiler's own check includes whether the operating system saves the registers.
+// The compiler's check includes that the operating system saves the registers.
 [[maybe_unused]] bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
          __builtin_cpu_supports("f16c");

@@ -1,6 +1,6 @@
-// Forward: blocks of rows walk over tiles of keys with a running maximum and sum (Milakov and Gimelshein 2018;
-// FlashAttention, Dao et al. 2022, algorithm 1), 6 rows at a time from first product to second, so that scores
-// never leave the first cache. The grouped heads of a key head are rows like any other and share its keys.
+// Forward: blocks of rows loop over tiles of keys with an online softmax (Milakov and Gimelshein 2018; FlashAttention,
+// Dao et al. 2022, algorithm 1), 6 rows at a time from the first GEMM to the second, so that scores stay in the L1
+// cache. The grouped heads of a key head are additional rows and share its keys.
 #pragma only_tile
 
 #include "prefetch.h"
@@ -10,13 +10,13 @@
 
 namespace CH_NS {
 
-// Bytes of keys and values that are taken to lie in a cache still. In a model weights pass before a layer's are read again,
-// so that more of them lie in memory than a call that is made over and over would have it; with short rows, which the
-// processor reads ahead of by itself, a call that finds them in a cache is the one that can tell (measured).
+// Bytes of keys and values that are assumed cache-resident. In a model, weights evict them before a layer's cache is
+// read again, so fewer of them are resident than in a call that is repeated in a loop. Rows that are short are
+// prefetched by the hardware, so the higher limit is that of resident data (measured).
 constexpr int64_t NEAR = 4 << 20, NEAR_SHORT = 24 << 20;
-constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is used while it is near
+constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is reused while it is in cache
 
-// What a run of forward is for: both, or one of the two where they take different ways.
+// What one pass of forward computes: both, or only one of them if they need different plans.
 enum class Gives { ALL, OUTPUT, STATISTICS };
 
 template <class M, class IO> struct Forward {
@@ -24,16 +24,16 @@ template <class M, class IO> struct Forward {
   typedef typename IO::type element;
 
   const Task& w;
-  int tile;                 // keys of a tile
-  int64_t group, rows;      // query heads per key head; rows per key head
-  int numbers, steps, out;  // numbers of a row of A, and those to multiply; columns of O
+  int tile;  // keys of a tile
+  int64_t group, rows;  // query heads per key head; rows per key head
+  int numbers, steps, out;  // operands of a row of A, and those to multiply; columns of O
   int64_t tiles, k_numbers, v_numbers;  // per tile
   int64_t splits, split_tiles, blocks;  // of keys; blocks of rows
-  bool whole;                           // units take all rows of a key head, and pack its keys themselves
+  bool whole;  // a unit processes all rows of a key head and packs its keys itself
   bool masked, plain;
-  bool direct;  // keys and values are read where they lie
-  bool lying;   // values lie as they would be packed, and are not, if they are finite
-  bool far;     // in memory: no cache holds all of them
+  bool direct;  // keys and values are read in place
+  bool lying;  // values in the tensor have the packed layout already, and are not copied if they are finite
+  bool far;  // keys and values come from memory: they exceed the cache
   float base2;
   Dropout dropout;
   int64_t diagonal_floats;
@@ -44,20 +44,20 @@ template <class M, class IO> struct Forward {
   struct Keys {
     number* k;
     number* v;
-    uint8_t* bad;  // per tile: values were not finite and are 0 here
+    uint8_t* bad;  // per tile: the values had NaN or infinity, which are 0 here
   };
 
-  // Whether keys that are read where they lie come in an order of their own.
+  // Whether keys that are read in place are deinterleaved (even elements, then odd ones).
   static constexpr bool ARRANGED = M::PAIR == 1 && Widened<IO>::AT_ONCE == 2;
 
-  // What comes next, a key head of this call or of another: asked for while one of this call is worked on.
+  // Prefetches the next key head, of this call or of another, while the current one is processed.
   Prefetch prefetch_of(const Task& next, int64_t b, int64_t kh) const {
     Prefetch a;
     a.clear();
     if (blocks * tiles == 0) return a;
     if (direct) {
-      // What is read where it lies asks for what follows by itself. All of a head asked for at once fills the few places
-      // that Intel's processors have for lines on their way, and the work stands still (measured: a fifth slower).
+      // In-place reads prefetch for themselves. A whole head at once fills the line fill buffers of Intel's processors
+      // and stalls the loop (measured: a fifth slower).
       a.add<IO>(next.key, b, kh, least(next.k_len, rows_ahead(next.head_dim * (int64_t)sizeof(element), 1)), next.head_dim);
     } else {
       a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
@@ -68,20 +68,20 @@ template <class M, class IO> struct Forward {
     return a;
   }
 
-  // Which query a row is.
+  // The query of a row.
   struct Place {
     int64_t h, i;
   };
 
-  // What a thread works in.
+  // A thread's workspace.
   struct Desk {
-    number* q;       // [ROWS][numbers]
-    number* arranged;  // the same in the order in which keys are read where they lie
-    float* scores;   // [MR][tile]
+    number* q;  // [ROWS][numbers]
+    number* arranged;  // the same, deinterleaved like keys that are read in place
+    float* scores;  // [MR][tile]
     uint16_t* half;  // [MR][tile], weights in bfloat16
-    float* o;        // [ROWS][out]
+    float* o;  // [ROWS][out]
     float* m;
-    float* l;        // [ROWS][VL]
+    float* l;  // [ROWS][VL]
     Row* row;
     Place* place;
     float* diagonals;
@@ -91,10 +91,10 @@ template <class M, class IO> struct Forward {
     Prefetch prefetch;
     Gather gather;
     Columns* columns;
-    bool only_tile;  // the block at hand meets one tile: nothing was summed before
+    bool only_tile;  // the block has one tile: sums are set, not added to
   };
 
-  // Scores and then weights of up to MR rows over the columns of a tile, `ld` apart.
+  // Scores, then weights, of up to MR rows over the columns of a tile; row stride `ld`.
   struct Sheet {
     float* at;
     int64_t ld;
@@ -125,8 +125,8 @@ template <class M, class IO> struct Forward {
     far = w.batch * w.kv_heads * w.k_len * dims * (int64_t)sizeof(element) > (dims > 128 ? NEAR : NEAR_SHORT);
   }
 
-  // Few rows use each key only once, and whole vectors fit its rows. Backward finds a row's largest score by its bits,
-  // and it packs.
+  // With few rows each key is used once, and rows must be whole vectors. With gradients of the row maximum, backward
+  // compares its bits, and backward packs.
   bool reads_directly() const {
     if (gives == Gives::STATISTICS && observed.ties) return false;
     return rows <= 12 && w.head_dim % (VL * M::PAIR) == 0 && w.value_dim % VL == 0 && w.key.row % M::PAIR == 0 &&
@@ -138,11 +138,11 @@ template <class M, class IO> struct Forward {
     return most(w.head_dim, w.value_dim) * (int64_t)sizeof(element) <= 256 ? 512 : 256;
   }
 
-  // Splitting keys depends on the shape alone, so that sums are the same with any number of threads.
+  // The split of keys depends on the shape alone, so the sums are the same with any number of threads.
   void plan() {
     int64_t heads = w.batch * w.kv_heads;
     splits = 1;
-    // Statistics are not gathered in parts.
+    // Statistics are not computed in splits.
     if (gives != Gives::STATISTICS && rows <= 32 && w.units < 64)
       splits = least((tiles * tile + 511) / 512, (64 + w.units - 1) / most(w.units, (int64_t)1));
     splits = most(splits, (int64_t)1);
@@ -151,7 +151,7 @@ template <class M, class IO> struct Forward {
     whole = splits == 1 && heads >= 4 * w.threads;
     if (w.threads == 1 && splits == 1) whole = true;
     if (splits == 1 && heads % w.threads == 0 && heads / w.threads < 64) whole = true;
-    // What is read directly must be so with any number of threads.
+    // In-place reading must not depend on the number of threads.
     if (splits == 1 && rows <= ROWS) whole = true;
   }
 
@@ -165,13 +165,13 @@ template <class M, class IO> struct Forward {
     if (*bad) clean_values(v, count);
   }
 
-  // Whether no value of a tile needs cleaning.
+  // Whether no value of a tile must be replaced: there is no mask, or all are finite.
   bool sound_values(int64_t b, int64_t kh, int64_t t) const {
     int64_t first = t * tile, count = least((int64_t)tile, w.k_len - first);
     return !masked || all_finite<IO>(at<IO>(w.value, b, kh, first), w.value.row, count, (int)w.value_dim);
   }
 
-  // Zero weight times NaN is NaN: values that are not finite wait until it is known who attends to them.
+  // 0 * NaN is NaN, so NaN and infinity become 0 until it is known which rows attend to them.
   void clean_values(number* v, int count) const {
     for (int64_t x = 0; x < values.numbers(); x++) {
       if (x % values.size >= row_steps<M>(count) * values.ld) continue;
@@ -219,7 +219,7 @@ template <class M, class IO> struct Forward {
     Widened<IO>::arrange(to, steps / VL);
   }
 
-  // Rows [first, first + count) of a key head: queries, masks, and empty sums.
+  // Rows [first, first + count) of a key head: queries, masks, and zeroed sums.
   Span begin_block(int64_t b, int64_t kh, int64_t first, int count, Desk& d) const {
     Span span{INT32_MAX, 0};
     int64_t h = kh * group + first / w.q_len, i = first % w.q_len;
@@ -231,7 +231,7 @@ template <class M, class IO> struct Forward {
         if (direct) arrange(d.q + (int64_t)r * numbers, d.arranged + (int64_t)r * numbers);
       const char* written = (const char*)at<IO>(w.output, b, h, i);
       for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) __builtin_prefetch(written + c, 1, 2);
-      // Without a mask all rows are the first; only statistics ask each for its own.
+      // Without a mask all rows are equal to the first; only statistics need each.
       if (masked || r == 0) mask_row(w, b, h, i, d.row[r]);
       else if (observed.s != nullptr) d.row[r] = d.row[0];
       d.m[r] = -INF;
@@ -245,8 +245,7 @@ template <class M, class IO> struct Forward {
     return span;
   }
 
-  // Whether the table of blocks leaves anything of a tile to any row of the block; the rows of a group's heads follow each
-  // other.
+  // Whether the block table allows any key of a tile for any row of the block; rows of grouped heads are consecutive.
   bool meets(int64_t b, int64_t kh, int64_t first, int count, int64_t t) const {
     const int64_t t0 = t * tile, t1 = least(t0 + tile, w.k_len);
     for (int64_t done = 0; done < count;) {
@@ -258,15 +257,14 @@ template <class M, class IO> struct Forward {
     return false;
   }
 
-  // What a tile does to its rows: its own largest scores, how far the exponents of what was summed move, and by which
-  // factor that shrinks.
+  // The update of a row by a tile: the new row maximum, the shift of the previous exponents, and the rescaling factor.
   struct Rise {
     float peak[MR], before[MR];
     float step[(MR + VL - 1) / VL * VL], factor[(MR + VL - 1) / VL * VL];
   };
 
-  // The new largest score of each row, as the rules left it. All rows at a time: one row's maximum is a chain of
-  // dependent steps, six of them hide each other's latency.
+  // The new row maximum of each row, after the rules. All rows at once: the maximum of one row is a dependency chain,
+  // and six chains hide each other's latency.
   CH_INLINE void raise(Sheet sheet, int c0, int c1, int count, float* largest, Rise& rise) const {
     vf most_score[MR];
     for (int r = 0; r < MR; r++) most_score[r] = load(sheet.at + r * sheet.ld + c0);
@@ -281,7 +279,7 @@ template <class M, class IO> struct Forward {
       largest[r] = now;
       rise.step[r] = now == before ? 0.0f : (before - now) * base2;
     }
-    // To the end of the vector whose exponential is taken: what happens to lie there can cost hundreds of cycles.
+    // Fill the rest of the vector: the exponential of arbitrary leftovers can cost hundreds of cycles.
     for (int r = count; r < round_up(MR, VL); r++) rise.step[r] = 0.0f;
     for (int r = 0; r < MR; r += VL) {
       const vf step = load(rise.step + r);
@@ -289,10 +287,10 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // Degree of the polynomial in the exponential: bfloat16 keeps no more.
+  // Degree of the polynomial in the exponential: bfloat16 needs no more.
   static constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
 
-  // Scores to weights for one row of a sheet; those that dropout takes are counted and then 0.
+  // Scores to weights for one row; weights that dropout removes count in the normaliser and become 0 afterwards.
   template <bool DROPS>
   CH_INLINE void weigh(float* s, uint16_t* half, int r, int c0, int c1, float largest, float factor, float* total,
                        bool narrow, const KeptRows& keep) const {
@@ -310,7 +308,7 @@ template <class M, class IO> struct Forward {
     store(total, sum);
   }
 
-  // The same, gathering statistics; floats stay, for what is still to be read from them.
+  // The same with statistics; the weights stay in float32 for the later ones.
   void weigh_observed(int r0, int r, const Sheet& sheet, int c0, int c1, int64_t t0, const Rise& rise, bool narrow,
                       Desk& d) const {
     float *s = sheet.at + r * sheet.ld, largest = d.m[r0 + r];
@@ -331,7 +329,7 @@ template <class M, class IO> struct Forward {
       }
   }
 
-  // Keys and values of a tile: packed, or where they lie.
+  // Keys and values of a tile: packed, or in place.
   struct Tile {
     const number *k, *v;
     bool bad, direct;
@@ -372,7 +370,7 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // A few keys at a time, all columns of them.
+  // A few keys at a time, over all columns.
   void multiply_values_directly(int64_t b, int64_t kh, int64_t t0, int count, int c0, int c1, const Sheet& sheet,
                                 const float* factor, float* o) const {
     constexpr int STEP = NV == 4 ? 8 : 16;
@@ -388,7 +386,7 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // The first of `count` keys' values, while scores become weights.
+  // Prefetches the values of the first of `count` keys while scores become weights.
   void ask_for_values(int64_t b, int64_t kh, int64_t key, int64_t count) const {
     const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
     ask_for_rows(at<IO>(w.value, b, kh, key), least(rows_ahead(bytes, 1), count), w.value.row * size, bytes, far);
@@ -430,7 +428,7 @@ template <class M, class IO> struct Forward {
     }
     Rise rise;
     raise(sheet, c0, c1r, count, d.m + r0, rise);
-    // Values that are read where they lie are multiplied by floats.
+    // Values that are read in place are multiplied by floats.
     const bool narrow = M::PAIR == 2 && !here.direct;
     for (int r = 0; r < count; r++) {
       float *s = sheet.at + r * sheet.ld, largest = d.m[r0 + r], *total = d.l + (r0 + r) * VL;
@@ -447,19 +445,19 @@ template <class M, class IO> struct Forward {
     if (here.bad) add_bad_values(b, kh, r0, count, t0, c0, c1, sheet, d);
   }
 
-  // What the strip's weights of a tile are relative to, and where they are.
+  // Records where the strip's weights of a tile are and which maximum they are relative to.
   void keep_strip(int r0, int count, int64_t t, int c0, int c1r, Desk& d) const {
     d.gather.extent[r0 / MR * tiles + t] = Span{c0, c1r};
     for (int r = 0; r < count; r++) d.gather.mark[(r0 + r) * tiles + t] = d.m[r0 + r];
   }
 
-  // Which weights of a row of the sheet dropout keeps.
+  // Draws the dropout mask of a row's weights.
   void draw(int64_t b, int r0, int r, int64_t t0, int c0, int c1r, Desk& d) const {
     auto [h, i] = d.place[r0 + r];
     d.keep.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
   }
 
-  // Weights that statistics have looked at, as dropout leaves them; the strip keeps them as they were.
+  // Applies dropout after statistics have read the weights; the strip keeps the weights before dropout.
   Sheet dropped(const Sheet& sheet, int count, int c0, int c1r, Desk& d) const {
     const Sheet to = observed.strip ? Sheet{d.gather.dropped, tile} : sheet;
     for (int r = 0; r < count; r++)
@@ -492,14 +490,14 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // Divides by the sum and writes a row out; what its weights are to be multiplied by.
+  // Divides by the normaliser and stores the row; returns the factor for its weights.
   Share finish(int64_t b, int64_t h, int64_t i, float* o, float largest, float total) const {
-    // What the weights were taken relative to stays as it is for backward; the sink changes their share.
+    // Backward needs the maximum that the weights are relative to, without the sink; the sink changes the normaliser.
     float shrink = 1.0f, shrink_log = 0.0f, top = largest == -INF ? -INF : largest * to_scores(w);
     if (w.sink != nullptr) {
-      // A logit that is NaN is larger.
+      // A NaN logit counts as larger, so that NaN propagates.
       float logit = w.sink[h * w.sink_head], now = logit <= top ? top : logit;
-      // A logit of -inf beside no keys leaves the row empty.
+      // A logit of -inf without keys leaves the row empty.
       if (now != -INF) {
         shrink_log = top - now;
         shrink = exp2_of<5>(all(shrink_log * LOG2E))[0];
@@ -521,11 +519,11 @@ template <class M, class IO> struct Forward {
       w.softmax[2 * place] = none ? INF : largest;
       w.softmax[2 * place + 1] = share.factor;
     }
-    // Backward takes a row whose every score is NaN for one without keys; who looks at it shall see NaN.
+    // Backward treats a row with only NaN scores as empty; observers must see NaN.
     return total == total ? share : Share{total, total};
   }
 
-  // One block of rows over tiles [from, to); `partial` takes unfinished sums.
+  // One block of rows over tiles [from, to); `partial` receives unnormalised sums.
   void do_block(int64_t b, int64_t kh, int64_t block, int64_t from, int64_t to, Keys keys, bool packed, Desk& d,
                 float* partial) const {
     int64_t first = block * observed.rows;
@@ -590,7 +588,7 @@ template <class M, class IO> struct Forward {
     for (int64_t block = from; block < to; block++) do_block(b, kh, block, 0, tiles, keys, packed, d, nullptr);
   }
 
-  // The same for one span of rows, whose sums over queries go into `room`.
+  // The same for one range of rows; its sums over queries go into `buffer`.
   Columns do_span(int64_t b, int64_t kh, int64_t span, char* buffer, Keys keys, bool packed, Desk& d) const {
     Columns columns;
     int64_t from = span * observed.span_blocks, to = least(from + observed.span_blocks, blocks);
@@ -601,7 +599,7 @@ template <class M, class IO> struct Forward {
     return columns;
   }
 
-  // A thread does all rows of a key head, and packs its keys: once, or a tile at a time where there is only one block.
+  // A thread processes all rows of a key head and packs its keys: once, or tile by tile if there is only one block.
   void do_head(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
     Desk d;
     Keys keys, sizes;
@@ -634,7 +632,7 @@ template <class M, class IO> struct Forward {
     });
   }
 
-  // Large segments one after the other, with all threads for each; then the key heads of the others at once.
+  // Large segments one after the other, each with all threads; then the key heads of all others in parallel.
   int run_segments(Segments& segments) const {
     Fault fault;
     segments.sort(w.kv_heads);
@@ -663,8 +661,8 @@ template <class M, class IO> struct Forward {
     return (char*)scratch(clearhead::SLOT_COLUMNS, (size_t)(count * observed.columns_bytes(sizes, nullptr)));
   }
 
-  // Keys are packed once for all, then blocks of rows are handed out, late ones first: under a causal mask they are
-  // the long ones.
+  // Keys are packed once and shared; then threads take blocks of rows, late ones first: under a causal mask they are
+  // the longest.
   void run_shared(int threads, Fault& fault) const {
     Keys keys, sizes;
     int64_t heads = w.batch * w.kv_heads;
@@ -693,7 +691,7 @@ template <class M, class IO> struct Forward {
                 all_keys.bad + head * tiles};
   }
 
-  // The same with sums over queries: each span of rows has its own, which are added in order.
+  // The same with sums over queries: one sum per range of rows, added in order.
   void share_spans(int threads, const Keys& keys, Fault& fault) const {
     int64_t heads = w.batch * w.kv_heads;
     Columns sizes;
@@ -721,7 +719,7 @@ template <class M, class IO> struct Forward {
     });
   }
 
-  // Few queries over many keys: the keys are split, and the parts merged in order.
+  // Few queries over many keys: the keys are split, and the partial results merged in order.
   void run_split(int threads, Fault& fault) const {
     int64_t heads = w.batch * w.kv_heads, stride = rows * (out + 2);
     float* partial = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(heads * splits * stride) * sizeof(float));
@@ -759,7 +757,7 @@ template <class M, class IO> struct Forward {
   int run() const {
     Segments segments(w, false);
     if (segments.no_memory) return CH_NO_MEMORY;
-    // What is read directly is so in one block; a strip may make more of them, which are packed.
+    // In-place reading handles a single block; a strip may need more blocks, and then keys are packed.
     const bool split = splits > 1 || (direct && (observed.ties || blocks > 1)) || segments.count > 0;
     if (gives == Gives::ALL && observed.s != nullptr && split) {
       int code = Forward(w, Gives::OUTPUT).run();

@@ -1,26 +1,27 @@
-// Products of a few rows with numbers as they lie in a tensor, for work that reads each of them once: packing would cost
-// more than the products do. Keys lie along what is summed; what lies across it is added up a few steps at a time.
+// GEMV: a few rows times a matrix in place. Each element of the matrix is used once, so packing would cost more than
+// the multiplication. Two forms: dot products if matrix rows run along the steps (keys), and axpy, a few steps at a
+// time, if they run across.
 #pragma once
 
 #include "pack.h"
 
 namespace CH_NS {
 
-// Memory answers late, and a strided cache hides from the processor what comes next. What is asked for in the order in
-// which it lies, and into the second cache, lets the processor itself go on: with four rows in turn, or into the first
-// cache, whose misses are few at a time, a core reads half as much (measured: 9 and 17 GB/s, rows of 512 bytes).
-constexpr int64_t PREFETCH_BYTES = 12 << 10;  // bytes ahead of those in use
-// The same where rows lie end to end and their lines are asked for one by one as others are read: a third further on
-// nothing is gained (measured, one row by weights of 0.2 to 67 MB in memory: 1.1 to 2.0 times as fast as four rows in turn,
-// the least where rows are long).
+// Strided rows defeat the hardware prefetcher, so the loop prefetches. Prefetching in address order and into L2 lets
+// the hardware prefetcher continue: with four rows in turn, or into L1, which has few line fill buffers, a core reads
+// half as much (measured: 9 and 17 GB/s, rows of 512 bytes).
+constexpr int64_t PREFETCH_BYTES = 12 << 10;  // distance from the current read
+// The same for contiguous rows, prefetched line by line while others are read. A distance a third larger gains nothing
+// (measured, one row by weights of 0.2 to 67 MB in memory: 1.1 to 2.0 times as fast as four rows in turn, least with
+// long rows).
 constexpr int64_t STREAM_AHEAD = 24 << 10;
 
-// Rows ahead, of so many bytes, a multiple of `at_once`.
+// Prefetch distance in rows of `bytes`, a multiple of `at_once`.
 CH_INLINE int64_t rows_ahead(int64_t bytes, int64_t at_once) {
   return most(at_once, PREFETCH_BYTES / most(bytes, (int64_t)1) / at_once * at_once);
 }
 
-// Asks for `rows` rows of `bytes`, `apart` bytes from one to the next: into the second cache what is `far`, in memory.
+// Prefetches `rows` rows of `bytes`, `stride` bytes apart; into L2 if they are `far`, in memory.
 CH_INLINE void ask_for_rows(const void* from, int64_t rows, int64_t stride, int64_t bytes, bool far) {
   for (int64_t r = 0; r < rows; r++) {
     const char* row = (const char*)from + r * stride;
@@ -31,8 +32,8 @@ CH_INLINE void ask_for_rows(const void* from, int64_t rows, int64_t stride, int6
   }
 }
 
-// Floats times rows of 16 bits as they lie in a tensor. Two vectors of bfloat16 are the halves of one vector of words, an
-// instruction each, where widening them one by one takes two: the numbers at even places, and those at odd ones.
+// Floats times 16-bit rows in place. Two vectors of bfloat16 are the halves of one vector of 32-bit words: one
+// instruction each, instead of two for widening in order. The even elements come first, then the odd ones.
 template <class IO> struct Widened {
   typedef float number;
   typedef typename IO::type right;
@@ -47,7 +48,7 @@ template <class IO> struct Widened {
     odd = (vf)(words & 0xffff0000u);
   }
   static CH_INLINE void put_in_order(vf& even, vf& odd) { interleave(even, odd); }
-  // Of a row of A along which `get_two` reads B: every two vectors in its order.
+  // Reorders a row of A for `get_two`: every two vectors are deinterleaved.
   static void arrange(float* row, int vectors) {
     for (float* two = row; AT_ONCE == 2 && two + 2 * VL <= row + vectors * VL; two += 2 * VL) {
       float odd[VL];
@@ -87,11 +88,11 @@ CH_INLINE void four_sums(const vf v[4], float* to) {
 #endif
 }
 
-// Adds to ROWS rows' sums with four keys their products with AT vectors of each key, the vectors from x on.
+// Adds dot products of ROWS rows with four keys over AT vectors, from vector x on.
 template <class M, int ROWS, int AT, bool ASKS>
 CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::number* a, int64_t a_row, const typename M::right* key,
                         int64_t key_row, int x, const char* next) {
-  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors of a line of the cache
+  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors per cache line
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
     if (ASKS && x % LINE == 0) __builtin_prefetch(next + (x / LINE * 4 + k) * 64, 0, 2);
@@ -105,8 +106,8 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::number* a, int64_t a_
   }
 }
 
-// Scores of ROWS rows of A with four keys: `vectors` vectors of numbers each, `key_row` numbers apart. For every line that
-// is read, one of those from `next` on is asked for. Rows of A are arranged as M gets those of keys.
+// Dot products of ROWS rows of A with four keys: `vectors` vectors of elements each, stride `key_row`. Each line that
+// is read prefetches one line from `next` on. Rows of A have the element order that M reads keys in.
 template <class M, int ROWS, bool ASKS>
 CH_INLINE void dot_four(const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
                         int vectors, float* scores, int64_t ld, const char* next) {
@@ -123,7 +124,7 @@ CH_INLINE void dot_four(const typename M::number* a, int64_t a_row, const typena
   for (int r = 0; r < ROWS; r++) four_sums(sum[r], scores + r * ld);
 }
 
-// Rows whose sums with four keys have room in registers.
+// Rows whose dot products with four keys fit in registers.
 #if defined(CH_AVX512) || defined(CH_NEON)
 constexpr int TOGETHER = 4;
 #else
@@ -142,7 +143,7 @@ CH_INLINE void dot_rows(int rows, const typename M::number* a, int64_t a_row, co
   return dot_four<M, 1, ASKS>(a, a_row, key, key_row, vectors, scores, ld, next);
 }
 
-// Scores of `rows` rows of A, arranged likewise, with keys [0, count).
+// Scores of `rows` rows of A, in that order, with keys [0, count).
 template <class M>
 void dots(int rows, const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
           int count, int vectors, float* scores, int64_t ld, bool far) {
@@ -180,15 +181,15 @@ void dots(int rows, const typename M::number* a, int64_t a_row, const typename M
     }
 }
 
-// Steps that are added up at a time by what reads across them: each is a stream of memory of its own.
+// Steps per axpy pass: each is a memory stream of its own.
 constexpr int ACROSS = 8;
 
-// Adds the products of `steps` steps of ROWS rows of A to sums of `count` columns: of each step's row of B so many numbers
-// from `b` on, `ldb` apart. As many steps behind these are asked for, if there are.
+// Adds `steps` steps of ROWS rows of A to sums of `count` columns: A[row][step] * B[step] with `count` elements of each
+// B row from `b` on, stride `ldb`. Prefetches as many following steps, if there are any.
 template <class IO, int ROWS, class Steps>
 CH_INLINE void add_steps(Steps steps, bool more, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb,
                          int count, float* sums, int64_t sums_row) {
-  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename IO::type)));  // vectors of a line of the cache
+  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename IO::type)));  // vectors per cache line
   const int whole = count / VL * VL;
   for (int c = 0; c < count; c += VL) {
     vf sum[ROWS];
@@ -214,7 +215,7 @@ CH_INLINE void add_steps(Steps steps, bool more, const float* a, int64_t a_row, 
   }
 }
 
-// The same for all `steps`, and for sums of `count` columns rounded up to whole vectors, which it begins with 0.
+// The same for all `steps`, with sums that start at 0 and `count` rounded up to whole vectors.
 template <class IO, int ROWS>
 void add_across(int64_t steps, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb, int count,
                 float* sums, int64_t sums_row) {

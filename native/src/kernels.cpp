@@ -1,7 +1,7 @@
 // The kernels for one instruction set: compiled once for each, with CH_NS as its namespace.
 //
-// Nothing from the C++ library is used here: a template of it, compiled for a wide instruction set, could be the
-// copy that the linker keeps for everybody.
+// Nothing from the C++ library is used here: the linker could choose the copy of a template that was compiled for a
+// wider instruction set than the processor has.
 #include "activation.h"
 #include "append.h"
 #include "backward.h"
@@ -15,7 +15,7 @@
 namespace CH_NS {
 namespace {
 
-// Work is Forward or Backward: of products in pairs where the set has them for this dtype, else of single numbers.
+// Work is Forward or Backward, with bf16 dot-product instructions if the set has them for this dtype, else in float32.
 template <template <class, class> class Work, class IO> int run(const ch_attention& call) {
   const Task w(call);
 #if defined(CH_BF16DOT)
@@ -44,7 +44,7 @@ int run_projection(const ch_projection* w) {
   }
 }
 
-// Work is one of those that read and write numbers one by one.
+// Work is one of the elementwise kernels.
 template <template <class> class Work, class Description> int run_each(const Description* w) {
   switch (w->dtype) {
     case CH_FLOAT32: return Work<Float32>(*w).run();

@@ -1,6 +1,7 @@
-// The linear family, forward and backward: a state of fixed size handed from chunk to chunk.
+// The linear attention family, forward and backward: a recurrent state of fixed size, passed from chunk to chunk.
 //
-// With phi(Q) times the scale, S and z the state before a chunk, and U the output's gradient over the row's sum:
+// With phi(Q) including the scale, S and z the state before a chunk, and U the output's gradient divided by the row's
+// normaliser:
 //
 //   P = tril(phi(Q) phi(K)^T e^(G_i - G_j))          D  = tril((U V^T + lower) e^(G_i - G_j))
 //   O = e^G phi(Q) S + P V                           dQ = e^G U S^T + D phi(K)                  (+ lower z)
@@ -8,16 +9,17 @@
 //   z = z + phi(K)^T 1                               dV = e^(Gend - G) phi(K) dS + P^T U
 //                                                    dS = e^Gend dS + (e^G phi(Q))^T U          (dz + phi(Q)^T lower)
 //
-// Under the delta rule V is what `correct` makes of it. There are two ways with the same sums: whole heads to a thread,
-// the state staying in its cache; or, for fewer heads than keep the threads busy, every chunk's own part of the state,
-// then their running sums, then the chunks, each to any thread.
+// With the delta rule V is the result of `correct`. There are two schedules with the same sums: a thread processes
+// whole heads with the state in its cache; or, if there are fewer heads than keep the threads busy, all chunk
+// contributions to the state in parallel, then their prefix sums, then all chunks in parallel.
 #pragma once
 
 #include "linear_chunk.h"
 
 namespace CH_NS {
 
-// Forward and Backward say what one chunk adds to the state, in which order states are handed on, and what follows.
+// Forward and Backward define what one chunk adds to the state, the order of the state's recurrence, and the rest of a
+// chunk.
 template <class Way> int distribute(const Way& way, bool by_chunk, int threads, int64_t units, int64_t chunks) {
   Fault fault;
   auto each = [&](int64_t count, auto&& body) {
@@ -43,7 +45,7 @@ class Running : protected Chunk {
  protected:
   using Chunk::Chunk;
 
-  // held = keep held + own
+  // running = keep * running + own_sums
   void add_own(const Tiles& t, bool sums) const {
     for (int64_t f = 0; f < w.features; f++) {
       const vf keep = all(decays ? t.keep[f] : 1.0f);
@@ -55,7 +57,7 @@ class Running : protected Chunk {
     if (sums) add_row(t.sums, t.own_sums, 1.0f, F);
   }
 
-  // A chunk's own part lies where the state is to lie.
+  // Swaps the chunk's contribution with the state, which takes its place.
   void trade(Tiles& t, float* place, float* sums) const {
     memcpy(t.chunk_sums, place, (size_t)state * sizeof(float));
     memcpy(place, t.running, (size_t)state * sizeof(float));
@@ -67,7 +69,7 @@ class Running : protected Chunk {
     add_own(t, sums != nullptr);
   }
 
-  // The state [features, value_dim] of a unit, padded; zeros where there is none.
+  // The initial state [features, value_dim] of a unit, padded; zeros if there is none.
   void begin(const Tiles& t, int64_t unit, const float* matrix, const float* normalizer) const {
     clear(t.running, F * D);
     clear(t.sums, F);
@@ -131,7 +133,7 @@ class LinearForward : Running {
   }
 
  private:
-  // What a chunk adds to the state, and to the sum of features.
+  // What a chunk adds to the state and to the sum of features.
   template <Into INTO> void chunk_sums(const Tiles& t, float* matrix, float* sums) const {
     times<INTO>(w.features, D, t.rows, transposed(t.kf, F), t.values, t.values_row, matrix, D);
     for (int64_t c = 0; normalized && c < F; c += VL) {
@@ -154,7 +156,7 @@ class LinearForward : Running {
     }
   }
 
-  // Divided by each row's sum of weights; a row without weight gives 0.
+  // Divided by each row's normaliser; a row without weight gives 0.
   void put_divided(const Tiles& t, int64_t head, const float* sums) const {
     float* shares = w.shares + (t.batch * w.heads + head) * w.length + t.first;
     float* to = at<Float32>(w.output, t.batch, head, t.first);
@@ -165,7 +167,7 @@ class LinearForward : Running {
       const float below = sum_of(more);
       const bool none = __builtin_fabsf(below) < __FLT_MIN__;
       shares[i] = none ? 0.0f : 1.0f / below;
-      // Not 0 times what may not be finite.
+      // Set to 0 instead of multiplying by 0: the sums may be NaN or infinity.
       if (none) clear(to, w.value_dim);
       else put_row<Float32>(to, (int)w.value_dim, t.o + i * D, shares[i]);
     }
@@ -217,7 +219,7 @@ class LinearBackward : Running {
   }
 
  private:
-  // The gradient of a head's output over its rows' sums, and that of these sums.
+  // The gradient of a head's output divided by its normalisers, and the gradient of the normalisers.
   void load_upstream(Tiles& t, int64_t g) const {
     const int64_t head = t.head * group + g;
     get_rows(t, w.grad_output, head, w.value_dim, D, t.u);
@@ -225,7 +227,7 @@ class LinearBackward : Running {
     get_rows(t, w.output, head, w.value_dim, D, t.o);
     const float* shares = w.shares + (t.batch * w.heads + head) * w.length + t.first;
     for (int64_t i = 0; i < t.rows; i++) {
-      // A row without weight gave 0, whatever comes back.
+      // The output of a row without weight is constant 0.
       if (shares[i] == 0.0f) clear(t.u + i * D, D);
       else scale_row(t.u + i * D, shares[i], D);
       t.lower[i] = -dot(t.u + i * D, t.o + i * D, D);
@@ -243,7 +245,7 @@ class LinearBackward : Running {
     for (int64_t i = 0; i < t.rows; i++) add_row(t.own_sums, t.q + i * F, t.lower[i], F);
   }
 
-  // `later` is the gradient of the state behind the chunk.
+  // `later` is the gradient of the state after the chunk.
   void chunk(Tiles& t, int64_t unit, int64_t c, const float* later, const float* later_sums, bool with_own) const {
     const float* before = state_at(w.states, unit, c);
     load_keys(t);
@@ -266,7 +268,7 @@ class LinearBackward : Running {
     keys_and_gates(t);
   }
 
-  // [features][D] to [channels][F]; what lies beyond the last feature is 0 there.
+  // [features][D] to [channels][F]; 0 beyond the last feature.
   void turn_state(const float* from, float* to) const {
     const int64_t whole = w.features / VL * VL;
     transpose(from, D, whole, D, to, F);
@@ -274,7 +276,7 @@ class LinearBackward : Running {
       for (int64_t f = whole; f < F; f++) to[d * F + f] = f < w.features ? from[f * D + d] : 0.0f;
   }
 
-  // What keys, values and the last decay get through the state behind the chunk.
+  // Gradients of keys, values and the last decay through the state after the chunk.
   void from_later(Tiles& t, const float* before, const float* later, const float* later_sums) const {
     times<SET>(t.rows, D, w.features, plain(t.kf, F), later, D, t.dv, D);
     times<SET>(t.rows, F, w.value_dim, plain(t.v, D), t.ht, F, t.dk, F);
@@ -304,7 +306,7 @@ class LinearBackward : Running {
       store(t.h + i, load(t.h + i) + load(t.q + i) * load(t.dq + i));
   }
 
-  // From what is written to values, rates, keys and the state.
+  // From the gradient of the written values to those of values, rates, keys and the state.
   void through_correction(Tiles& t) const {
     correct_back(t, t.dv, w.grad_rate + (t.batch * w.kv_heads + t.head) * w.length + t.first);
     times<SET, LOWER>(t.rows, wide(t), w.value_dim, plain(t.dv, D), t.vt, C, t.d, C, t.height);
@@ -333,7 +335,7 @@ class LinearBackward : Running {
     put_rows(t, w.grad_value, t.head, w.value_dim, t.dv, D);
   }
 
-  // A token's decay acts on every later G of the chunk.
+  // A token's decay affects every later G of the chunk.
   void put_gates(Tiles& t) const {
     float* to = w.grad_decay + ((t.batch * w.kv_heads + t.head) * w.length + t.first) * w.gates;
     for (int64_t i = t.rows; i-- > 0;) {
@@ -349,12 +351,12 @@ class LinearBackward : Running {
     return sum_of(sum);
   }
 
-  // Through the feature map, whose slope its features tell.
+  // Through the feature map, whose derivative follows from the features.
   void put_gradients(const Tiles& t, const ch_tensor& to, int64_t head, const float* features, float* d,
                      float scale) const {
     const int map = w.feature_map;
     if (map != CH_FEATURE_IDENTITY || scale != 1.0f) {
-      // The reciprocal of what is very small would be inf: such a feature is divided.
+      // The reciprocal of a tiny scale is inf: divide by the scale instead.
       const bool tiny = __builtin_fabsf(scale) < __FLT_MIN__ && scale != 0.0f;
       const vf factor = all(scale), back = all(scale == 0.0f ? 0.0f : tiny ? scale : 1.0f / scale);
       for (int64_t i = 0; i < t.rows * F; i += VL) {

@@ -1,19 +1,19 @@
-// One chunk of the linear family: its tiles, its decays, and the products within it.
+// One chunk of the linear attention family: its tiles, its decays, and the GEMMs within it.
 //
-// G is the running sum of a chunk's log decays, [token] or [token][feature], in two numbers: behind a strong decay one
-// would have few digits left for the weak. Every exponent that is taken is at most 0.
+// G is the running sum of a chunk's log decays, [token] or [token][feature], in two floats: after a strong decay one
+// float has few digits left for weak ones. Every exponent is at most 0.
 #pragma once
 
 #include "work.h"
 
 namespace CH_NS {
 
-// Which part of a product is not zero: with rows as queries, and columns or steps as keys of the same chunk.
+// The non-zero part of a GEMM between tokens of one chunk: rows are queries, and columns or steps are keys.
 enum Part {
-  ALL,      // everything
-  LOWER,    // columns up to the row's own
-  UP_TO,    // steps up to the row's own
-  FROM_ON,  // steps from the row's own on
+  ALL,  // everything
+  LOWER,  // columns up to the row's index
+  UP_TO,  // steps up to the row's index
+  FROM_ON,  // steps from the row's index on
 };
 
 struct Matrix {
@@ -25,7 +25,7 @@ CH_INLINE Matrix plain(const float* data, int64_t ld) { return Matrix{data, ld, 
 CH_INLINE Matrix transposed(const float* data, int64_t ld) { return Matrix{data, 1, ld}; }
 
 // C [rows x columns] from A [rows x steps] and B [steps x columns]; columns are a multiple of VL. `height` rows share
-// what a part leaves out, so zeros are multiplied between them: 1 where a number may not be finite.
+// one triangle boundary, so zeros are multiplied within it: 1 if an element may be NaN or infinity.
 template <Into INTO, Part PART = ALL>
 void times(int64_t rows, int64_t columns, int64_t steps, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc,
            int height = MR) {
@@ -43,27 +43,27 @@ void times(int64_t rows, int64_t columns, int64_t steps, Matrix a, const float* 
   }
 }
 
-// [rows][ld] to [columns][to_ld] in whole blocks: both counts are rounded up, and both buffers have room for that.
+// [rows][ld] to [columns][to_ld] in whole blocks: both counts are rounded up, and both buffers have that capacity.
 CH_INLINE void transpose(const float* from, int64_t ld, int64_t rows, int64_t columns, float* to, int64_t to_ld) {
   for (int64_t r = 0; r < rows; r += VL)
     for (int64_t c = 0; c < columns; c += VL)
       transpose_block((const uint32_t*)(from + r * ld + c), ld, (uint32_t*)(to + c * to_ld + r), to_ld);
 }
 
-// e^x for x <= 0, to an ulp or so, and exactly 1 for 0: a decay of 1 must not fade over hundreds of chunks.
+// e^x for x <= 0, to about 1 ULP, and exactly 1 for 0: a decay of 1 must not fade over hundreds of chunks.
 //
-// x = n ln 2 + r with |r| <= ln(2) / 2, where seven terms of the series are enough.
+// x = n ln 2 + r with |r| <= ln(2) / 2, so seven terms of the series are enough.
 CH_INLINE vf exp_below(vf x) {
 #if defined(CH_AVX512)
-  const vf low = all(-104.0f);  // half of the least number there is
+  const vf low = all(-104.0f);  // half of the smallest subnormal
 #else
-  const vf low = all(-87.0f);  // powers of two are made by their bits, which ends at normal numbers
+  const vf low = all(-87.0f);  // powers of two are built from exponent bits, which covers normal floats only
 #endif
-  const vf bounded = x < low ? low : x;  // NaN stays
+  const vf bounded = x < low ? low : x;  // NaN propagates
 #if defined(CH_AVX512)
   const vf n = (vf)_mm512_roundscale_ps((__m512)(bounded * all(LOG2E)), 0x08);
 #else
-  const vf magic = all(12582912.0f);  // 1.5 * 2**23: what is added to it is rounded to a whole number
+  const vf magic = all(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
   const vf n = (bounded * all(LOG2E) + magic) - magic;
 #endif
   const vf r = (bounded - n * all(0.693359375f)) + n * all(2.12194440e-4f);  // ln 2 in two parts
@@ -85,21 +85,21 @@ CH_INLINE vf exp_below(vf x) {
 }
 
 template <int MAP> CH_INLINE vf feature_of(vf x) {
-  const vf above = x < (vf){} ? (vf){} : x;  // NaN stays itself
+  const vf above = x < (vf){} ? (vf){} : x;  // NaN propagates
   if constexpr (MAP == CH_FEATURE_RELU) return above;
   // Not `exp_below`: features are not multiplied over many chunks.
   if constexpr (MAP == CH_FEATURE_ELU) return exp2_of<5>((x < (vf){} ? x : (vf){}) * all(LOG2E)) + above;
   return x;
 }
 
-// The slope of a feature map, from the feature.
+// The derivative of a feature map, from the feature.
 CH_INLINE vf slope_of(int map, vf feature) {
   if (map == CH_FEATURE_RELU) return feature > (vf){} ? all(1.0f) : feature == feature ? (vf){} : feature;
   if (map == CH_FEATURE_ELU) return feature > all(1.0f) ? all(1.0f) : feature;
   return all(1.0f);
 }
 
-// Running sums in two numbers: what the first rounded away is in the second.
+// Compensated sums: the second float has the rounding error of the first.
 struct Twice {
   vf high, low;
 };
@@ -120,7 +120,8 @@ struct TwiceAt {
   CH_INLINE void put(int64_t at, Twice sum) const { store(high + at, sum.high), store(low + at, sum.low); }
 };
 
-// Rows of `columns` numbers, a multiple of VL. What is not finite is not 0 times 0; two sums do not wait for each other.
+// Whether rows of `columns` elements, a multiple of VL, are finite: x * 0 is NaN otherwise. Two accumulators hide
+// latency.
 CH_INLINE bool finite_rows(const float* from, int64_t rows, int64_t columns, int64_t row) {
   vf zero = (vf){}, other = (vf){};
   for (int64_t i = 0; i < rows; i++) {
@@ -156,31 +157,31 @@ CH_INLINE void multiply(float* to, const float* a, const float* b, int64_t count
 
 CH_INLINE void clear(float* to, int64_t count) { memset(to, 0, (size_t)count * sizeof(float)); }
 
-// What work on one chunk of one head of keys holds. Rows are padded with zeros to F features, D channels, C tokens.
+// The working set of one chunk of one key head. Rows are zero-padded to F features, D channels, C tokens.
 struct Tiles {
   int64_t batch, head, first, rows;  // which tokens
-  int height;                        // of products with a part, see `times`
-  float *k, *v, *kt;                 // features of keys, values, and the keys' transpose
-  const float* values;               // values as forward's products read them
+  int height;  // rows that share a boundary in a triangular GEMM, see `times`
+  float *k, *v, *kt;  // features of keys, values, and the keys' transpose
+  const float* values;  // values as forward's GEMMs read them
   int64_t values_row;
-  float *q, *u, *o;                  // features of one head's queries, its output's gradient, its output
-  float *p, *d;                      // products within the chunk, and their gradients
-  float *running, *sums;                // state and sum of features, running
-  float *chunk_sums, *own_sums;             // what this chunk adds to them
-  TwiceAt gates, gates_t;            // G as [token][feature], and its transpose
-  float *decay;                      // e^(G_i - G_j), where it does not
-  float *fade_q, *fade_k, *keep;     // e^G, e^(Gend - G) as [token][feature], e^Gend as [feature]
-  float *kf, *qf;                    // keys and queries times these
-  float *left, *right, *met;         // blocks of queries and keys, decayed up to where they meet; a product of theirs
-  float *a, *r, *rate;               // delta rule: keys' products, what there is still to write, steps
-  float *vt, *st, *ht;               // transposes of values, state, and gradient of the state
-  float *dq, *dk, *dv, *read, *h;    // gradients; of keys as they are read; of G
-  float *lower, *end;                // gradient of row sums; of Gend
+  float *q, *u, *o;  // features of one head's queries, its output's gradient, its output
+  float *p, *d;  // scores within the chunk, and their gradients
+  float *running, *sums;  // recurrent state and sum of features
+  float *chunk_sums, *own_sums;  // what this chunk adds to them
+  TwiceAt gates, gates_t;  // G as [token][feature], and its transpose
+  float *decay;  // e^(G_i - G_j), with one decay per token
+  float *fade_q, *fade_k, *keep;  // e^G, e^(Gend - G) as [token][feature], e^Gend as [feature]
+  float *kf, *qf;  // keys and queries times these
+  float *left, *right, *met;  // blocks of queries and keys, decayed to a common token; a product of two blocks
+  float *a, *r, *rate;  // delta rule: K K^T, the residual to write, rates
+  float *vt, *st, *ht;  // transposes of values, state, and gradient of the state
+  float *dq, *dk, *dv, *read, *h;  // gradients; of the keys as read; of G
+  float *lower, *end;  // gradients of normalisers, and of Gend
 };
 
 class Chunk {
  protected:
-  static constexpr int64_t SUB = 16;  // tokens of a block within which decays are taken pair by pair
+  static constexpr int64_t SUB = 16;  // tokens of a block within which decays are computed pair by pair
 
   const ch_linear& w;
   const int64_t F, D, C, chunks, units, group, state;
@@ -202,8 +203,8 @@ class Chunk {
         normalized(w.last_normalizer != nullptr),
         threads(clearhead::after_fork() ? 1 : w.threads) {}
 
-  // Chunks go to threads one by one where heads would not keep them busy and somebody kept room for their states;
-  // the delta rule's chunks depend on the state before.
+  // Chunks run in parallel if whole heads would not keep the threads busy and the caller has allocated states for them;
+  // with the delta rule a chunk depends on the state before it.
   bool by_chunk() const {
     return threads > 1 && !delta && chunks > 1 && w.states != nullptr && units < 2 * threads && units % threads != 0;
   }
@@ -211,7 +212,7 @@ class Chunk {
   Tiles carve(char* from, bool back, size_t* bytes) const {
     Carver take{from};
     Tiles t{};
-    // Products write whole rows of VL numbers and read rows up to a multiple of MR.
+    // GEMMs store whole rows of VL elements and read rows up to a multiple of MR.
     const int64_t tall = C + VL, keys = tall * F, values = tall * D, square = tall * C, matrix = F * D;
     auto some = [&](int64_t count) { return take.take<float>(count); };
     t.k = some(keys), t.v = some(values), t.kt = some(F * C), t.q = some(keys), t.o = some(values);
@@ -250,7 +251,7 @@ class Chunk {
 
   int64_t wide(const Tiles& t) const { return round_up(t.rows, VL); }
 
-  // Where chunk `c` of a unit keeps its state, or its sum of features.
+  // The address of chunk `c`'s state, or sum of features.
   float* state_at(float* all, int64_t unit, int64_t c) const {
     return all == nullptr ? nullptr : all + (unit * chunks + c) * state;
   }
@@ -258,7 +259,7 @@ class Chunk {
     return all == nullptr || !normalized ? nullptr : all + (unit * chunks + c) * F;
   }
 
-  // ---- rows in and out --------------------------------------------------------------------------------------
+  // ---- loading and storing rows -----------------------------------------------------------------------------
 
   void get_rows(const Tiles& t, const ch_tensor& from, int64_t head, int64_t dim, int64_t ld, float* to) const {
     const float* row = at<Float32>(from, t.batch, head, t.first);
@@ -271,7 +272,8 @@ class Chunk {
     for (int64_t i = 0; i < t.rows; i++) put_row<Float32>(row + i * to.row, (int)dim, from + i * ld, 1.0f);
   }
 
-  // Rows through the feature map into a tile, zeros beyond the last feature; whether what came out is finite.
+  // Loads rows through the feature map into a tile, zeros beyond the last feature; returns whether the features are
+  // finite.
   template <int MAP>
   bool map_rows(const Tiles& t, const ch_tensor& from, int64_t head, float scale, float* to) const {
     const float* row = at<Float32>(from, t.batch, head, t.first);
@@ -281,7 +283,7 @@ class Chunk {
       if (whole < F) get_row<Float32>(row + whole, (int)(w.features - whole), to + whole, (int)(F - whole));
       for (int64_t c = 0; c < F; c += VL) {
         vf features = feature_of<MAP>(load((c < whole ? row : to) + c)) * all(scale);
-        // Beyond the last channel there is no feature.
+        // Zero beyond the last channel.
         if (c + VL > w.features) features = first_of(features, most(w.features - c, (int64_t)0));
         store(to + c, features);
         zero += features * (vf){};
@@ -299,7 +301,7 @@ class Chunk {
     }
   }
 
-  // Values are read where they lie, if nothing changes or transposes them and their rows are whole vectors.
+  // Values are read in place if nothing modifies or transposes them and their rows are whole vectors.
   void load_keys(Tiles& t, bool lying = false) const {
     const bool finite = get_features(t, w.key, t.head, 1.0f, t.k);
     t.values = t.v, t.values_row = D;
@@ -328,7 +330,7 @@ class Chunk {
       if (channels) get_row<Float32>(from, (int)w.features, t.gates.high + row, (int)F);
       for (int64_t c = 0; c < F; c += VL) {
         vf here = channels ? load(t.gates.high + row + c) : all(*from);
-        // Its power is 0 in float32, and -inf would leave NaN between the tokens behind it.
+        // Its exponential is 0 in float32, and -inf would give NaN between later tokens.
         here = here < all(-104.0f) ? all(-104.0f) : here;
         t.gates.put(row + c, i == 0 ? Twice{here, (vf){}} : add(t.gates[row - F + c], here));
       }
@@ -341,7 +343,7 @@ class Chunk {
     const int64_t last = (t.rows - 1) * F;
     for (int64_t i = 0; i < t.rows; i++) {
       const int64_t row = i * F;
-      // Where features share their decays, so they do their powers.
+      // With one decay per token, all features share its exponential.
       vf forth = exp_below(t.gates.rounded(row)), back = exp_below(t.gates[last] - t.gates[row]);
       for (int64_t c = 0; c < F; c += VL) {
         if (channels && c > 0)
@@ -361,7 +363,7 @@ class Chunk {
       const Twice here = t.gates[i * F];
       for (int64_t j = 0; j <= i; j += VL) {
         const vf distance = here - t.gates_t[j];
-        // Above the diagonal the difference is positive, and nobody reads it.
+        // Above the diagonal the difference is positive and unused.
         store(t.decay + i * C + j, exp_below(distance < (vf){} ? distance : (vf){}));
       }
     }
@@ -372,9 +374,9 @@ class Chunk {
     transpose(gates, F, wide(t), channels ? F : VL, to, C);
   }
 
-  // ---- products within a chunk ------------------------------------------------------------------------------
+  // ---- scores within a chunk --------------------------------------------------------------------------------
 
-  // Decayed where decays are shared by features, and 0 above the diagonal, and on it where `strict`.
+  // Applies decays that features share, and zeros the part above the diagonal (with `strict` also the diagonal).
   void shape(const Tiles& t, float* p, const float* lower, bool decayed, bool strict) const {
     for (int64_t i = 0; i < t.rows; i++) {
       float* row = p + i * C;
@@ -385,7 +387,7 @@ class Chunk {
         if (decayed) x *= load(t.decay + i * C + j);
         store(row + j, j + VL > count ? first_of(x, count - j) : x);
       }
-      // Up to where a block of rows reads on.
+      // The end of what the GEMM reads for this block of rows.
       const int64_t end = least(round_up(round_up(i + 1, MR), VL), C);
       for (int64_t j = round_up(count, VL); j < end; j += VL) store(row + j, (vf){});
     }
@@ -409,7 +411,7 @@ class Chunk {
         store(t.left + i * F + c, load(rows + i * F + c) * exp_below(t.gates[i * F + c] - t.gates[middle + c]));
   }
 
-  // Blocks of SUB rows meet the keys before them at the token between; within a block, pairs.
+  // Blocks of SUB rows and the keys before them are decayed to the token between them; within a block, pair by pair.
   void scores_by_channel(Tiles& t, const float* rows, float* p) const {
     for (int64_t b = 0; b < t.rows; b += SUB) {
       const int64_t count = least(SUB, t.rows - b);
@@ -434,7 +436,7 @@ class Chunk {
     return sum_of(sum);
   }
 
-  // From the gradient d of p (0 above the diagonal): that of the rows and of the keys, added.
+  // From the gradient d of p (0 above the diagonal): adds the gradients of rows and keys.
   void scores_back(Tiles& t, const float* rows, const float* d, float* d_rows, float* d_keys) const {
     if (channels) return back_by_channel(t, rows, d, d_rows, d_keys);
     times<ADD, UP_TO>(t.rows, F, t.rows, plain(d, C), t.k, F, d_rows, F, t.height);
@@ -507,7 +509,7 @@ class Chunk {
         }
       }
     }
-    // A rate, a decay or an overflow may have brought in what keys and values did not have.
+    // A rate, a decay or an overflow may introduce NaN or infinity that keys and values do not have.
     if (!finite_rows(t.v, t.rows, D, D)) t.height = 1;
   }
 
@@ -517,8 +519,8 @@ class Chunk {
     memcpy(to, t.k, (size_t)(t.rows * F) * sizeof(float));
   }
 
-  // The transposed system, in place: from the gradient of what is written to rate times its solution, which is the
-  // gradient of V - e^G K S. Also that of the rates.
+  // The transposed system, in place: from the gradient of the written values to rate times the solution, which is the
+  // gradient of V - e^G K S. Also the gradient of the rates.
   void correct_back(const Tiles& t, float* x, float* d_rate) const {
     for (int64_t b = (t.rows - 1) / MR * MR; b >= 0; b -= MR) {
       const int64_t end = least(b + MR, t.rows);

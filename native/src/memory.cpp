@@ -1,9 +1,8 @@
-// A page that a process has not had yet costs a microsecond or two: the system stops the thread, finds the page and
-// fills it with zeros. The C library maps what is large anew each time, so that a training step pays this for every
-// result again. Here the pages of a result that is gone wait for the next one.
+// A page fault costs one to two microseconds: the system stops the thread, finds a page and zeroes it. The C library
+// maps large blocks anew for every allocation, so a training step would pay this for every result. This cache keeps the
+// pages of freed results for the next ones.
 //
-// What a step of usual size leaves is held as it is; what goes beyond is the system's to take back whenever it needs
-// some (MADV_FREE), so that keeping it takes nothing from anybody.
+// What a typical step frees stays resident; beyond that the system may reclaim pages when it needs memory (MADV_FREE).
 #include "memory.h"
 
 #include <pthread.h>
@@ -19,7 +18,7 @@ namespace {
 constexpr size_t HUGE_PAGE = size_t(1) << 21;
 constexpr size_t PAGE = size_t(1) << 16;
 constexpr int MOST_BLOCKS = 512;
-// Bytes that are held as they are. Telling the system costs ten microseconds a block and stops the other threads.
+// Bytes that stay resident. Each madvise costs ten microseconds and stalls the other threads.
 constexpr size_t MOST_RESIDENT = size_t(1) << 28;
 
 struct Block {
@@ -28,7 +27,7 @@ struct Block {
   bool resident;
 };
 
-// The oldest first.
+// Oldest first.
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 Block cached[MOST_BLOCKS];
 int num_cached = 0;
@@ -41,20 +40,20 @@ void hold() { pthread_mutex_lock(&lock); }
 void leave() { pthread_mutex_unlock(&lock); }
 
 void start() {
-  // A child forked while another thread works here would find the lock taken for ever.
+  // A fork while another thread has the lock would leave it locked in the child forever.
   pthread_atfork(hold, leave, leave);
   const long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
   most_bytes = pages > 0 && size > 0 ? static_cast<size_t>(pages) / 8 * static_cast<size_t>(size) : 0;
 }
 
-// Eight sizes between a power of two and the next, so that lengths that differ a little share their blocks.
+// Eight sizes between consecutive powers of two, so that lengths that differ a little share blocks.
 size_t rounded(size_t bytes) {
   size_t step = PAGE;
   while (step * 16 <= bytes) step *= 2;
   return (bytes + step - 1) / step * step;
 }
 
-// A mapping that starts on a large page's border.
+// A mapping that is aligned to a huge page.
 void* map(size_t bytes) {
   const size_t mapped_bytes = bytes + HUGE_PAGE;
   if (mapped_bytes < bytes) return nullptr;
@@ -68,7 +67,7 @@ void* map(size_t bytes) {
   return data;
 }
 
-// Takes a block out of the row, whose order stays.
+// Removes a block; the order of the others is unmodified.
 Block removed(int place) {
   const Block removed_block = cached[place];
   for (--num_cached; place < num_cached; ++place) cached[place] = cached[place + 1];
@@ -77,13 +76,13 @@ Block removed(int place) {
   return removed_block;
 }
 
-// Tells the system that it may have the oldest, beyond what is held.
+// Offers the oldest blocks to the system, beyond the resident limit.
 void offer_oldest() {
   for (int place = 0; place < num_cached && resident_bytes > MOST_RESIDENT; ++place) {
     Block& block = cached[place];
     if (!block.resident) continue;
 #if defined(MADV_FREE)
-    // Advice only: where it is not taken, nothing else changes.
+    // A hint: the code does not depend on it.
     madvise(block.data, block.bytes, MADV_FREE);
 #endif
     block.resident = false;
@@ -106,7 +105,7 @@ void* take_memory(size_t bytes) {
   void* reused = nullptr;
   pthread_once(&started, start);
   hold();
-  // The youngest may still be in the processor's cache.
+  // The newest block is most likely in the processor's cache.
   for (int place = num_cached - 1; place >= 0 && reused == nullptr; --place)
     if (cached[place].bytes == wanted) reused = removed(place).data;
   leave();

@@ -1,4 +1,4 @@
-// The C functions of the memory that freed results leave.
+// The C functions of the cache of freed results.
 #include <stdint.h>
 
 #include "clearhead_native.h"

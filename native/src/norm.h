@@ -1,17 +1,18 @@
-// The norm of a sum, row by row: what a transformer's layer does between its products, in one pass over memory.
+// The norm of a sum, row by row: residual, dropout and norm in one pass over memory.
 //
-// A row is floats in a line of its own, which stays in the nearest cache while it is gone over. Sums are floats over a
-// stretch of columns and doubles over stretches, so that long rows lose no more digits than short ones.
+// Each row is converted to a line of floats that stays in L1. Sums are in float32 over a stretch of columns and in
+// double over stretches, so long rows lose no more digits than short ones.
 #pragma once
 
 #include "activation.h"
 
 namespace CH_NS {
 
-// Columns whose sum is a float.
+// Columns that are summed in float32.
 constexpr int STRETCHED = 1024;
 
-// The sum over columns of term(c), which gives a vector of them from c on: what is beyond the last counts as 0.
+// The sum over columns of term(c), which returns a vector of terms from column c on; columns beyond the last count as
+// 0.
 template <class Term> CH_INLINE double summed(int columns, const Term& term) {
   double total = 0;
   for (int from = 0; from < columns; from += STRETCHED) {
@@ -47,14 +48,14 @@ template <class IO> class Norm {
     get_row<IO>((const type*)from + place(row), columns, line, padded);
   }
 
-  // What normed numbers are multiplied by.
+  // The factors of the normalised values.
   void get_factors(float* line) const {
     get_line(w.weight, 0, line);
     if (w.kind != CH_NORM_RMS_FROM_ONE) return;
     for (int c = 0; c < columns; c += VL) store(line + c, all(1.0f) + load(line + c));
   }
 
-  // What lies in a row elsewhere, added to a line.
+  // Adds a row of another tensor to a line.
   void add(const void* from, int64_t row, float* line) const {
     const type* added = (const type*)from + place(row);
     int c = 0;
@@ -62,7 +63,7 @@ template <class IO> class Norm {
     for (; c < columns; c++) line[c] += get_one<IO>(added + c);
   }
 
-  // A vector of numbers as they are written, and read again.
+  // A vector rounded to the tensor's dtype and widened again.
   static CH_INLINE vf rounded(vf v) {
     if constexpr (__is_same(IO, Float32)) {
       return v;
@@ -73,7 +74,7 @@ template <class IO> class Norm {
     }
   }
 
-  // What dropout keeps of a row's line.
+  // Applies dropout to a row's line.
   void keep(int64_t row, float* line) const {
     const vf factor = all(dropout_factor(w.dropped));
     for (int c = 0; c < columns; c += PLACES) {
@@ -122,7 +123,7 @@ template <class IO> class NormForward : Norm<IO> {
     const float mean = centred ? (float)(summed(columns, [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
     const vf means = all(mean);
     double square = summed(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
-    // The mean has been rounded: of numbers that differ little from it the rest counts.
+    // The mean is rounded: for values close to it the residual matters.
     double rest = 0;
     if (centred) rest = summed(columns, [&](int c) CH_INLINED { return load(line + c) - means; }) / count;
     square = square / count - rest * rest;
@@ -154,7 +155,7 @@ template <class IO> class NormBackward : Norm<IO> {
   using Base::columns;
   using Base::padded;
   using Base::w;
-  // Stretches of rows whose sums for weight and bias are made apart, whatever the number of threads is.
+  // Parts of rows with a separate sum for the gradients of weight and bias; independent of the number of threads.
   static constexpr int64_t MOST_PARTS = 32, LEAST_ROWS = 16;
 
  public:
@@ -185,7 +186,7 @@ template <class IO> class NormBackward : Norm<IO> {
  private:
   bool sums_wanted() const { return w.grad_weight != nullptr || w.grad_bias != nullptr; }
 
-  // With d = x - mean, whose mean is not quite 0, and g what arrives at the norm before its weight:
+  // With d = x - mean, whose mean is not exactly 0, and g the gradient of the normalised values:
   //   normed = scale (d - mean d),  grad = scale (g - mean g - normed mean(g normed)).
   void one_row(int64_t row, const float* weight, float* lines, float* sums) const {
     float *x = lines, *g = lines + padded;
@@ -227,7 +228,7 @@ template <class IO> class NormBackward : Norm<IO> {
     put_row<IO>((type*)w.grad_input + Base::place(row), columns, line, 1.0f);
   }
 
-  // A line of each part, added up and written.
+  // Adds the lines of all parts and stores the sum.
   void add_up(float* sums, int64_t parts, void* to) const {
     if (to == nullptr) return;
     for (int c = 0; c < columns; c += VL) {

@@ -1,26 +1,27 @@
-// Which numbers dropout keeps: 16 random bits for each, a function of the place alone, so that forward and backward, every
-// tile and every number of threads see the same.
+// Dropout masks: 16 random bits per element, a function of its position alone, so that forward and backward, every tile
+// and any number of threads see the same mask.
 //
-// The bits are those of Philox4x32-7 (Salmon et al. 2011, section 3.3) under the seed. Columns [64 g, 64 g + 64) of a row
-// share the counters 8 g to 8 g + 7: column 64 g + 32 p + 4 j + h has bits [16 h, 16 h + 16) of the number whose lower word
-// is word 2 p + 1 of counter 8 g + j, and whose upper one is word 2 p. So a number is what the last round's product leaves,
-// and neighbours are lanes of a vector, whatever its width is. A counter's other words say which row: of attention's weights
-// the query's position, the head and the batch entry, of activations the row, 0 and OF_ACTIVATIONS.
+// The bits are those of Philox4x32-7 (Salmon et al. 2011, section 3.3) with the seed as key. Columns [64 g, 64 g + 64)
+// of a row use the counters 8 g to 8 g + 7: column 64 g + 32 p + 4 j + h has bits [16 h, 16 h + 16) of the 64-bit
+// integer whose lower word is word 2 p + 1 of counter 8 g + j and whose upper word is word 2 p. That integer is the
+// 64-bit product of the last round, and neighbours are lanes of a vector, whatever its width. The other words of a
+// counter identify the row: for attention weights the query's position, the head and the batch entry; for activations
+// the row, 0 and OF_ACTIVATIONS.
 #pragma once
 
 #include "vector.h"
 
 namespace CH_NS {
 
-constexpr int PLACES = 128;    // columns that are drawn for at a time
+constexpr int PLACES = 128;  // columns per draw
 constexpr int PER_GROUP = 16;  // their counters
-constexpr uint32_t OF_ACTIVATIONS = 0xffffffffu;  // where the counters of attention's weights have a batch entry
-// No statistical test is known to fail with seven; ten, the customary number, are a margin beyond that.
+constexpr uint32_t OF_ACTIVATIONS = 0xffffffffu;  // counter word of activations; attention weights have the batch entry there
+// Seven rounds pass all known statistical tests (Salmon et al. 2011); ten, the default, add margin.
 constexpr int ROUNDS = 7;
 
-typedef uint64_t vw __attribute__((vector_size(VL * 4)));  // lanes of two words
+typedef uint64_t vw __attribute__((vector_size(VL * 4)));  // 64-bit lanes
 
-// The product of the lower words of each lane.
+// The 64-bit product of the lower words of each lane.
 CH_INLINE vw wide_product(vw a, uint32_t b) {
 #if defined(CH_AVX512)
   return (vw)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32((int)b));
@@ -33,9 +34,9 @@ CH_INLINE vw wide_product(vw a, uint32_t b) {
 #endif
 }
 
-// Two numbers of each counter. Only the counters' first words differ from lane to lane, so the first two rounds have one
-// product of lanes each, and one of numbers. Of a lane the lower word counts: what a product leaves above it reaches no
-// other product.
+// Two integers per counter. Only the first counter word differs between lanes, so the first two rounds need one vector
+// multiplication and one scalar one each. Only the lower word of a lane is an input; the upper half of a product
+// reaches no other product.
 CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed, vw numbers[2]) {
   constexpr uint32_t FIRST = 0xD2511F53u, SECOND = 0xCD9E8D57u, FIRST_STEP = 0x9E3779B9u, SECOND_STEP = 0xBB67AE85u;
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -66,7 +67,7 @@ CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t see
   numbers[1] = wide_product(w0, FIRST) ^ w3 << 32 ^ (uint64_t)key1 << 32;
 }
 
-// Which of the quarters of numbers, one after the other, are at least `dropped`: two vectors of them.
+// Which 16-bit quarters of the integers, in order, are at least `dropped`: two vectors of lanes.
 CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& keep, Lanes& next) {
 #if defined(CH_AVX512)
   const __mmask32 both = _mm512_cmpge_epu16_mask((__m512i)numbers, _mm512_set1_epi16((short)dropped));
@@ -99,7 +100,7 @@ CH_INLINE vf only(Lanes lanes, vf v) {
 #endif
 }
 
-// The same by the lowest bits of a number.
+// The same, by the lowest bits of an integer.
 CH_INLINE vf where_bits(uint32_t bits, vf v) {
 #if defined(CH_AVX512)
   return only((Lanes)bits, v);
@@ -110,15 +111,15 @@ CH_INLINE vf where_bits(uint32_t bits, vf v) {
 #endif
 }
 
-// What a row's numbers are drawn by: the seed, and the words of its counters behind the first.
+// The Philox inputs of a row: the seed and its counter words after the first.
 struct Draw {
   uint64_t seed;
   int32_t dropped;  // of CH_LEVELS
   uint32_t row, head, batch;
 };
 
-// Hands out which of a group's first columns are kept, two vectors at a time: `take(column within the group, lanes, next
-// lanes)`. Vectors of other columns may be among them: a narrow row draws for few more than it has.
+// Calls `take(column within the group, lanes, next lanes)` with the keep masks of a group's first columns, two vectors
+// at a time. Narrow rows draw for few more columns than they have; the last vectors may exceed them.
 template <class Take> CH_INLINE void kept_places(const Draw& d, uint32_t group, int64_t columns, const Take& take) {
   constexpr int TOGETHER = VL / 2;  // counters
   vw lanes;
@@ -137,7 +138,7 @@ template <class Take> CH_INLINE void kept_places(const Draw& d, uint32_t group, 
   }
 }
 
-// A bit for each lane of two vectors.
+// One bit per lane of two vectors.
 #if defined(CH_AVX512)
 typedef uint32_t Both;
 #elif defined(CH_AVX2)
@@ -146,37 +147,37 @@ typedef uint16_t Both;
 typedef uint8_t Both;
 #endif
 
-// A bit for each column of a group, or for its first ones.
+// One bit per column of a group, or of its first columns.
 struct KeptBits {
   Both bits[PLACES / (2 * VL)];
 
   CH_INLINE void find(const Draw& d, uint32_t group, int64_t columns = PLACES) {
     kept_places(d, group, columns, [&](int place, Lanes keep, Lanes next) CH_INLINED {
-      // Written one by one: compilers would gather them in a vector first, number by number.
+      // volatile: compilers would first gather the words in a vector, element by element.
       *(volatile Both*)(bits + place / (2 * VL)) = (Both)(bits_of(keep) | bits_of(next) << VL);
     });
   }
 
-  // Those of a vector.
+  // The bits of one vector.
   CH_INLINE uint32_t from(int place) const { return (uint32_t)bits[place / (2 * VL)] >> place % (2 * VL); }
 };
 
-// The same for a few rows over some columns, which may begin anywhere in a group.
+// The same for a few rows over an interval of columns that may start anywhere in a group.
 struct KeptRows {
   KeptBits* bits;  // [rows][groups]
   int64_t groups, skipped;
 
-  // So many groups hold any `columns`, and are read a little beyond their end.
+  // Groups that cover any `columns`, with padding for reads past the end.
   static constexpr int64_t groups_of(int64_t columns) { return columns / PLACES + 3; }
 
-  // Columns [from, to) of the row at hand, which is place `first` in its row for column 0.
+  // Draws columns [from, to) of a row, where column 0 is position `first` of the whole row.
   void find(int row, Draw d, int64_t first, int64_t from, int64_t to) {
     const int64_t group = (first + from) / PLACES;
     skipped = first - group * PLACES;
     for (int64_t g = group; g * PLACES < first + to; g++) bits[row * groups + g - group].find(d, (uint32_t)g);
   }
 
-  // Bits for the columns from one on: as many as a vector has lanes.
+  // Bits of VL columns from `column` on.
   CH_INLINE uint32_t from(int row, int64_t column) const {
     const uint64_t place = (uint64_t)(skipped + column);
     uint32_t word;

@@ -1,5 +1,5 @@
-// Rows that will be read or written soon, asked for a few at a time while something else is computed: packing and
-// writing would otherwise wait for memory.
+// Rows that are read or written soon, prefetched a few at a time during other work: packing and stores would wait for
+// memory otherwise.
 #pragma once
 
 #include "work.h"
@@ -12,7 +12,7 @@ struct Prefetch {
     int64_t stride, left, bytes;
     bool written;
   };
-  // Bytes of one stretch: together no more than a second cache holds beside the work.
+  // Bytes of one range: all of them fit in L2 beside the working set.
   static constexpr int64_t MOST = int64_t(1) << 17;
 
   Stretch stretches[7];
@@ -28,7 +28,7 @@ struct Prefetch {
     stretches[count++] = Stretch{(const char*)CH_NS::at<IO>(t, b, h, 0), t.row * size, rows, bytes, written};
     total += rows;
   }
-  // All of it within so many steps.
+  // Distributes the rows over this many steps.
   void spread(int64_t steps) { rows_each = total / most(steps, (int64_t)1) + 1; }
 
   CH_INLINE void step() {

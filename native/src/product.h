@@ -1,10 +1,10 @@
-// The one product that forward and backward are made of: a few rows of A times a panel of B, in registers.
+// The GEMM micro-kernel of all kernels: a few rows of A times a panel of B, accumulated in registers.
 //
-// C[MR x NV*VL] = (or +=) sum over steps of A[row][step] * B[step][column]. A is read one number at a time and
-// spread over a vector, so its strides are free: a transposed A costs nothing. B is a panel: one step after the
-// other, `ldb` numbers apart. 6 rows of 4 vectors keep 24 sums in flight, which is what two multipliers of latency
-// four need, and leave room for a step of B. A "number" is a float, or with CH_BF16DOT a pair of bfloat16 along
-// the steps, of which one instruction multiplies and adds both.
+// C[MR x NV*VL] = (or +=) sum over steps of A[row][step] * B[step][column]. A is read one operand at a time and
+// broadcast, so its strides are free: a transposed A costs nothing. B is a panel, with `ldb` operands from step to
+// step. 6 rows of 4 vectors are 24 sums in flight, which covers two FMA units of latency four and leaves registers for
+// a step of B. An operand is a float, or with CH_BF16DOT a pair of bfloat16 along the steps for the bf16 dot-product
+// instructions.
 #pragma once
 
 #include "pairs.h"
@@ -12,14 +12,14 @@
 namespace CH_NS {
 
 #if defined(CH_AVX512) || defined(CH_NEON)
-constexpr int NV = 4;  // vectors of a panel: these have 32 registers
+constexpr int NV = 4;  // vectors of a panel, for sets with 32 registers
 #else
 constexpr int NV = 2;
 #endif
-constexpr int MR = 6;         // rows at a time
+constexpr int MR = 6;  // rows at a time
 constexpr int PW = NV * VL;  // columns of a panel
 
-// How two numbers are multiplied and added: lane by lane, or one that is spread with a vector.
+// Multiply-add of float32 operands: lane by lane, or with one operand broadcast.
 struct Single {
   typedef float number;
   typedef float right;
@@ -44,7 +44,7 @@ struct Pairs {
 };
 #endif
 
-// ROWS x VECS sums, handed to `leave(row, vector, sum)` one by one.
+// ROWS x VECS sums, each passed to `leave(row, vector, sum)`.
 template <class M, int ROWS, int VECS, class Leave>
 CH_INLINE void sums_of(int64_t steps, const typename M::number* __restrict a, int64_t a_row, int64_t a_step,
                        const typename M::right* __restrict b, int64_t ldb, const Leave& leave) {
@@ -83,7 +83,7 @@ CH_INLINE void sums_of(int64_t steps, const typename M::number* __restrict a, in
   }
 }
 
-// How the sums meet what is in C.
+// How the sums are combined with C.
 enum Into { SET, ADD, SCALE_ADD };
 
 template <class M, int ROWS, int VECS, Into INTO>
@@ -91,7 +91,7 @@ CH_INLINE void block(int64_t steps, const typename M::number* __restrict a, int6
                      const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
                      const float* __restrict factor) {
   sums_of<M, ROWS, VECS>(steps, a, a_row, a_step, b, ldb, [&](int r, int v, vf sum) CH_INLINED {
-    // Meeting C at the end and not at the start keeps the chain of roundings as short as the steps.
+    // C is added at the end: added at the start it would lengthen the chain of roundings.
     float* at = c + r * ldc + v * VL;
     if constexpr (INTO == ADD) sum += load(at);
     if constexpr (INTO == SCALE_ADD) sum += load(at) * all(factor[r]);

@@ -1,12 +1,12 @@
-// The products of linear layers: output[rows, columns] = left[rows, steps] right[steps, columns] + bias, in each of
-// the forms that forward and backward need, and as a sum of several.
+// GEMMs of linear layers: output[rows, columns] = left[rows, steps] right[steps, columns] + bias, in each form that
+// forward and backward need, and as a sum of several terms.
 //
-// Right is packed once, into panels of PW columns that all threads read; with few rows, for which that would be most of
-// the work, each panel by the thread that multiplies by it, and with very few not at all. Left is read where it lies;
-// where it lies turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each
-// thread lays out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the
-// innermost cache, and takes bias, activation, dropout and rounding on its way out, from the registers where that can be.
-// Which numbers are added in which order depends on the shapes alone, so the bits do not depend on the threads.
+// Right is packed once, into panels of PW columns that all threads read. With few rows, where packing would dominate,
+// each thread packs the panels it multiplies by; with very few rows nothing is packed (GEMV). Left is read in place; if
+// it is transposed (the gradient of a weight, whose steps are tokens), or cannot be read as operands, each thread packs
+// its block of rows. A block of rows is multiplied by all panels, tile by tile: the tile accumulates in L1, and the
+// epilogue applies bias, activation, dropout and rounding, from registers if possible. The order of additions depends
+// on the shapes alone, so results are bitwise identical for any number of threads.
 #pragma once
 
 #include "activation.h"
@@ -14,36 +14,37 @@
 
 namespace CH_NS {
 
-// Left where it lies, one number of every step after the other, or turned.
+// Left in place with contiguous steps, or transposed.
 template <class M, class IO> class Projection {
   typedef typename M::number number;
   typedef typename IO::type type;
 
-  // Steps whose panel and rows stay in the second cache while a tile is summed.
+  // Steps whose panel and rows stay in L2 while a tile accumulates.
   static constexpr int64_t DEPTH = 512;
-  // Steps that are packed before their products: of weights, whose steps are channels, and of tokens.
+  // Steps that are packed at a time: for weights, whose steps are channels, and for tokens.
   static constexpr int64_t STEPS = 4096, TURNED_STEPS = 2048;
-  // Numbers of steps that are asked for ahead where left lies turned, whose steps lie far apart: where a row is a power
-  // of two long their lines share a few places of the innermost cache, which more would drive out before they are read.
+  // Prefetch distance in steps for a transposed left, whose steps are far apart: with a row stride of a power of two
+  // its lines share a few L1 sets, and a longer distance would evict lines before they are read.
   static constexpr int64_t PREFETCH_STEPS = 8;
-  // Rows of a block, and numbers of right that are packed at a time: 16 MiB, a share of the last cache.
+  // Rows of a block, and elements of right that are packed at a time: 16 MiB, a share of the last-level cache.
   static constexpr int64_t BLOCK = 12 * MR, PACKED = int64_t(1) << 22;
-  // Rows up to which right is packed by the thread that multiplies by it: measured on AVX2, a quarter to three times as
-  // fast up to there, where all of left comes from the last cache for every panel.
+  // Rows up to which each thread packs the panels it multiplies by: measured on AVX2, 1.25 to 3 times as fast up to
+  // here; beyond, left comes from the last-level cache once per panel.
   static constexpr int64_t FEW = 8 * BLOCK;
 
-  // Rows up to which right's are read where they lie, once for all of left: packing them would take longer than the
-  // products. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth where the weight is
-  // large; with AVX2 twice as fast at one row and a tenth at eight of floats, or 16 of 16 bits, slower from twice as many
-  // on, and with fewer steps than this, over which sums along a row are spread, from eight on.
+  // Rows up to which right is read in place, once for all rows of left (GEMV): packing would take longer than the
+  // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
+  // weight is large; with AVX2 twice as fast at one row and a tenth at eight rows of float32 or 16 of 16 bits, slower
+  // from twice as many on, and slower from eight rows on with fewer steps than DOTTED_SHORT, because the horizontal
+  // sums then dominate.
   static constexpr int64_t DOTTED = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t DOTTED_SHORT = 4, LONG = 256;
-  // The same where right's rows are steps, and how many columns are added up at a time then, whose sums stay near.
-  // Pairs along steps would have to be made of two of right's rows: 16 bits are multiplied as floats.
+  // The same if right's rows are steps (axpy), and the columns that are accumulated at a time, whose sums stay in
+  // cache. bf16 pairs would need two rows of right each: 16-bit types are widened to float32.
   static constexpr int ACROSS_ROWS = M::PAIR == 2 ? 4 : 8;
   static constexpr int64_t STRIPE = 1024;
 
-  // A stretch of one term's steps; `first` is where it lies in the packed panels, in numbers of M.
+  // A range of one term's steps; `first` is its offset in the packed panels, in operands.
   struct Piece {
     const ch_term* term;
     int64_t from, count, first;
@@ -72,7 +73,7 @@ template <class M, class IO> class Projection {
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
     wide = round_up(w.columns, PW) / PW;
-    // Not by the threads: sums along rows are added in another order than those of panels.
+    // Independent of the threads: GEMV adds in another order than panels do.
     dotted = !w.left_turned && may_dot();
     across = !w.left_turned && !w.right_turned && w.num_terms == 1 && w.terms[0].steps > 0 && w.rows <= ACROSS_ROWS;
     few = dotted || across || (w.rows <= FEW && wide >= 2 * threads && !w.left_turned);
@@ -82,7 +83,7 @@ template <class M, class IO> class Projection {
   }
 
   int run() {
-    // What is not packed comes at once.
+    // Without packing there is one group.
     const int64_t most_steps = dotted || across ? INT64_MAX / 4 : w.left_turned ? TURNED_STEPS : STEPS;
     if (!few && !keep_packed(room_of(most_steps))) return CH_NO_MEMORY;
     Group group;
@@ -98,14 +99,14 @@ template <class M, class IO> class Projection {
   }
 
  private:
-  // Rows of a block such that the thread with the most has the fewest.
+  // Block height that minimises the rows of the busiest thread.
   static int64_t block_of(int64_t rows, int threads) {
     int64_t best = MR, least_rows = INT64_MAX;
     for (int64_t block = BLOCK; block >= (threads > 1 ? BLOCK / 2 : BLOCK); block -= MR) {
       const int64_t rows_a_thread = ((rows + block - 1) / block + threads - 1) / threads * block;
       if (rows_a_thread < least_rows) best = block, least_rows = rows_a_thread;
     }
-    // No more than there are.
+    // At most the rows there are.
     return least(best, most((int64_t)MR, round_up((rows + threads - 1) / threads, MR)));
   }
 
@@ -116,7 +117,7 @@ template <class M, class IO> class Projection {
     return least(steps, most_steps);
   }
 
-  // Whether the numbers of M can be read from left as it lies.
+  // Whether left can be read in place as operands.
   bool in_place() const {
     if constexpr (!__is_same(IO, Float32)) {
       if (M::PAIR == 1) return false;
@@ -128,16 +129,16 @@ template <class M, class IO> class Projection {
     return true;
   }
 
-  // Whether right's rows can be multiplied by as they lie.
+  // Whether rows of right can be read in place.
   bool may_dot() const {
     const ch_term& term = w.terms[0];
     if (w.num_terms != 1 || !w.right_turned || term.steps <= 0) return false;
-    // Pairs are read as numbers on both sides.
+    // Both sides are read as bf16 pairs.
     if (M::PAIR == 2 && (!in_place() || term.right_row % M::PAIR || (uintptr_t)term.right % sizeof(number))) return false;
     return term.steps % (VL * M::PAIR) == 0 && w.rows <= (term.steps >= LONG ? DOTTED : DOTTED_SHORT);
   }
 
-  // Room for as many panels of right as are packed at a time.
+  // Allocates the panels of right that are packed at a time.
   bool keep_packed(int64_t panel_steps) {
     at_once = least(wide, most((int64_t)1, PACKED / (panel_steps * PW + 1)));
     packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * panel_steps * PW) * sizeof(number) + 64);
@@ -152,7 +153,7 @@ template <class M, class IO> class Projection {
     return true;
   }
 
-  // Float sums of every number of the output, and of rows, for products that come in several groups.
+  // Allocates float32 sums of the output and of row sums, for GEMMs in several groups of steps.
   bool keep_sums() {
     sums_row = round_up(w.columns, VL);
     sums = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(w.rows * (sums_row + 1)) * sizeof(float));
@@ -160,7 +161,7 @@ template <class M, class IO> class Projection {
     return sums != nullptr;
   }
 
-  // The pieces behind those of the group before, as many as have room.
+  // The pieces after those of the previous group, up to `most_steps`.
   void next_group(Group& group, const Group* before, int64_t most_steps) const {
     int term = 0;
     int64_t from = 0;
@@ -214,10 +215,10 @@ template <class M, class IO> class Projection {
     return true;
   }
 
-  // Few rows: right is read once, and each panel of it packed by the thread that multiplies by it, in whose caches it
-  // stays.
+  // Few rows: right is read once, and each panel is packed by the thread that multiplies by it and stays in that
+  // thread's cache.
   bool multiply_few(const Group& group) {
-    // Each part lays left out anew where that has to be.
+    // Each part packs left again if left must be packed.
     const int64_t parts = least(wide, (int64_t)(direct ? 4 : 1) * threads), per_part = (wide + parts - 1) / parts;
     Fault fault;
     parallel(threads, parts, [&](int64_t part) {
@@ -245,7 +246,7 @@ template <class M, class IO> class Projection {
     return fault.get() == CH_OK;
   }
 
-  // Very few rows by right where it lies, whose rows are steps: each thread adds up stripes of columns of its own.
+  // Very few rows by right in place, with steps as rows: each thread accumulates its stripes of columns.
   bool multiply_across(const Group& group) {
     const ch_term& term = w.terms[0];
     const int64_t least_parts = (w.columns + STRIPE - 1) / STRIPE, parts = least(wide, round_up(least_parts, threads));
@@ -287,8 +288,8 @@ template <class M, class IO> class Projection {
     add_across<IO, ROWS>(w.terms[0].steps, left, left_row, right, w.terms[0].right_row, count, sums, STRIPE);
   }
 
-  // Blocks of rows, and of panels where there are too few of rows for the threads; in halves where that costs nothing,
-  // so that no thread waits for another's last block.
+  // Blocks of rows, and of panels if there are fewer blocks than threads; halved if that is free, so that no thread
+  // waits for the last block of another.
   bool multiply(const Group& group, int64_t panel, int64_t count) {
     const int64_t parts = least(count, most((2 * threads + blocks - 1) / blocks, (int64_t)(direct && threads > 1 ? 2 : 1)));
     const int64_t per_part = (count + parts - 1) / parts;
@@ -311,10 +312,10 @@ template <class M, class IO> class Projection {
     return fault.get() == CH_OK;
   }
 
-  // Whether dropout is to be drawn: a relu's output has 0 already where it was.
+  // Whether to draw dropout: a relu's output is already 0 at dropped elements.
   CH_INLINE bool drops() const { return w.dropped > 0 && w.gate == nullptr; }
 
-  // What dropout keeps of a block of rows, of as many columns as it is drawn for at a time.
+  // The dropout mask of a block of rows, for the columns of one draw.
   struct DropoutMask {
     int64_t group = -1, first = -1;
     KeptBits rows_kept[BLOCK];
@@ -332,11 +333,11 @@ template <class M, class IO> class Projection {
   CH_INLINE int vectors(int64_t column) const {
     return (int)(round_up(least((int64_t)PW, w.columns - column), VL) / VL);
   }
-  // Numbers from one laid-out row to the next: not a power of two, whose rows would share a few lines of the cache.
+  // Row stride of a packed left: not a power of two, so rows do not share a few cache sets.
   CH_INLINE int64_t left_row(const Group& group) const { return group.steps + VL; }
 
-  // A block of rows times a panel, summed a stretch of steps at a time; after the last stretch, rows leave at once,
-  // while they are in the innermost cache.
+  // A block of rows times a panel, over ranges of DEPTH steps; after the last range the epilogue runs while the tile is
+  // in L1.
   void tile_of(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int64_t column,
                float* tile, const DropoutMask& mask) const {
     const int columns = (int)least((int64_t)PW, w.columns - column), vecs = vectors(column);
@@ -344,7 +345,7 @@ template <class M, class IO> class Projection {
     const bool biased = group.last && w.bias != nullptr;
     if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
     const Way way = {row, column, columns, biased ? bias : nullptr, mask};
-    // What takes few steps and no look at its neighbours leaves from the registers.
+    // Epilogues without transcendentals or a second operand run from registers.
     const bool simple = w.activation <= CH_RELU && w.slope == nullptr && w.dropped == 0 && w.gate == nullptr;
     const bool plain = group.first && group.last && simple && columns % VL == 0;
     bool started = false;
@@ -380,7 +381,7 @@ template <class M, class IO> class Projection {
     finish(group, way, 0, rows, tile);
   }
 
-  // The same of right's rows where they lie.
+  // The same with rows of right in place (GEMV).
   void dotted_tile(const Group& group, const number* laid, int64_t row, int64_t rows, int64_t column, float* tile,
                    const DropoutMask& mask) const {
     const int columns = (int)least((int64_t)PW, w.columns - column);
@@ -399,7 +400,8 @@ template <class M, class IO> class Projection {
     finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, rows, tile);
   }
 
-  // Where the sums of a few rows go: with bias and relu, rounded, to the output. `before` are those of earlier steps.
+  // Destination of the sums of a few rows: with bias and relu, rounded, to the output. `before` has the sums of earlier
+  // steps.
   struct Out {
     type* output;
     int64_t row;
@@ -431,7 +433,7 @@ template <class M, class IO> class Projection {
     }
   }
 
-  // `product` on its way out.
+  // The micro-kernel with its epilogue in registers.
   static CH_INLINE void leaving_product(int rows, int vecs, int64_t steps, const number* a, int64_t a_row,
                                         const number* b, const Out& out) {
     if constexpr (NV == 4) {
@@ -442,7 +444,7 @@ template <class M, class IO> class Projection {
     return leaving_rows<1>(rows, steps, a, a_row, b, out);
   }
 
-  // Where a tile goes.
+  // The position of a tile.
   struct Way {
     int64_t row, column;
     int columns;
@@ -450,7 +452,7 @@ template <class M, class IO> class Projection {
     const DropoutMask& mask;
   };
 
-  // Asks for the lines that rows of the tile will be written to, and held against.
+  // Prefetches the lines that the epilogue of the tile reads and writes.
   CH_INLINE void expect(const Group& group, const Way& way, int64_t from, int64_t to) const {
     for (int64_t r = way.row + from; r < way.row + to; r++) {
       const int64_t bytes = way.columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
@@ -470,11 +472,11 @@ template <class M, class IO> class Projection {
     }
   }
 
-  // A sum on its way out: through the gates, or through activation and dropout.
+  // The epilogue of one vector of sums: gates, or activation and dropout.
   CH_INLINE vf through_gate(vf sum, vf gate, vf slope_gate, vf& slope) const {
     slope = sum * slope_gate;
     if (w.gate_kind == CH_GATE_SLOPE) return sum * gate;
-    // NaN in the gate hides nothing.
+    // NaN in the gate propagates.
     const vf open = w.dropped > 0 ? sum * all(dropout_factor(w.dropped)) : sum;
     return gate <= (vf){} ? (vf){} : open;
   }
@@ -486,7 +488,8 @@ template <class M, class IO> class Projection {
     return way.mask.of(r, way.column + c, number * factor);
   }
 
-  // The way out of rows of a tile: to the sums, or with all of them, and what becomes of them, rounded to the output.
+  // The epilogue of rows of a tile: to the partial sums, or the final sums through the epilogue, rounded, to the
+  // output.
   void finish(const Group& group, const Way& way, int64_t from, int64_t to, const float* tile) const {
     for (int64_t r = from; r < to; r++) {
       const int64_t row = way.row + r;
@@ -530,7 +533,7 @@ template <class M, class IO> class Projection {
     }
   }
 
-  // Rows [row, row + rows) of left, one number of every step after the other.
+  // Packs rows [row, row + rows) of left with contiguous steps.
   void lay_out(const Group& group, int64_t row, int64_t rows, number* to, bool counts) const {
     float counted[BLOCK + VL] = {};
     for (int i = 0; i < group.count; i++) {
@@ -549,7 +552,7 @@ template <class M, class IO> class Projection {
     if (counts && w.row_sums != nullptr) count_rows(group, row, rows, counted);
   }
 
-  // Steps as they lie, each with all rows, to rows with all steps; adds every row's numbers to `counted`.
+  // Transposes steps with contiguous rows to rows with contiguous steps; adds each row's elements to `counted`.
   static void turn(const type* from, int64_t stride, int64_t count, int rows, number* to, int64_t to_row,
                    float* counted) {
     const int wide = (int)round_up(rows, VL);
@@ -573,14 +576,14 @@ template <class M, class IO> class Projection {
     }
   }
 
-  // Asks for the lines of the steps that make a number.
+  // Prefetches the lines of the steps that form an operand.
   static CH_INLINE void ask_for(const type* from, int64_t stride, int64_t step, int64_t count, int rows) {
     for (int64_t last = least(count, step + M::PAIR); step < last; step++)
       for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += 64)
         __builtin_prefetch((const char*)(from + step * stride) + byte);
   }
 
-  // 1 as a number: 1 and 1 where it is a pair.
+  // The operand 1: a pair of ones for bf16.
   static CH_INLINE number unit() {
     if constexpr (M::PAIR == 1) return 1.0f;
     else return 0x3f803f80u;

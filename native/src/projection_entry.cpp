@@ -1,4 +1,4 @@
-// The entry points of linear layers' products.
+// The entry points of the GEMMs of linear layers.
 #include "checks.h"
 
 namespace clearhead {
@@ -6,7 +6,7 @@ namespace {
 
 int64_t number_size(const ch_projection& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
 
-// What lies as `rows` rows of `columns`, or turned.
+// A matrix of `rows` by `columns`, or its transpose.
 int check_matrix(const ch_projection& work, const void* data, int64_t rows, int64_t columns, int64_t row, bool transposed,
                  Access access) {
   const int64_t lying = transposed ? columns : rows, last = transposed ? rows : columns;
@@ -17,7 +17,7 @@ int check_vector(const ch_projection& work, const void* data, int64_t count) {
   return data == nullptr ? CH_OK : check_matrix(work, data, 1, count, 0, false, Access::read);
 }
 
-// Activation, dropout and gate: each is known, and they go together.
+// Activation, dropout and gate: each is valid, and so is the combination.
 int check_way_out(const ch_projection& work) {
   if (work.activation < CH_PLAIN || work.activation > CH_QUICK_GELU || !is_share(work.dropped)) return CH_BAD_OPTION;
   if (work.gate == nullptr) return work.slope_gate == nullptr ? CH_OK : CH_BAD_OPTION;
@@ -43,7 +43,7 @@ int check_sizes(const ch_projection& work) {
   }
   CH_TRY(check_way_out(work));
   if (work.row_sums == nullptr) return CH_OK;
-  // Sums of several terms' rows are nobody's yet, nor of rows that are read in place, nor without any product.
+  // Row sums are not defined for several terms or for a left that is read in place, and need at least one column.
   if (work.columns == 0) return CH_BAD_SHAPE;
   return !work.left_turned || work.num_terms != 1 ? CH_BAD_OPTION : CH_OK;
 }

@@ -1,4 +1,4 @@
-// Rotary positions (Su et al. 2021, section 3.2.2): pairs of channels turned by the angle that their position has.
+// Rotary position embedding (Su et al. 2021, section 3.2.2): pairs of channels rotated by the angle of their position.
 #pragma once
 
 #include "work.h"
@@ -11,7 +11,7 @@ template <class IO> class Rotating {
  public:
   explicit Rotating(const ch_rotation& work) : w(work), half(work.columns / 2) {}
 
-  // All heads of a row share its angles, so a row's are read once.
+  // All heads of a row share its cos/sin, which are read once per row.
   int run() const {
     const double numbers = (double)w.batch * (double)w.heads * (double)w.rows * (double)w.columns;
     const int64_t stretches = (w.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
@@ -39,7 +39,7 @@ template <class IO> class Rotating {
     for (; c + VL <= half; c += VL)
       turn_vector(from + c, from + c + half, to + c, to + c + half, cosines + c, sines + c, direction);
     if (c == half) return;
-    // The same instructions for what is left of a row: bits shall not depend on where a channel lies.
+    // The remainder uses the same instructions: bits must not depend on a channel's index.
     const size_t count = (size_t)(half - c);
     type x[VL] = {}, y[VL] = {};
     float cosine[VL] = {}, sine[VL] = {};
@@ -49,7 +49,7 @@ template <class IO> class Rotating {
     memcpy(to + c, x, count * sizeof(type)), memcpy(to + c + half, y, count * sizeof(type));
   }
 
-  // Reads both before it writes either, for the target may be the source.
+  // Loads both before it stores either: the target may be the source.
   static CH_INLINE void turn_vector(const type* from_x, const type* from_y, type* to_x, type* to_y, const float* cosines,
                                     const float* sines, vf direction) {
     const vf x = get_vector<IO>(from_x), y = get_vector<IO>(from_y);

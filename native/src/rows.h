@@ -1,4 +1,4 @@
-// Which keys a row may attend to: runs, bands and tables, as the loops over tiles want to know it.
+// Which keys a row may attend to: intervals, bands and tables, in the form that the loops over tiles need.
 #pragma once
 
 #include "../include/clearhead_native.h"
@@ -6,21 +6,21 @@
 
 namespace CH_NS {
 
-// One row of the mask: up to CH_MAX_RUNS runs of keys, cut by the band, and its lines of the tables.
+// One row of the mask: up to CH_MAX_RUNS intervals of keys, intersected with the band, and its rows of the tables.
 struct Row {
   int32_t runs;
-  int32_t start[CH_MAX_RUNS], stop[CH_MAX_RUNS];  // ascending, disjoint, none empty
-  int32_t low, high;                              // of all runs; low = high = 0 when there is none
-  const uint8_t* allowed;                         // null: no table
+  int32_t start[CH_MAX_RUNS], stop[CH_MAX_RUNS];  // ascending, disjoint, not empty
+  int32_t low, high;  // of all intervals; low = high = 0 if there is none
+  const uint8_t* allowed;  // null: no table
   const uint8_t* blocks;
 };
 
-// q_pos - bound and the like without overflow: bounds go up to INT64_MAX.
+// Clamps q_pos - bound and the like; bounds go up to INT64_MAX, and the caller avoids overflow.
 CH_INLINE int64_t clip(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-// Into its place: a row that is returned is copied there in pieces that were not written as such, and waits for them.
+// Writes into `row`: a returned struct would be copied with wider loads than its stores, which stalls store forwarding.
 inline void mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i, Row& row) {
   int64_t q_pos = w.query_offset + i, k_len = w.k_len;
   int64_t from = w.before == INT64_MAX ? 0 : clip(q_pos - w.before, 0, k_len);
@@ -33,7 +33,7 @@ inline void mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i, Row
     if (w.start != nullptr) {
       low = most(low, (int64_t)w.start[at + run]);
       high = least(high, (int64_t)w.stop[at + run]);
-      // Runs that are not ascending would be read twice.
+      // Intervals that are not ascending would be read twice.
       if (row.runs > 0) low = most(low, (int64_t)row.stop[row.runs - 1]);
     }
     if (high <= low) continue;
@@ -67,7 +67,7 @@ CH_INLINE bool may_attend(const ch_attention& w, const Row& row, int64_t key) {
 }
 
 struct Span {
-  int low, high;  // empty when high <= low
+  int low, high;  // empty if high <= low
 };
 
 CH_INLINE bool none_of_eight(const uint8_t* from) {
@@ -76,10 +76,10 @@ CH_INLINE bool none_of_eight(const uint8_t* from) {
   return eight == 0;
 }
 
-// The part of the keys [first, last) that a row reaches, seen from the tables too.
+// The interval of keys in [first, last) that a row can attend to, tables included.
 inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t last) {
   int64_t low = most((int64_t)row.low, first), high = least((int64_t)row.high, last);
-  // Between two runs there may be nothing for many tiles.
+  // Between two intervals many tiles may be empty.
   for (int run = 0; row.runs > 1 && run < row.runs; run++) {
     if (row.stop[run] > low) {
       low = most(low, (int64_t)row.start[run]);
@@ -99,7 +99,7 @@ inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t 
       high = (high - 1) / w.block_size * (int64_t)w.block_size;
   }
   if (row.allowed != nullptr) {
-    // Eight keys at a time: under a window that was written out, most of a row is looked through here.
+    // Eight keys at a time: for a sliding window given as a dense table this scans most of a row.
     const bool dense = w.allowed.column == 1;
     while (dense && low + 8 <= high && none_of_eight(row.allowed + low)) low += 8;
     while (low < high && !row.allowed[low * w.allowed.column]) low++;
@@ -109,8 +109,9 @@ inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t 
   return Span{(int)low, (int)(high > low ? high : low)};
 }
 
-// Whether the table of blocks lets any of a head's rows [first, first + count) attend to any of the keys [from, to). Under a
-// pattern most tiles of a long call are empty, and this asks less than all rows would. Of smaller blocks it would not.
+// Whether the block table lets any of a head's rows [first, first + count) attend to any of the keys [from, to). In a
+// long call with a block pattern most tiles are empty, and this test is cheaper than one per row; with smaller blocks
+// it is not.
 inline bool blocks_meet(const ch_attention& w, int64_t b, int64_t h, int64_t first, int64_t count, int64_t from,
                         int64_t to) {
   constexpr int64_t SMALL = 16;
@@ -127,13 +128,13 @@ CH_INLINE void fill(float* p, int64_t from, int64_t to, float value) {
   for (int64_t c = from; c < to; c++) p[c] = value;
 }
 
-// Writes -inf over what lies behind the last of `count` scores in its vector.
+// Writes -inf after the last of `count` scores in its vector.
 CH_INLINE void end_scores(float* scores, int count) {
   const int whole = count / VL * VL;
   if (whole < count) store(scores + whole, first_of(load(scores + whole), count - whole, all(-INF)));
 }
 
-// Writes -inf over the scores of keys [first, first + count) that the row may not attend to.
+// Writes -inf to the scores of keys [first, first + count) that the row may not attend to.
 inline void forbid(const ch_attention& w, const Row& row, int64_t first, int count, float* scores) {
   int64_t done = 0;
   for (int run = 0; run < row.runs; run++) {

@@ -1,7 +1,8 @@
-// Segments: neighbouring queries that see the same run of keys, each an attention of its own without that mask.
+// Segments: neighbouring queries that attend to the same interval of keys, each an attention of its own without that
+// mask.
 //
-// Padding is one segment for each sequence, packed documents one for each document. Tiles then begin where a segment
-// does, nothing between segments is multiplied, and what is not finite in one touches no other.
+// Padding gives one segment per sequence, packed documents one per document. Tiles start at segment boundaries, nothing
+// between segments is multiplied, and NaN or infinity in one segment affects no other.
 #pragma once
 
 #include "work.h"
@@ -14,21 +15,21 @@ struct Segment {
 };
 
 class Segments {
-  // Queries that pay for a segment's own beginning.
+  // Queries from which a segment is worth its setup.
   static constexpr int64_t LEAST = 8;
-  // Beyond so many queries or keys a segment is shared among threads, where there are few of them.
+  // From this many queries or keys on, a segment is shared among threads, if there are few of them.
   static constexpr int64_t LARGE = 512, MANY = 64;
 
   Segment* list = nullptr;
 
  public:
   int64_t count = 0;
-  int64_t large = 0;  // of these, the first ones, once sorted
+  int64_t large = 0;  // how many of them are large; they come first once sorted
   double operations = 0;
   bool no_memory = false;
 
-  // Of a call whose masks say nothing else; none where they are not worth it. `disjoint`: whether a key may be seen by
-  // one alone.
+  // The segments of a call that has no other mask; none if they are not worth it. `disjoint`: whether a key may belong
+  // to one segment only.
   Segments(const Task& w, bool disjoint) {
     if (!may(w, disjoint)) return;
     const int64_t capacity = w.batch + w.batch * w.q_len / LEAST;
@@ -38,7 +39,7 @@ class Segments {
       return;
     }
     for (int64_t b = 0; b < w.batch; b++) {
-      int64_t last = 0;  // key that no later segment may begin before
+      int64_t last = 0;  // no later segment may begin before this key
       for (int64_t i = 0; i < w.q_len; i++) {
         const int64_t at = b * w.run_batch + i * w.run_row;
         const int64_t key = clip(w.start[at], 0, w.k_len), keys = most((int64_t)0, clip(w.stop[at], 0, w.k_len) - key);
@@ -60,7 +61,7 @@ class Segments {
 
   const Segment& operator[](int64_t s) const { return list[s]; }
 
-  // Calls back with every stretch of keys that nobody sees: batch entry, first, end. Before they are sorted.
+  // Calls `body` with every interval of keys that no query attends to: batch entry, first, end. Must run before `sort`.
   template <class Body> void for_gaps(const Task& w, const Body& body) const {
     int64_t last = 0;
     for (int64_t s = 0; s < count; s++) {
@@ -72,7 +73,7 @@ class Segments {
     }
   }
 
-  // Large ones first, then by their work: what begins late should be short.
+  // Large ones first, then by decreasing work, so that the last ones to start are short.
   void sort(int64_t heads) {
     const bool many = count * heads >= MANY;
     auto before = [&](const Segment& one, const Segment& other) {

@@ -1,16 +1,16 @@
-// Statistics of the weights, gathered by forward while a block's scores and weights are near.
+// Statistics of the weights, computed by forward while a block's scores and weights are in cache.
 //
-// Sums over a row ride on the running softmax and are scaled with it. The best keys of a row are kept by score, before
-// the exponential, so that equal scores stay equal. What needs a row's final sum (sums over queries, pooled tiles, whole
-// rows) waits: the block's weights stay in a strip, each tile's relative to the largest score known when it was made,
-// and are brought to their final scale as they are read.
+// Sums over a row follow the online softmax and are rescaled with it. The top keys of a row are selected by score,
+// before the exponential, so that equal scores stay equal. Statistics that need a row's final normaliser (sums over
+// queries, pooled tiles, whole rows) are deferred: the block's weights are stored in a strip, each tile's relative to
+// the row maximum at that time, and rescaled when they are read.
 #pragma once
 
 #include "work.h"
 
 namespace CH_NS {
 
-// What takes a row's unfinished weights to weights: a factor, and its logarithm.
+// The factor from a row's unnormalised weights to weights, and its logarithm.
 struct Share {
   float factor, log;
 };
@@ -20,10 +20,10 @@ struct Candidate {
   int32_t key;
 };
 
-// Whether a stands behind b: less, or equal at a higher key.
+// Whether a ranks below b: a smaller score, or an equal score at a higher key.
 CH_INLINE bool ranks_below(Candidate a, Candidate b) { return a.score < b.score || (a.score == b.score && a.key > b.key); }
 
-// The best candidates seen, the last of them on top of a heap.
+// The best candidates so far, in a heap with the worst on top.
 struct Best {
   Candidate* heap;
   int64_t capacity;
@@ -52,7 +52,7 @@ struct Best {
     heap[at] = one;
   }
 
-  // Keys come in ascending order, so one that only equals the bar is too late.
+  // Keys are ascending, so a score that only equals the bar ranks below it.
   void scan(const float* scores, int count, int64_t first) const {
     if (in_order()) return scan_few(scores, count, first);
     float least_score = bar();
@@ -68,12 +68,12 @@ struct Best {
     }
   }
 
-  // A few candidates fit vectors, scores and keys, and are kept in order: one more opens a gap at its place, and what
-  // falls off the end was not wanted.
+  // A few candidates fit in vectors of scores and keys, sorted: an insertion shifts the rest, and the last one drops
+  // out.
 #if defined(CH_AVX512)
   CH_INLINE bool in_order() const { return capacity <= 2 * VL; }
 
-  // Candidates in falling order, `HALVES` vectors of them.
+  // Candidates in descending order, `HALVES` vectors of them.
   template <int HALVES> struct Ordered {
     __m512 scores[HALVES];
     __m512i keys[HALVES];
@@ -85,7 +85,7 @@ struct Best {
       if constexpr (HALVES == 2) {
         uint32_t first = _mm512_cmp_ps_mask(scores[0], one, _CMP_GE_OQ);
         if (first != 0xffff) {
-          // The last of the first half moves to the head of the second.
+          // The last of the first half moves to the front of the second.
           __m512i last = _mm512_set1_epi32(VL - 1);
           scores[1] = _mm512_mask_expand_ps(_mm512_permutexvar_ps(last, scores[0]), 0xfffe, scores[1]);
           keys[1] = _mm512_mask_expand_epi32(_mm512_permutexvar_epi32(last, keys[0]), 0xfffe, keys[1]);
@@ -154,19 +154,19 @@ struct Best {
   }
 };
 
-// Sums over the queries of one span of a key head's rows.
+// Sums over the queries of one range of a key head's rows.
 struct Columns {
-  float* lines;              // [group][lines][ld]
-  float *high, *total;       // [tile rows][k_tiles]
-  float *high_now, *total_now;  // [k_tiles][VL], of the tile row that is being filled
-  int64_t first, open;       // tile row of `high`'s first line; the one being filled, or -1
+  float* lines;  // [group][lines][ld]
+  float *high, *total;  // [tile rows][k_tiles]
+  float *high_now, *total_now;  // [k_tiles][VL], of the tile row in progress
+  int64_t first, open;  // tile row of `high`'s first line; the one in progress, or -1
 };
 
-// What statistics a call wants, and the sizes that follow.
+// The statistics that a call requests, and derived sizes.
 struct Statistics {
   const ch_attention& w;
   const ch_statistics* s;  // null: none
-  int tile, rows;          // keys of a tile; most rows of a block
+  int tile, rows;  // keys of a tile; most rows of a block
   int64_t group, tiles, ld, lines, side, q_tiles, k_tiles;
   int64_t spans, span_blocks, span_tiles;
   bool sums, ties, strip, columns;
@@ -184,20 +184,20 @@ struct Statistics {
     columns = lines > 0 || side > 0;
     strip = columns || s->num_rows > 0;
     if (!strip) return;
-    // An odd number of cache lines, so that the rows of a group do not share their places in the cache.
+    // An odd number of cache lines, so that the rows of a group do not map to the same cache sets.
     ld = (round_up(w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
-    // 4 MiB, and whole groups of rows: which rows go together must not depend on what is asked for.
+    // 4 MiB, and whole groups of rows: the grouping of rows must not depend on which statistics are requested.
     rows = (int)most((int64_t)MR, least((int64_t)most_rows, ((int64_t)1 << 20) / ld / MR * MR));
     q_tiles = side > 0 ? (w.q_len + side - 1) / side : 0;
     k_tiles = side > 0 ? (w.k_len + side - 1) / side : 0;
     plan_spans();
   }
 
-  // Sums over queries are made in spans of rows and then added in order; the shape alone says which.
+  // Sums over queries are computed per range of rows and then added in order; the ranges depend on the shape alone.
   void plan_spans() {
     int64_t blocks = (group * w.q_len + rows - 1) / rows, heads = w.batch * w.kv_heads;
     int64_t wanted = least((64 + heads - 1) / most(heads, (int64_t)1), (int64_t)16);
-    // Together they may take 64 MiB.
+    // All of them take at most 64 MiB.
     int64_t fit = ((int64_t)1 << 24) / most(heads * group * lines * ld, (int64_t)1);
     wanted = most((int64_t)1, least(least(wanted, fit), blocks));
     span_blocks = most((int64_t)1, (blocks + wanted - 1) / wanted);
@@ -215,7 +215,7 @@ struct Statistics {
     return carver.next - base;
   }
 
-  // Which line of tiles a row of a key head falls into.
+  // The tile row of the heatmap that a row of a key head belongs to.
   CH_INLINE int64_t tile_row(int64_t row) const { return row / w.q_len * q_tiles + row % w.q_len / side; }
 
   void begin_span(int64_t first_row, Columns& c, char* base) const {
@@ -237,7 +237,7 @@ struct Statistics {
     c.open = -1;
   }
 
-  // Results of a key head start at 0, take its spans in order, and end as means.
+  // Results of a key head start at 0, accumulate its ranges in order, and end as means.
   void begin_head(int64_t b, int64_t kh) const {
     int64_t h = b * w.heads + kh * group;
     if (s->received != nullptr) memset(s->received + h * w.k_len, 0, (size_t)(group * w.k_len) * sizeof(float));
@@ -274,7 +274,7 @@ struct Statistics {
       int64_t at = ((b * w.heads + kh * group) * q_tiles + line) * k_tiles;
       for (int64_t j = 0; j < k_tiles; j++) {
         float total = s->heatmap_mean[at + j];
-        // A maximum forgets NaN, a sum does not.
+        // The maximum drops NaN, the sum does not.
         if (total != total) s->heatmap_max[at + j] = total;
         s->heatmap_mean[at + j] = total / ((float)high * (float)least(side, w.k_len - j * side));
       }
@@ -288,19 +288,19 @@ struct Statistics {
   }
 };
 
-// What one thread gathers of a block of rows.
+// What one thread accumulates for a block of rows.
 struct Gather {
   float *entropy, *distance, *mass;  // [rows][VL]
-  float* ties;                       // [rows]
-  Candidate* best;                   // [rows][top_k]
-  int32_t* num_candidates;                     // [rows]
-  uint8_t* used;                     // [top_k]
-  float* strip;                      // [rows][ld]
-  float* mark;                       // [rows][tiles]: the largest score that a tile's weights are relative to
-  Span* extent;                      // [rows / MR][tiles]: the columns that were computed
-  float* dropped;                    // [MR][tile]: weights after dropout, where the strip keeps them before
-  Share* share;                      // [rows]
-  float* factor;                     // [rows][tiles]
+  float* ties;  // [rows]
+  Candidate* best;  // [rows][top_k]
+  int32_t* num_candidates;  // [rows]
+  uint8_t* used;  // [top_k]
+  float* strip;  // [rows][ld]
+  float* mark;  // [rows][tiles]: the row maximum that a tile's weights are relative to
+  Span* extent;  // [rows / MR][tiles]: the columns that were computed
+  float* dropped;  // [MR][tile]: weights after dropout, if the strip has those before it
+  Share* share;  // [rows]
+  float* factor;  // [rows][tiles]
 
   void carve(Carver& c, const Statistics& of) {
     if (of.s == nullptr) return;
@@ -343,8 +343,8 @@ struct Gather {
     ties[r] = before == largest ? ties[r] + (float)count : (float)count;
   }
 
-  // Beside `weigh`, with the same arithmetic: the sums of weight times exponent, and of weight times distance. `step`
-  // is what the exponents of earlier tiles move by. `far` is q_pos - k_pos of the first column.
+  // Together with `weigh` and with the same arithmetic: the sums of weight times exponent, and of weight times
+  // distance. `step` is the shift of the exponents of earlier tiles. `far` is q_pos - k_pos of the first column.
   template <int DEGREE, class Put>
   CH_INLINE void weigh(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2, float far,
                        int64_t sink_columns, float* total, const Put& put) const {
@@ -370,7 +370,8 @@ struct Gather {
     store(mass + r * VL, held_mass);
   }
 
-  // One row is done: `largest` in raw scores, `top` the same in natural ones, `total` the sum before a sink joined it.
+  // Finishes one row: `largest` is its maximum in raw scores, `top` in natural ones, `total` its normaliser without the
+  // sink.
   void end_row(const Statistics& of, int64_t place, int r, const Row& row, float largest, float top, float total,
                float base2) const {
     const ch_statistics& s = *of.s;
@@ -387,7 +388,7 @@ struct Gather {
       s.entropy[place] = entropy_value < 0.0f ? 0.0f : entropy_value;
     }
     if (s.distance != nullptr) s.distance[place] = none ? 0.0f : row_share.factor * sum_of(load(distance + r * VL));
-    // A row that is NaN elsewhere has no mass on keys that it may not attend to.
+    // A row that is NaN has no mass on keys that it may not attend to.
     float held_mass = s.sink != nullptr && !none ? sum_of(load(mass + r * VL)) : 0.0f;
     if (s.sink != nullptr) s.sink[place] = held_mass == 0.0f ? 0.0f : row_share.factor * held_mass;
     if (s.top_k > 0) end_best(of, place, r, row, largest, base2);
@@ -418,7 +419,7 @@ struct Gather {
         if (one.key < k) used[one.key] = 1;
       }
     }
-    // At most `found` of the first k keys are taken, so the rest is found among them.
+    // At most `found` of the first k keys are used, so the remaining entries come from those k.
     for (int64_t key = 0; filled < k; key++) {
       if (used[key]) continue;
       weights[filled] = 0.0f;
@@ -426,7 +427,7 @@ struct Gather {
     }
   }
 
-  // The strip's weights become final by one factor for each row and tile.
+  // One factor per row and tile normalises the strip's weights.
   void end_strip(const Statistics& of, int count, const Row* row, const float* largest, float base2) const {
     for (int r = 0; r < count; r++) {
       float row_factor = share[r].factor;
@@ -438,7 +439,7 @@ struct Gather {
         float then = mark[r * of.tiles + t];
         f = row_factor == 0.0f ? 0.0f : then == largest[r] ? row_factor : exp2_of<5>(all((then - largest[r]) * base2))[0] * row_factor;
         if (row_factor == row_factor) continue;
-        // A row that is NaN gives it to the keys it may attend to, and to no others.
+        // A NaN row gives NaN to the keys it may attend to, and to no others.
         f = 1.0f;
         for (int c = span.low; c < span.high; c++)
           strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c) ? row_factor : 0.0f;
@@ -446,7 +447,7 @@ struct Gather {
     }
   }
 
-  // Adds rows [r0, r1) of the block, all of head h and of queries from i on, to what is summed over queries.
+  // Adds rows [r0, r1) of the block, all of head h and of queries from i on, to the sums over queries.
   void add_lines(const Statistics& of, int64_t b, int64_t h, int64_t i, int r0, int r1, Columns& columns) const {
     const ch_statistics& s = *of.s;
     const Span* extents = extent + r0 / MR * of.tiles;
@@ -471,7 +472,7 @@ struct Gather {
     }
   }
 
-  // The same for the tiles of a heatmap; the rows lie in one line of tiles.
+  // The same for the tiles of a heatmap; the rows belong to one tile row.
   void add_tiles(const Statistics& of, int64_t tile_row, int r0, int r1, Columns& columns) const {
     if (columns.open != tile_row) {
       if (columns.open >= 0) of.close_tile_row(columns);
@@ -514,7 +515,7 @@ struct Gather {
     }
   }
 
-  // A block is done; `first` is its first row in its key head.
+  // Finishes a block; `first` is its first row in its key head.
   void end_block(const Statistics& of, int64_t b, int64_t kh, int64_t first, int count, const Row* row,
                  const float* largest, float base2, Columns* columns) const {
     if (!of.strip) return;

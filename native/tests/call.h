@@ -1,4 +1,4 @@
-// A Case laid out in guarded memory, described to the library, run, and compared.
+// A Case in guarded memory: described to the library, run, and compared.
 #pragma once
 
 #include "guarded.h"
@@ -78,7 +78,7 @@ class Call {
     }
   }
 
-  // Bit for bit.
+  // Compared bit for bit.
   std::vector<std::vector<uint8_t>> results() const {
     std::vector<std::vector<uint8_t>> all = {output.copy(),     lse.copy(),      softmax.copy(), delta.copy(),
                                              output32.copy(), grad_query.copy(), grad_key.copy(), grad_value.copy()};
@@ -92,12 +92,12 @@ class Call {
 
   ch_attention work{};
   bool with_output32 = true;
-  bool forgets_output = false;  // where backward can do without
+  bool forgets_output = false;  // where backward does not need it
   Guarded query, key, value, output, output32, lse, softmax, delta, grad_query, grad_key, grad_value, grad_output, grad_lse;
   Guarded sink, start, stop, allowed, blocks;
   std::vector<Guarded> tables, rule_grads;
 
-  // Nothing was written outside what is written, and nothing to what is read.
+  // Nothing was written outside the outputs, and nothing to the inputs.
   void margins(const std::vector<Guarded*>& written, const std::string& name) {
     for (const Guarded* one : written) check(one->margins_intact(), name + ": wrote outside a tensor");
     for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
@@ -169,7 +169,7 @@ class Call {
     if (c.runs > 0) {
       const int64_t size[4] = {c.batch, c.heads, c.q_len, c.runs};
       start = put_plain(random, c.start, size);
-      // The same strides serve both.
+      // Both tensors use the same strides.
       stop = std::move(start);
       start = Guarded();
       Random second(7);

@@ -1,4 +1,4 @@
-// Cases drawn at random, each a function of its number.
+// Random cases, each a function of its number.
 #pragma once
 
 #include "guarded.h"
@@ -14,7 +14,7 @@ inline void draw_numbers(Random& random, const Case& c, Numbers& to, int64_t cou
   to.resize(static_cast<size_t>(count));
   for (double& number : to) {
     number = size * (2 * random.uniform() - 1);
-    // 16-bit types hold eighths exactly.
+    // 16-bit types represent eighths exactly.
     number = c.dtype == CH_FLOAT32 ? static_cast<float>(number) : std::round(number * 32) / 32;
   }
 }
@@ -35,7 +35,7 @@ inline void draw_shape(Random& random, Case& c) {
   switch (random.below(12)) {
     case 0: c.q_len = 0; break;
     case 1: c.k_len = 0; break;
-    case 2: c.q_len = random.uniform(1, 16), c.k_len = random.uniform(500, 1500), c.batch = 1; break;  // decode
+    case 2: c.q_len = random.uniform(1, 16), c.k_len = random.uniform(500, 1500), c.batch = 1; break;  // decoding
     case 3: c.q_len = random.uniform(200, 300), c.k_len = random.uniform(250, 700), c.heads = c.kv_heads = 1; break;
     case 4: c.batch = 5, c.kv_heads = 4, c.heads = 4; break;  // more heads than threads
     case 5: c.q_len = c.k_len = random.uniform(520, 700), c.heads = c.kv_heads = 1, c.dim = c.value_dim = 8; break;
@@ -58,7 +58,7 @@ inline void draw_runs(Random& random, Case& c) {
   for (int64_t row = 0; row < c.batch * c.heads * c.q_len; ++row) {
     int64_t at = random.uniform(-3, c.k_len / 2 + 1);
     for (int run = 0; run < c.runs; ++run) {
-      // Empty ones and ones beyond the keys too: the kernels clamp.
+      // Also empty ones and ones beyond the keys: the kernels clamp.
       c.start.push_back(static_cast<int32_t>(at));
       at += random.one_in(4) ? 0 : random.uniform(0, c.k_len / 2 + 4);
       c.stop.push_back(static_cast<int32_t>(at));
@@ -67,7 +67,7 @@ inline void draw_runs(Random& random, Case& c) {
   }
 }
 
-// Neighbouring queries that see one run of keys each: end to end, with gaps, and now and then over each other.
+// Neighbouring queries that share one interval of keys: packed, with gaps, and now and then overlapping.
 inline void draw_segments(Random& random, Case& c) {
   c.runs = 1, c.same_runs = true;
   const bool disjoint = !random.one_in(5);
@@ -144,7 +144,7 @@ inline void draw_rules(Random& random, Case& c) {
     caps += c.rules.back().kind == CH_RULE_SOFTCAP;
     if (caps > 1) c.rules.pop_back(), caps = 1;
   }
-  // A bias of -inf is a mask, as long as no soft-cap turns it into a number.
+  // A bias of -inf is a mask, unless a soft-cap makes it finite.
   if (!c.rules.empty() && c.rules.back().kind == CH_RULE_DENSE && random.one_in(2)) {
     for (double& number : c.rules.back().table) number = random.one_in(5) ? -INFINITY : number;
   }

@@ -1,4 +1,4 @@
-// A LinearCase laid out in guarded memory, described to the library, run, and compared.
+// A LinearCase in guarded memory: described to the library, run, and compared.
 #pragma once
 
 #include "linear_reference.h"
@@ -36,7 +36,7 @@ class LinearCall {
     for (Guarded* one : inputs()) one->keep();
   }
 
-  // Without `between` no state is kept for backward, and a head's chunks stay with one thread.
+  // Without `with_states` no state is saved for backward, and one thread processes a head's chunks.
   int forward(int isa, int threads, bool with_states = true) {
     for (Guarded* one : written_forward()) one->clear();
     ch_linear call = work;
@@ -45,7 +45,7 @@ class LinearCall {
     return ch_linear_forward(&call);
   }
 
-  // After a forward with `between`; without it here, there is no room to hand chunks out.
+  // After a forward with states; without them here, chunks cannot run in parallel.
   int backward(int isa, int threads, bool with_states = true) {
     for (Guarded* one : written_backward()) one->clear();
     for (Guarded* one : saved()) one->keep();
@@ -75,11 +75,11 @@ class LinearCall {
     if (c.normalized) compare(grad_normalizer, right.grad_normalizer, name + " grad_normalizer");
   }
 
-  // Bit for bit; `between` too where it was kept.
+  // Compared bit for bit, including saved states.
   std::vector<std::vector<uint8_t>> forward_bits(bool with_states) { return bits(written_forward(), with_states); }
   std::vector<std::vector<uint8_t>> backward_bits() { return bits(written_backward(), false); }
 
-  // Nothing was written outside what is written, and nothing to what is read.
+  // Nothing was written outside the outputs, and nothing to the inputs.
   void margins(const std::string& name) {
     for (const std::vector<Guarded*>& all : {written_forward(), written_backward()})
       for (const Guarded* one : all) check(one->margins_intact(), name + ": wrote outside a tensor");
@@ -150,7 +150,7 @@ class LinearCall {
                  &grad_last_normalizer});
   }
   std::vector<Guarded*> saved() { return laid({&states, &sums, &output, &shares}); }
-  // What lies between calls comes last.
+  // Saved states come last.
   std::vector<Guarded*> written_forward() {
     return laid({&output, &last_state, &last_normalizer, &shares, &states, &sums});
   }

@@ -1,4 +1,4 @@
-// Calls of the linear family in plain values, drawn at random, each a function of its number.
+// Random calls of the linear attention family in plain values, each a function of its number.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace test {
 
-// Every array contiguous; an empty one stands for null.
+// Every array is contiguous; an empty one stands for null.
 struct LinearCase {
   int map = CH_FEATURE_IDENTITY;
   bool normalized = false;
@@ -60,7 +60,7 @@ inline void draw_floats(Random& random, Numbers& to, int64_t count, double size)
 inline void draw_sizes(Random& random, LinearCase& c, uint64_t number) {
   static const std::vector<int64_t> chunks = {1, 4, 16, 63, 64, 256}, groups = {1, 2, 4};
   static const std::vector<int64_t> dims = {1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 130, 256};
-  // One after the other, so that every member meets every size of chunk, and every length several of them.
+  // In sequence, so that every member is tested with every chunk size, and every length with several of them.
   const uint64_t pair = number / members().size();
   c.chunk = chunks[pair % chunks.size()];
   const int64_t lengths[] = {c.chunk, 3 * c.chunk + 5, c.chunk + 1, 1, c.chunk - 1, random.uniform(1, 4 * c.chunk)};
@@ -84,11 +84,11 @@ inline void draw_decays(Random& random, LinearCase& c, const Member& member) {
   c.gates = member.by_channel ? c.features : 1;
   const double strength = random.pick(std::vector<double>{0.0, 0.01, 0.3, 5.0});
   c.log_decay.resize(static_cast<size_t>(c.units() * c.length * c.gates));
-  // -100 forgets all.
+  // -100 forgets everything.
   for (double& one : c.log_decay) one = static_cast<float>(random.one_in(50) ? -100 : -strength * random.uniform());
 }
 
-// Up to 1 over a key's square, where a token replaces what its key finds; beyond 2 over it states would grow for ever.
+// Up to 1 over the square of a key, where a token replaces the value of its key; beyond 2 over it states diverge.
 inline void draw_rates(Random& random, LinearCase& c, const Member& member) {
   if (!member.delta) return;
   for (int64_t token = 0; token < c.units() * c.length; ++token) {
@@ -122,7 +122,7 @@ inline LinearCase draw_linear(uint64_t number) {
   const double size = c.map == CH_FEATURE_IDENTITY ? std::sqrt(3.0) / std::sqrt(width) : 2.0;
   draw_floats(random, c.query, c.batch * c.heads * c.length * c.features, size);
   draw_floats(random, c.key, c.units() * c.length * c.features, size);
-  // Sums of what may be negative come near to 0, where nobody could say how far a quotient may be off.
+  // Sums of values with both signs cancel near 0, where the error of a quotient is unbounded.
   for (Numbers* one : {&c.query, &c.key})
     for (double& x : *one) x = c.normalized && c.map == CH_FEATURE_IDENTITY ? std::fabs(x) : x;
   draw_floats(random, c.value, c.units() * c.length * c.value_dim, 2.0);

@@ -1,4 +1,4 @@
-// Compiled without sanitizers: it is slow enough.
+// Compiled without sanitizers, which would be too slow.
 #include "linear_reference.h"
 
 #include <algorithm>
@@ -8,11 +8,11 @@ namespace test {
 namespace {
 
 constexpr int passes = 3;
-// Of a few million results one lies five standard deviations off, and three draws tell the deviation to within a factor
-// of about three.
+// Of a few million results one is five standard deviations off, and three draws estimate the deviation to within a
+// factor of about three.
 constexpr double spread = 16;
 
-// The sums of decays' gradients run from a chunk's end back to a token, over what queries and keys moved.
+// The sums of decays' gradients run from a chunk's end back to a token, over the perturbations of queries and keys.
 Numbers decay_noise(const LinearCase& c, const LinearResults& exact, const LinearResults& noisy) {
   Numbers sums(exact.grad_decay.size(), 0.0);
   for (int64_t unit = 0; unit < c.units(); ++unit)
@@ -29,7 +29,7 @@ Numbers decay_noise(const LinearCase& c, const LinearResults& exact, const Linea
   return sums;
 }
 
-// From squares of how far passes were off, pooled over rows of `last` numbers and their neighbours among `rows`.
+// From squared deviations of the passes, pooled over rows of `last` elements and their neighbours among `rows`.
 Result bounded(const Numbers& number, const Numbers& squares, int64_t rows, int64_t last) {
   Result result;
   result.number = number;

@@ -1,11 +1,11 @@
-// The linear family and its gradients in double, one token after the other; and how far float32 may be from it.
+// The linear attention family and its gradients in double, one token after the other; and error bounds for float32.
 //
-// How far is measured (Monte Carlo arithmetic; Parker 1997, "Monte Carlo arithmetic: exploiting randomness in
-// floating-point arithmetic", section 3): the same recurrence runs again with every product and sum moved by one
-// rounding of float32, up or down at random. Where the kernels go another way, so do the roundings: a decay is moved by
-// one of the running sum of its chunk, from which it is taken, and what tokens of a chunk do to each other by one of
-// each term of the chunk's products. What that does to the results near a number is what rounding does to this
-// number, to within a small factor. Nothing in it was fitted to a result.
+// The bounds are measured (Monte Carlo arithmetic; Parker 1997, "Monte Carlo arithmetic: exploiting randomness in
+// floating-point arithmetic", section 3): the same recurrence runs again with every product and sum perturbed by one
+// rounding of float32, up or down at random. Where the kernels compute differently, the perturbations follow: a decay
+// is perturbed by a rounding of its chunk's running sum, which it is computed from, and the effects of a chunk's tokens
+// on each other by a rounding of each term of the chunk's GEMMs. The change of the results near an element estimates
+// the effect of rounding on that element, to within a small factor. No bound was fitted to a result.
 #pragma once
 
 #include "linear_case.h"
@@ -15,12 +15,12 @@ namespace test {
 struct LinearResults {
   Numbers output, shares, last_state, last_normalizer;
   Numbers grad_query, grad_key, grad_value, grad_decay, grad_rate, grad_state, grad_normalizer;
-  // The kernels add up gradients of decays from these, [batch, kv_heads, length, features]: of a chunk's running sums
-  // of log decays; and [batch, kv_heads, chunks, features], of its last.
+  // The kernels sum gradients of decays from these: [batch, kv_heads, length, features], of a chunk's running sums of
+  // log decays; and [batch, kv_heads, chunks, features], of its last one.
   Numbers moved, ends;
 };
 
-// The recurrence of one call, every operation moved by `unit` of its result.
+// The recurrence of one call, every operation perturbed by `unit` of its result.
 class Recurrence {
  public:
   Recurrence(const LinearCase& of, double unit, uint64_t seed) : c(of), u(unit), seed(seed), random(seed) {
@@ -55,7 +55,8 @@ class Recurrence {
     return random >> 63 ? x + by : x - by;
   }
   double rounded(double x) { return moved(x, x * u); }
-  // One pass moves all decays one way: a few of them could cancel by chance, and with them all that they act on.
+  // One pass perturbs all decays in the same direction: a few random ones could cancel, and with them all their
+  // effects.
   bool together() const { return seed == 1; }
   // sum += a b
   void add(double& sum, double a, double b) { sum = rounded(sum + rounded(a * b)); }
@@ -82,7 +83,7 @@ class Recurrence {
 
   bool ends_chunk(int64_t t) const { return t == T - 1 || (t + 1) % c.chunk == 0; }
 
-  // The state behind a chunk, by each term that the chunk adds to it.
+  // Perturbs the state after a chunk by each term that the chunk adds.
   void move_state(int64_t t, double* state) {
     earlier(t, t, [&](int64_t j, const double* fade) {
       for (int64_t f = 0; f < F; ++f)
@@ -91,7 +92,7 @@ class Recurrence {
     });
   }
 
-  // The gradient of the state before a chunk, likewise.
+  // The same for the gradient of the state before a chunk.
   void move_state_back(int64_t first) {
     Numbers fade(static_cast<size_t>(F), 1.0);
     for (int64_t i = first; i < T && (i == first || i % c.chunk != 0) && u > 0; ++i) {
@@ -114,13 +115,13 @@ class Recurrence {
     for (int64_t j = first; j <= last; ++j) use(j, &fades[(j - first) * F]);
   }
 
-  // Moves `x` by a rounding of one more term of a sum, and by one of the sum.
+  // Perturbs `x` by a rounding of one more term of a sum, and by one of the sum.
   void move_term(double& x, double& sum, double term) {
     sum += term;
     x = moved(moved(x, term * u), sum * u);
   }
 
-  // Moves what a row reads of the chunk's tokens.
+  // Perturbs what a row reads of the chunk's tokens.
   void move_read(int64_t t, int64_t last, const double* row, Numbers& result) {
     Numbers sum(static_cast<size_t>(D), 0.0);
     earlier(t, last, [&](int64_t j, const double* fade) {
@@ -130,7 +131,7 @@ class Recurrence {
     });
   }
 
-  // Moves gradients of a row and of the tokens that it reads, from that of what it found.
+  // Perturbs gradients of a row and of the tokens it reads, from the gradient of the row's result.
   void move_back(int64_t t, int64_t last, const double* row, const double* result, Numbers& d_row) {
     Numbers sum(static_cast<size_t>(F), 0.0);
     earlier(t, last, [&](int64_t j, const double* fade) {
@@ -201,7 +202,7 @@ class Recurrence {
           add(r.ends[(unit * c.chunks() + t / c.chunk) * F + f], states[((t + 1) * F + f) * D + d], ds[f * D + d]);
     }
     for (int64_t g = 0; g < c.group(); ++g) read_back(t, g);
-    Numbers gone(static_cast<size_t>(D), 0.0);  // gradient of what is written, then of what was missing
+    Numbers gone(static_cast<size_t>(D), 0.0);  // gradient of what is written, then of the residual
     for (int64_t d = 0; d < D; ++d) {
       for (int64_t f = 0; f < F; ++f) add(gone[d], key[f], ds[f * D + d]);
       gone[d] += late_value[t * D + d];
@@ -262,9 +263,10 @@ class Recurrence {
   const uint64_t seed;
   uint64_t random;
   int64_t F, D, T, unit = 0;
-  // Of one head of keys: states before and after each token, the state it finds, decays, features, what is written.
+  // Of one key head: states before and after each token, the value read from the state, decays, features, what is
+  // written.
   Numbers states, faded, sums, keep, k, q, written, missing, ds, dz;
-  // Gradients of numerators; what later tokens moved gradients by, and the sums so far.
+  // Gradients of numerators; perturbations of gradients by later tokens, and the sums so far.
   Numbers ups, late_key, late_value, key_sums, value_sums;
 };
 

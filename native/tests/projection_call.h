@@ -1,5 +1,5 @@
-// Products of linear layers in plain values, drawn at random, each a function of its number; laid out in guarded
-// memory, described to the library, run, and compared.
+// GEMMs of linear layers in plain values, drawn at random, each a function of its number; in guarded memory, described
+// to the library, run, and compared.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@ struct ProjectionCase {
   int activation = CH_PLAIN, gate_kind = CH_GATE_OUTPUT, dropped = 0;
   bool gated = false, sloped = false;  // sloped: with slopes written
   uint64_t seed = 0;
-  // Whole numbers, so small that float32 adds them without rounding: one answer is right, and nothing hides in a bound.
+  // Integers that float32 adds exactly: there is one correct answer, and no bound that could hide an error.
   bool whole = false;
   int64_t rows = 1, columns = 1;
   std::vector<int64_t> steps;         // of every term
-  std::vector<Numbers> left, right;   // [rows, steps] and [steps, columns], contiguous, never turned
+  std::vector<Numbers> left, right;  // [rows, steps] and [steps, columns], contiguous, never transposed
   Numbers bias;                       // [columns], or empty
-  Numbers gate, slope_gate;           // [rows, columns], or empty: the second where gated slopes are written
+  Numbers gate, slope_gate;  // [rows, columns], or empty: the second for gated slopes
 
   int64_t all_steps() const {
     int64_t sum = 0;
@@ -30,7 +30,7 @@ struct ProjectionCase {
   }
 };
 
-// What every dtype can hold: eight bits, at several sizes.
+// Values that every dtype represents: eight bits, at several magnitudes.
 inline double draw_number(Random& random, const ProjectionCase& c) {
   if (c.whole) return static_cast<double>(random.uniform(-8, 8));
   if (c.dtype == CH_FLOAT32) return static_cast<float>(2 * random.uniform() - 1);
@@ -54,7 +54,7 @@ inline void draw_numbers(Random& random, ProjectionCase& c) {
   if (c.gated && c.sloped) fill(c.slope_gate, c.rows * c.columns);
 }
 
-// To the nearest number of a dtype, to an even one from the middle. Not for numbers too small or too large for it.
+// To the nearest value of a dtype, ties to even. Not for values that overflow or underflow.
 inline double nearest(int dtype, double number) {
   int exponent = 0;
   std::frexp(number, &exponent);
@@ -66,9 +66,9 @@ struct ProjectionExpected {
   Result output, row_sums, slope;
 };
 
-// How far a sum may be off. float32 adds at most `chain` numbers one after the other, and then the sums of such
-// stretches, of which every term has at least one; each addition is a rounding, and so may be the product and the bias.
-// The bounds are those of reference.h.
+// The bound of a sum's error. float32 adds at most `chain` terms in sequence, and then the sums of such chains, of
+// which each term has at least one; each addition is a rounding, and so may be the product and the bias. The bounds are
+// those of reference.h.
 inline double sum_error(const ProjectionCase& c, double sizes, double chain) {
   if (c.whole) return 0;
   const double steps = static_cast<double>(c.all_steps());
@@ -76,14 +76,14 @@ inline double sum_error(const ProjectionCase& c, double sizes, double chain) {
   return 1.01 * roundings * std::ldexp(sizes, -24);
 }
 
-// And once it is rounded to its dtype. What is whole and exact before has one right answer.
+// The bound after rounding to the dtype. An exact integer has one correct answer.
 inline double rounded_bound(const ProjectionCase& c, double number, double error) {
   if (c.whole && error == 0) return 0;
   if (c.dtype == CH_FLOAT32) return error;
   return error + std::ldexp(std::fabs(number) + error, c.dtype == CH_BFLOAT16 ? -8 : -11) + std::ldexp(1.0, -25);
 }
 
-// What a sum, off by `error` at most, becomes on its way out.
+// The output of the epilogue for a sum with an error of at most `error`.
 struct Outgoing {
   Activated output, slope;
 };
@@ -93,7 +93,7 @@ inline Outgoing outgoing(const ProjectionCase& c, size_t row, size_t column, dou
   if (c.gated) {
     const size_t place = row * static_cast<size_t>(c.columns) + column;
     const double gate = c.gate[place];
-    // Of a slope the product is rounded, and so is a factor that is not a power of two.
+    // The product with a slope is rounded, and so is a factor that is not a power of two.
     const auto through = [&](double times) {
       return Activated{times * sum, c.whole ? 0 : std::fabs(times) * error + std::ldexp(std::fabs(times * sum), -22)};
     };
@@ -186,7 +186,7 @@ class ProjectionCall {
     return all_bits;
   }
 
-  // Nothing was written outside what is written, and nothing to what is read.
+  // Nothing was written outside the outputs, and nothing to the inputs.
   void margins(const std::string& name) {
     check(output.margins_intact(), name + ": wrote outside the output");
     if (c.counted) check(row_sums.margins_intact(), name + ": wrote outside row_sums");
@@ -246,9 +246,9 @@ class ProjectionCall {
   }
 };
 
-// The sizes at which something begins or ends: vectors, panels of 8, 16 and 64 columns, 6 rows at a time and 72 in a
-// block, sums of 512 steps, and what is packed at a time: 4096 numbers of a row, or 1024 of what lies turned, each of
-// which is two steps where bfloat16 is multiplied in pairs.
+// Sizes at which the kernels change: vectors, panels of 8, 16 and 64 columns, 6 rows at a time and 72 in a block, sums
+// of 512 steps, and the packing limits: 4096 operands of a row, or 1024 of a transposed one, each of which is two steps
+// with bf16 dot-product instructions.
 inline ProjectionCase draw_projection(uint64_t number) {
   using Sizes = std::vector<int64_t>;
   static const Sizes few = {1, 2, 3, 5, 6, 7}, primes = {1, 2, 11, 23, 37, 53, 71, 97, 131};
@@ -272,7 +272,7 @@ inline ProjectionCase draw_projection(uint64_t number) {
   };
   Random random(number + 501);
   ProjectionCase c;
-  // One after the other, so that every shape meets every dtype, lying and turned, in whole numbers and others.
+  // In sequence, so that every shape meets every dtype, plain and transposed, in integers and others.
   const uint64_t form = number % 24;
   c.dtype = static_cast<int>(form % 3), c.whole = form / 12;
   c.left_turned = form / 3 % 2, c.right_turned = form / 6 % 2;
@@ -284,7 +284,7 @@ inline ProjectionCase draw_projection(uint64_t number) {
   if (!c.gated) c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU));
   c.sloped = random.one_in(2) && (!c.gated || c.gate_kind == CH_GATE_SLOPE);
   const bool may_drop = !c.gated || c.gate_kind == CH_GATE_OUTPUT;
-  // Half of it doubles the rest, which rounds nothing.
+  // Dropping half doubles the rest, which is exact.
   if (may_drop && random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
   c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
   c.biased = random.one_in(2), c.counted = c.left_turned && terms == 1 && !random.one_in(4);

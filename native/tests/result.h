@@ -1,4 +1,4 @@
-// What a test says: a result and how far from it one may be, and what failed.
+// Test results: a value and its error bound, and the report of failures.
 #pragma once
 
 #include <cstdio>
@@ -21,10 +21,10 @@ struct Result {
 };
 
 inline int failures = 0;
-inline double fullest = 0;  // largest share of a bound that any result used
+inline double fullest = 0;  // largest fraction of a bound that any result used
 
 inline void fail(const std::string& line) {
-  // A handful says enough.
+  // Twenty lines are enough.
   if (++failures <= 20) std::fprintf(stderr, "FAILED %s\n", line.c_str());
 }
 
@@ -57,8 +57,8 @@ inline void compare(const Guarded& got, const Result& right, const std::string& 
         }
 }
 
-// What threads keep between calls is not there yet: neither its room nor what an earlier call left in it. New memory
-// is NaN (fresh.cpp), so that nothing may be read there before it is written.
+// Runs on a new thread, without the workspaces that threads cache between calls and without their contents. New memory
+// is NaN (fresh.cpp), so that reading it before writing shows.
 template <class Body> void on_a_fresh_thread(const Body& body) { std::thread(body).join(); }
 
 template <class Run> void expect_done_first(const Run& run, const std::string& name) {

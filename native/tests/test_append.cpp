@@ -1,5 +1,4 @@
-// Rows put behind those that a target holds, at every instruction set and several threads, and descriptions of it that
-// are wrong in one place each.
+// Appends to a cache, with every instruction set and several threads, and invalid descriptions.
 #include "activation_reference.h"
 #include "spoiled.h"
 
@@ -11,7 +10,7 @@ struct AppendCall {
   Guarded source, target;
   ch_append work{};
 
-  // `behind`: rows of the target behind those that are written.
+  // `behind`: rows of the target after the written ones.
   AppendCall(Random& random, int dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
              int64_t spare) {
     source = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
@@ -27,7 +26,7 @@ struct AppendCall {
     source.keep();
   }
 
-  // Whether the new rows are there, and every other byte is as it was made.
+  // Whether the new rows are there, and every other byte is unmodified.
   bool done() {
     const ch_append& w = work;
     bool right = true;
@@ -89,7 +88,7 @@ int bad_descriptions() {
   AppendCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1);
   const int count = expect_refused(call.work, all, "append", ch_append_rows, [&] { return call.target.untouched(); });
   expect(ch_append_rows(nullptr), CH_BAD_POINTER, "append of nothing");
-  // What is read may lie on itself: the same row for every head.
+  // Inputs may alias themselves: the same row for every head.
   ch_append shared = call.work;
   shared.source.head = 0;
   expect(ch_append_rows(&shared), CH_OK, "append of what heads share");

@@ -1,5 +1,5 @@
-// The library against the formula: every instruction set that this processor has, at 1, 2 and 5 threads.
-// `test_attention [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+// Attention against the formula: every instruction set of this processor, with 1, 2 and 5 threads. `test_attention
+// [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <pthread.h>
 
 #include <cstdlib>
@@ -8,7 +8,7 @@
 #include "cases.h"
 #include "observed.h"
 
-// AddressSanitizer's; not every compiler brings its header along.
+// AddressSanitizer's; not every compiler ships its header.
 extern "C" size_t __sanitizer_get_current_allocated_bytes(void);
 
 namespace test {
@@ -31,7 +31,7 @@ void expect_done(int code, const std::string& name) {
   if (code != CH_OK) fail(name + ": " + ch_message(code));
 }
 
-// Right, inside its memory, and the same bits at any number of threads.
+// Correct, within its memory, and bitwise identical with any number of threads.
 void on_set(int isa, Call& call, Observed& observed, const Expected& right, const std::string& what) {
   std::vector<std::vector<uint8_t>> first, first_statistics;
   for (int threads : {1, 2, 5}) {
@@ -63,7 +63,7 @@ void one_case(uint64_t number) {
     on_a_fresh_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
 }
 
-// Two heads of 90 keys; the caller sets each row's run.
+// Two heads of 90 keys; the caller sets each row's interval.
 Case of_two_heads(Random& random, int dtype, int64_t q_len) {
   Case c;
   c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = q_len, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
@@ -74,7 +74,7 @@ Case of_two_heads(Random& random, int dtype, int64_t q_len) {
   return c;
 }
 
-// NaN in a key and a value that nobody may attend to reaches nothing; backward says that it saw it, and writes nothing.
+// NaN in a masked key and value affects no result; backward returns CH_NOT_FINITE and writes nothing.
 void containment() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 5);
@@ -100,7 +100,7 @@ void containment() {
   }
 }
 
-// A gradient that arrives and is not finite would reach keys that its row may not attend to: backward refuses it too.
+// NaN or infinity in an output gradient would reach masked keys: backward refuses it too.
 void contained_arrivals() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 7);
@@ -123,7 +123,7 @@ void contained_arrivals() {
   }
 }
 
-// Two documents and padding behind them, which is NaN: backward never reads it.
+// Two documents followed by padding, which is NaN: backward never reads it.
 void contained_segments() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 11);
@@ -153,7 +153,7 @@ void contained_segments() {
   }
 }
 
-// More queries than are done in one piece see nothing, there being no keys or none for them.
+// More queries than one block has, which attend to nothing: without keys, or with none allowed.
 void nothing_to_see() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     for (int64_t k_len : {0, 90}) {
@@ -193,11 +193,11 @@ void both_ways(Case& c, Random& random, const std::string& what) {
   }
 }
 
-// Scales that are 0 or subnormal as floats, and those that are inf once they are turned to base 2.
+// Scales that are 0 or subnormal as floats, and scales that overflow in base 2.
 void scales() {
   for (double scale : {1e-46, 1e-40, 2.0e38, 2.4e38, 3.4e38})
     for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
-      // Products of halves are not so small.
+      // Products of halves are not that small.
       if (scale > 1 && dtype != CH_FLOAT32) continue;
       Case c;
       c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = 24, c.value_dim = 40;
@@ -213,7 +213,7 @@ void scales() {
     }
 }
 
-// What is not normal in 16 bits is normal in floats, though attention takes floats that are not for 0.
+// Subnormal halves are normal floats and must not be flushed, though attention flushes subnormal floats.
 void halves_that_are_not_normal() {
   for (int64_t dim : {3, 16, 19}) {
     Case c;
@@ -223,12 +223,12 @@ void halves_that_are_not_normal() {
     draw_numbers(random, c, c.key, 2 * 70 * dim, 2.0);
     draw_numbers(random, c, c.value, 2 * 70 * 40, 2.0);
     draw_numbers(random, c, c.grad_output, 2 * 13 * 40, 0.125);
-    for (double& number : c.query) number = std::ldexp(number, -16);  // multiples of 2^-21, all of them below 2^-14
+    for (double& number : c.query) number = std::ldexp(number, -16);  // multiples of 2^-21, all below 2^-14
     both_ways(c, random, "halves that are not normal");
   }
 }
 
-// A bias that is no number where nobody may attend: neither is the slope of a cap behind it.
+// NaN in a bias at a masked score: the derivative of the cap there is NaN too, and must not propagate.
 void capped_where_nobody_looks() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
     for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
@@ -246,7 +246,7 @@ void capped_where_nobody_looks() {
     }
 }
 
-// A row that sees no key has the sink's logit alone: NaN is not hidden there either.
+// A row without keys has only the sink's logit: NaN propagates from there too.
 void sinks_of_nan() {
   for (bool in_runs : {false, true}) {
     Case c;
@@ -266,7 +266,7 @@ void sinks_of_nan() {
   }
 }
 
-// Few rows over so many keys that their weights are kept for fewer rows than the keys are read for at once.
+// Few rows over so many keys that the strip has fewer rows than an in-place read of the keys covers.
 void looking_at_long_rows() {
   constexpr int64_t batch = 64, rows = 7, keys = 90000, dim = 16;
   Random random(37);
@@ -288,7 +288,7 @@ void looking_at_long_rows() {
   check(output == second, "statistics of long rows changed the output");
 }
 
-// What a long backward needed is not kept by the threads that helped either.
+// Worker threads do not cache the large workspace of a long backward.
 void helpers_keep_little() {
   constexpr int64_t heads = 4, rows = 70000, dim = 256;
   std::vector<float> one(rows * dim), softmax(heads * rows * 2), delta(heads * rows);
@@ -328,7 +328,7 @@ void* call_often(void* argument) {
   return nullptr;
 }
 
-// Eight threads at once, each with its own work and its own number of threads.
+// Eight concurrent callers, each with its own work and its own number of threads.
 void many_callers() {
   constexpr int count = 8;
   std::vector<Case> cases;

@@ -1,5 +1,5 @@
-// Dropout of activations against its definition, at every instruction set and several threads, and descriptions of it
-// that are wrong in one place each.
+// Dropout of activations against its definition, with every instruction set and several threads, and invalid
+// descriptions.
 #include "activation_reference.h"
 #include "spoiled.h"
 
@@ -28,7 +28,7 @@ struct DropoutCall {
     if (adds) added.keep();
   }
 
-  // Three bits: every dtype has them, and their sums.
+  // Three bits: every dtype represents them and their sums.
   static double draw(Random& random) { return static_cast<double>(random.uniform(-8, 8)) / 4; }
 };
 
@@ -42,7 +42,7 @@ void compare(const DropoutCall& call, const std::string& name) {
     const double right = (keep ? input * factor : 0) + added, got = call.output.get(0, 0, 0, i);
     // The factor, the product and the sum are rounded in float32, and the result once more to its dtype.
     const double bound = keep ? 0x1p-22 * (std::fabs(input * factor) + std::fabs(added)) + unit * std::fabs(right) : 0;
-    // Half has no number above.
+    // float16 overflows above.
     if (w.dtype == CH_FLOAT16 && std::fabs(right) > 65000) continue;
     if (std::fabs(got - right) <= bound) continue;
     return fail(name + " [" + std::to_string(i) + "] is " + std::to_string(got) + ", not " + std::to_string(right));
@@ -77,7 +77,7 @@ int every_size() {
   return cases;
 }
 
-// What is dropped is 0, whatever it was.
+// A dropped element is 0, even if it was NaN or infinity.
 void contains() {
   Random random(3);
   DropoutCall call(random, CH_FLOAT32, 1, 1000, false);

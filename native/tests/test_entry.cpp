@@ -1,4 +1,4 @@
-// Descriptions that are wrong in one place each: every one must come back with its code, and nothing written.
+// Invalid descriptions, each wrong in one place: every one must return its code and write nothing.
 #include <cmath>
 
 #include "call.h"
@@ -87,7 +87,7 @@ const std::vector<Bad<ch_attention>>& forward_only() {
   return all;
 }
 
-// Statistics that each want one thing more than the description has room for.
+// Statistics that each need one element more than the buffers of the description have.
 ch_statistics wanting(void (*spoil)(ch_statistics&)) {
   ch_statistics s{};
   spoil(s);
@@ -211,7 +211,7 @@ void answers() {
   expect(ch_backward(nullptr), CH_BAD_POINTER, "backward of nothing");
 }
 
-// Where there is no work, tensors may be absent.
+// Without work, tensors may be null.
 void nothing_to_do() {
   ch_attention work{};
   work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1;

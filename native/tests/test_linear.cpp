@@ -1,5 +1,5 @@
-// The linear family against the recurrence: every instruction set that this processor has, at 1, 2 and 5 threads.
-// `test_linear [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+// The linear attention family against the recurrence: every instruction set of this processor, with 1, 2 and 5 threads.
+// `test_linear [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <cstdlib>
 
 #include "linear_containment.h"
@@ -19,7 +19,7 @@ std::string describe(uint64_t number, const LinearCase& c) {
 
 void expect_done(int code, const std::string& name) { expect(code, CH_OK, name); }
 
-// Right, inside its memory, and the same bits at any number of threads, whoever has which chunks.
+// Correct, within its memory, and bitwise identical with any number of threads and either schedule of chunks.
 void one_case(uint64_t number) {
   const LinearCase c = draw_linear(number);
   const LinearExpected right = expected(c);
@@ -48,7 +48,7 @@ void one_case(uint64_t number) {
   }
 }
 
-// Powers of what is far below 0 are 0: a feature of elu, and decays, also where their sum would be -inf.
+// Exponentials far below 0 are 0: a feature of elu, and decays, also if their sum would be -inf.
 void extremes() {
   const double lowest = -static_cast<double>(__FLT_MAX__);
   for (int64_t gates : {0, 1, 3}) {
@@ -74,7 +74,7 @@ void extremes() {
   }
 }
 
-// Scales whose reciprocal no float holds: gradients are as many times smaller.
+// Scales whose reciprocal overflows: gradients are smaller by the same factor.
 void tiny_scales() {
   for (int map : {CH_FEATURE_IDENTITY, CH_FEATURE_ELU, CH_FEATURE_RELU}) {
     LinearCase c;

@@ -1,5 +1,4 @@
-// Descriptions of linear calls that are wrong in one place each: every one must come back with its code, and nothing
-// written.
+// Invalid descriptions of linear attention, each wrong in one place: every one must return its code and write nothing.
 #include "linear_call.h"
 #include "spoiled.h"
 
@@ -117,7 +116,7 @@ const std::vector<Bad<ch_linear>>& normalized_backward() {
   return all;
 }
 
-// Everything that the member has, so that each can be spoiled.
+// Every field that the member uses, so that each can be spoiled.
 LinearCase whole(bool normalized) {
   LinearCase c;
   Random random(13);
@@ -140,7 +139,7 @@ LinearCase whole(bool normalized) {
   return c;
 }
 
-// Where there is no work, tensors may be absent, and nothing is written.
+// Without work, tensors may be null, and nothing is written.
 void nothing_to_do(ch_linear work, LinearCall& call) {
   work.query.data = work.key.data = work.value.data = work.output.data = work.grad_output.data = nullptr;
   work.length = 0;

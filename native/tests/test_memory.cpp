@@ -1,4 +1,4 @@
-// Memory of freed results: where it lies, what is handed out again, the limit, threads and forks.
+// The cache of freed results: alignment, reuse, the limit, threads and forks.
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -82,7 +82,7 @@ void limit() {
   ch_keep_memory(0);
 }
 
-// Every thread writes its own number and finds it again.
+// Every thread writes its own value and reads it back.
 void threads() {
   ch_keep_memory(32 * MIB);
   std::vector<std::thread> some;
@@ -110,7 +110,7 @@ void forks() {
   for (int round = 0; round < 20; ++round) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(20);  // a lock that nobody gives back ends here
+      alarm(20);  // ends a deadlock
       drop(bytes(MIB));
       _exit(ch_kept_memory() > 0 ? 0 : 1);
     }
@@ -121,7 +121,7 @@ void forks() {
   busy.join();
 }
 
-// Where all of a process's keys are others', nothing is kept for a thread, and nobody else's memory is taken for it.
+// If all pthread keys of the process are taken, no thread caches a workspace, and no other key's memory is used.
 void without_keys() {
   const pid_t child = fork();
   if (child == 0) {

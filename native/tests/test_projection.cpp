@@ -1,5 +1,5 @@
-// Products of linear layers against the sum as it is written: every instruction set that this processor has, at 1, 2
-// and 5 threads. `test_projection [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+// GEMMs of linear layers against a plain sum: every instruction set of this processor, with 1, 2 and 5 threads.
+// `test_projection [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <functional>
 
 #include "projection_call.h"
@@ -25,7 +25,7 @@ std::string describe(const ProjectionCase& c, int isa, int threads) {
          ch_isa_name(isa) + ", threads " + std::to_string(threads);
 }
 
-// Right, inside its memory, and the same bits at any number of threads.
+// Correct, within its memory, and bitwise identical with any number of threads.
 void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, const std::vector<int>& all_threads) {
   const ProjectionExpected right = expected(c);
   Random random(seed);
@@ -44,8 +44,8 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
   }
 }
 
-// More than is packed at a time (2^22 numbers, of right or of what a panel of it takes): panels come in several passes,
-// each with all of left, and with several groups of steps besides.
+// More than is packed at a time (2^22 elements of right, or of one panel): panels come in several passes, each with all
+// of left, and with several groups of steps besides.
 int several_passes() {
   struct Shape {
     int dtype;
@@ -69,13 +69,13 @@ int several_passes() {
     c.whole = shape.whole, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
     c.biased = true, c.counted = c.left_turned;
     draw_numbers(random, c);
-    // With so many threads right is packed for all of them even for few rows.
+    // With this many threads right is packed and shared even for few rows.
     one_case(c, number, "several passes", {1, 5, 64});
   }
   return static_cast<int>(number);
 }
 
-// Very few rows, whose right is read where it lies from a number of steps on, with every way out.
+// Very few rows, whose right is read in place from a number of steps on, with every epilogue.
 int very_few_rows() {
   uint64_t number = 0;
   auto one = [&](bool right_turned, int64_t rows, int64_t steps, int64_t columns) {
@@ -88,20 +88,20 @@ int very_few_rows() {
     if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
     c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
     draw_numbers(random, c);
-    // Of some hundred thousand threads a process has had, the leak checker loses sight of the last.
+    // After some hundred thousand threads of a process, the leak checker loses track of the last one.
     one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
   };
   for (int64_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 25})
     for (int64_t steps : {8, 16, 32, 240, 256, 264, 4096, 4112, 8224})
       for (int64_t columns : {1, 4, 15, 17, 100}) one(true, rows, steps, columns);
-  // Right's rows are steps there, of which eight are added up at a time.
+  // Right's rows are steps here, of which eight are added at a time.
   for (int64_t rows = 1; rows < 10; ++rows)
     for (int64_t steps : {1, 7, 8, 9, 16, 37, 600})
       for (int64_t columns : {1, 15, 17, 100, 1030, 2100}) one(false, rows, steps, columns);
   return static_cast<int>(number);
 }
 
-// Every form of the description, for what holds whatever the numbers are.
+// Every form of the description, for properties that do not depend on the values.
 void each_form(const std::function<void(ProjectionCase&)>& use) {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
     for (bool left_turned : {false, true})
@@ -112,8 +112,8 @@ void each_form(const std::function<void(ProjectionCase&)>& use) {
       }
 }
 
-// The sum of nothing is 0, and the bias where there is one: terms without steps need no memory. Where there is nothing
-// to write nothing else is needed either.
+// The sum of nothing is 0, or the bias: terms without steps need no memory. Without output elements nothing else is
+// needed either.
 void nothing_to_add() {
   each_form([](ProjectionCase& c) {
     c.rows = 13, c.columns = 67, c.biased = c.right_turned, c.whole = true;
@@ -144,13 +144,13 @@ void nothing_to_add() {
   });
 }
 
-// A stride of what is only read may be 0, and that of a single row is nobody's business.
+// A stride of an input may be 0, and the stride of a single row is unused.
 void odd_strides() {
   each_form([](ProjectionCase& c) {
     c.rows = 7, c.columns = 19, c.steps = {37}, c.whole = true;
     Random random(8);
     draw_numbers(random, c);
-    // The first row of what lies there stands for all of them.
+    // The first row stands for all of them.
     const auto repeat = [](Numbers& of, int64_t rows, int64_t columns, bool transposed) {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t x = 0; x < columns; ++x)
@@ -180,14 +180,14 @@ void odd_strides() {
   });
 }
 
-// Pairs of bfloat16 can be read where they lie only if no row begins or ends between two: an odd count of steps, stride
-// or address must each be noticed. NaN lies behind every row.
+// bf16 pairs can be read in place only if no row starts or ends within a pair: an odd count of steps, stride or address
+// must each be detected. NaN follows every row.
 void pairs_in_place() {
   for (int64_t steps : {37, 38, 64})
     for (int64_t stride : {70, 71})
       for (int odd : {0, 1, 2, 3})
         for (int way : {0, 1, 2}) {
-          // Of three rows the right factor is read where it lies, too.
+          // With three rows the right operand is read in place, too.
           const bool right_turned = way > 0;
           ProjectionCase c;
           c.dtype = CH_BFLOAT16, c.right_turned = right_turned, c.rows = way == 2 ? 3 : 13, c.columns = 33, c.steps = {steps};
@@ -213,7 +213,7 @@ void pairs_in_place() {
         }
 }
 
-// Where the second call has other numbers than the first; there it must have some that are not finite.
+// Compares where the second call has other values than the first; some of these must be NaN or infinity.
 void compare_clean(const Guarded& clean, const Guarded& got, const std::string& name,
                    const std::function<bool(int64_t r, int64_t x)>& reaches) {
   for (int64_t r = 0; r < clean.count[2]; ++r)
@@ -225,7 +225,7 @@ void compare_clean(const Guarded& clean, const Guarded& got, const std::string& 
     }
 }
 
-// NaN and inf stay in their row, or column. The last step has no partner where steps are multiplied in pairs.
+// NaN and infinity stay in their row, or column. The last step has no partner with bf16 dot-product instructions.
 void containment() {
   enum Place { in_left, in_right, in_bias };
   static const char* places[] = {"left", "right", "the bias"};

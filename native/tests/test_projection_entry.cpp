@@ -1,5 +1,4 @@
-// Descriptions of products that are wrong in one place each: every one must come back with its code, and nothing
-// written.
+// Invalid descriptions of GEMMs, each wrong in one place: every one must return its code and write nothing.
 #include "projection_call.h"
 #include "spoiled.h"
 
@@ -54,7 +53,7 @@ const std::vector<Bad<ch_projection>>& either_way() {
       {"huge stride of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = huge; }},
       {"huge stride of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = huge; }},
       {"huge stride of output", CH_BAD_STRIDE, [](W& w) { w.output_row = huge; }},
-      // These go past what a process can address; the two below past the last address.
+      // These exceed what a process can address; the two below exceed the last address.
       {"a far stride of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = int64_t{1} << 56; }},
       {"a far stride of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = int64_t{1} << 56; }},
       {"left at the last address", CH_BAD_STRIDE, [](W& w) { w.terms[0].left = reinterpret_cast<void*>(-8); }},
@@ -65,7 +64,7 @@ const std::vector<Bad<ch_projection>>& either_way() {
   return all;
 }
 
-// Of a description with two terms, whose left lies as it is read.
+// Of a description with two terms, whose left is not transposed.
 const std::vector<Bad<ch_projection>>& with_terms() {
   using W = ch_projection;
   static const std::vector<Bad<W>> all = {

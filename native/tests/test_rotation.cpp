@@ -1,5 +1,4 @@
-// Rotary positions at every instruction set and several threads, into another tensor and in place, and descriptions that
-// are wrong in one place each.
+// RoPE with every instruction set and several threads, into another tensor and in place, and invalid descriptions.
 #include <cfloat>
 
 #include "activation_reference.h"
@@ -14,14 +13,14 @@ struct RotationCall {
   bool in_place;
   ch_rotation work{};
 
-  // `behind`: positions of the table behind those that are asked for.
+  // `behind`: positions of the table after the requested ones.
   RotationCall(Random& random, int dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
                int64_t offset, bool in_place_)
       : in_place(in_place_) {
     table = Guarded::make(random, CH_FLOAT32, 4, 1, 1, first + rows + offset, columns, true);
     source = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
     target = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
-    // Rows that nobody may read stay NaN.
+    // Rows that must not be read stay NaN.
     for (int64_t r = first; r < first + rows; ++r)
       for (int64_t x = 0; x < columns; ++x) encode(CH_FLOAT32, random.uniform() * 2 - 1, table.at(0, 0, r, x));
     fill(random, source, batch, heads, rows, columns);
@@ -41,7 +40,7 @@ struct RotationCall {
             encode(tensor.dtype, static_cast<double>(random.uniform(-100, 100)) / 4, tensor.at(b, h, r, x));
   }
 
-  // Every number of the source, in order.
+  // Every element of the source, in order.
   std::vector<double> numbers() const { return all_of(source); }
   std::vector<double> all_of(const Guarded& tensor) const {
     std::vector<double> result;
@@ -52,7 +51,7 @@ struct RotationCall {
     return result;
   }
 
-  // Holds what was written against the formula in double; `before` is the source as it was.
+  // Compares the result with the formula in double; `before` is the source before the call.
   void hold(const std::vector<double>& before, const std::string& name) {
     const Guarded& written = in_place ? source : target;
     const int64_t half = work.columns / 2;
@@ -111,7 +110,7 @@ int every_size() {
   return cases;
 }
 
-// A number that is not finite reaches the two of its pair.
+// NaN or infinity reaches the two elements of its pair only.
 void containment() {
   for (int isa : usable_sets()) {
     Random random(3);

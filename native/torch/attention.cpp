@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* name = "attention";
 
-// What forward returns besides the output, in this order; bits of `returns`.
+// Optional results of forward after the output, in this order; bits of `returns`.
 enum Returned : int64_t {
   LSE = 1 << 0,
   SOFTMAX = 1 << 1,
@@ -26,7 +26,7 @@ enum Returned : int64_t {
 };
 constexpr int64_t gathered = MAX_SCORE | TIES | ENTROPY | DISTANCE | SINK_MASS | TOP_K | RECEIVED | ROW_WEIGHTS | HEATMAP | ROWS;
 
-// Sizes of statistics: keys of the sink's mass, entries of top-k, side of the heatmap's tiles, single rows.
+// Sizes of statistics: keys of the sink mass, entries of top-k, tile side of the heatmap, single rows.
 struct StatisticSizes {
   int64_t sink_keys = 0, top_k = 0, heatmap = 0, rows = 0;
 };
@@ -57,7 +57,7 @@ void check_qkv(const Tensor& query, const Tensor& key, const Tensor& value) {
          "Query head h reads key head h // group.");
 }
 
-// Whether each axis of a table is that of the call or 1.
+// Whether each axis of a table has the call's size or 1.
 bool broadcasts(const Tensor& table, std::initializer_list<int64_t> sizes) {
   if (table.dim() != static_cast<int64_t>(sizes.size())) return false;
   int64_t axis = 0;
@@ -156,7 +156,7 @@ ch_attention describe(const Tensor& query, const Tensor& key, const Tensor& valu
   return work;
 }
 
-// Results of a forward call: each is allocated, and the description points at it.
+// Results of a forward call: allocates each and sets its pointer in the description.
 class Forward {
  public:
   Forward(ch_attention& work, const Tensor& query, int64_t returns, const StatisticSizes& sizes)
@@ -175,7 +175,7 @@ class Forward {
     results_.push_back(empty(dtype, sizes));
     return results_.back().as<float>();
   }
-  // A float32 [batch, heads, q_len] or [batch, heads, q_len, last]; null where it is not asked for.
+  // A float32 [batch, heads, q_len] or [batch, heads, q_len, last]; null if it is not requested.
   float* rows(int64_t bit, int64_t last) {
     if (!(returns_ & bit)) return nullptr;
     Sizes sizes = {work_.batch, work_.heads, work_.q_len};
@@ -238,7 +238,7 @@ void check_sizes(int64_t returns, const std::vector<int64_t>& sizes) {
          "See ch.Want.");
 }
 
-// The float32 gradients of learned rules: one for each tensor, zeroed, which the kernel adds to.
+// The float32 gradients of learned rules: one zeroed tensor for each, which the kernel accumulates into.
 std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const std::vector<int64_t>& slots) {
   if (slots.empty()) return {};
   std::vector<Tensor> grads(static_cast<size_t>(std::max<int64_t>(0, *std::max_element(slots.begin(), slots.end()) + 1)));
@@ -339,7 +339,7 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const double scale = arguments.number();
   const AttentionOptions options = read_options(arguments, scale);
   const Tensor grad_lse = arguments.optional_tensor();
-  // Of ties, and gradients of the maximum, entropy, distance, sink and received.
+  // Ties, and gradients of the maximum, entropy, distance, sink and received statistics.
   const std::vector<Tensor> statistics = arguments.optional_tensors();
   const int64_t sink_keys = arguments.integer();
   const std::vector<int64_t> rule_slots = arguments.integers();

@@ -5,7 +5,7 @@
 namespace clearhead::torch {
 namespace {
 
-// What forward saved, in the order in which it saved it.
+// The tensors saved by forward, in the order of saving.
 class Saved {
  public:
   explicit Saved(const std::vector<Tensor>& tensors) : tensors_(tensors) {}
@@ -43,7 +43,7 @@ struct SavedSublayer {
   const float* moments = nullptr;
 };
 
-// Gradients by place: first those of the tokens, then those of the tensors. What is not needed is never allocated.
+// Gradients by index: first those of the tokens, then those of the tensors. Only needed ones are allocated.
 class Gradients {
  public:
   Gradients(const BlockCall& call, const std::vector<int64_t>& needs)
@@ -57,7 +57,7 @@ class Gradients {
   bool needs(const NormSpec& spec) const { return needs(spec.weight) || needs(spec.bias); }
 
   Tensor& of_tokens(size_t which, const Sizes& sizes, Dtype dtype) { return results_[which] = empty(dtype, sizes); }
-  // The gradient of a weight or bias, its elements unknown until they are written; null where it is not needed.
+  // The gradient of a weight or bias, uninitialised until written; null if it is not needed.
   Tensor* of(const Slot& slot) {
     if (!needs(slot)) return nullptr;
     Tensor& result = results_[tokens_ + static_cast<size_t>(slot.place)];
@@ -94,7 +94,7 @@ class Backward {
     read(saved);
   }
 
-  // Whether the gradients are finite wherever a mask asks for it; else they are of no use.
+  // Returns false if a mask is given and an input or gradient has NaN or infinity; the gradients are invalid then.
   bool run(const Matrix& arrived) {
     if (!block_.residual) {
       const Matrix x = matrix_of(call_.tokens[0]);
@@ -110,7 +110,7 @@ class Backward {
   }
 
  private:
-  // ---- what forward saved ----
+  // ---- saved tensors ----
 
   void read(Saved& saved) {
     saved_.resize(block_.sublayers());
@@ -158,7 +158,7 @@ class Backward {
       attended.exact = &saved.next({call_.batch, spec.heads, call_.length, spec.head_dim}, Dtype::float32);
   }
 
-  // ---- what is needed ----
+  // ---- needed gradients ----
 
   bool needs_sublayer(size_t place) const {
     if (place >= block_.attentions.size()) {
@@ -172,7 +172,7 @@ class Backward {
     return gradients_.needs(spec.last) || (reads_memory(call_, block_, place) && gradients_.tokens(1));
   }
 
-  // Whether a gradient is needed of the tokens, or within so many first sublayers and norms.
+  // Whether a gradient is needed of the tokens, or within the first `sublayers` sublayers and `norms` norms.
   bool needed(size_t sublayers, size_t norms) const {
     if (gradients_.tokens(0)) return true;
     for (size_t place = 0; place < sublayers; ++place)
@@ -220,7 +220,7 @@ class Backward {
     dropout_add(dtype_, more, 0, 0, arrived.data, token_gradient(0).data);
   }
 
-  // The gradient of what a norm's sum was made of besides the residual, whose gradient goes to `of_sum`.
+  // The gradient of a norm's input besides the residual, whose gradient is written to `of_sum`.
   Matrix through_norm(size_t place, const Matrix& arrived, const AroundSpec* dropout, const Matrix& more,
                       const Matrix& at_sum, const Matrix& of_sum) {
     const NormSpec& spec = block_.around[place].norm;
@@ -241,7 +241,7 @@ class Backward {
 
   // ---- sublayers ----
 
-  // Gradients of a sublayer's layers, and of what it read in `of_x`, where that is not null.
+  // Gradients of a sublayer's layers, and of its input in `of_x` unless that is null.
   void through(size_t place, const Matrix& arrived, const Matrix& x, const Matrix& of_x) {
     if (place < block_.attentions.size()) through_attention(place, arrived, x, of_x);
     else through_feedforward(place, arrived, x, of_x);
@@ -263,7 +263,7 @@ class Backward {
       epilogue.gate = fed.activated, epilogue.gate_kind = CH_GATE_SLOPE;
       epilogue.slope_gate = fed.slope, epilogue.slope = of_layers[0];
     } else if (keeps_output(spec.activation)) {
-      // Slopes know what was dropped; an output does not.
+      // Saved slopes include dropout; a saved output does not.
       epilogue.gate = fed.hidden, epilogue.gate_kind = CH_GATE_OUTPUT, epilogue.dropped = spec.dropped;
     } else {
       epilogue.gate = fed.slope, epilogue.gate_kind = CH_GATE_SLOPE;
@@ -332,7 +332,7 @@ class Backward {
     part_gradients(spec, {0, 0, 0, spec.layer}, grad, x);
   }
 
-  // Of the part of a layer that a product was made with.
+  // Gradients of the part of a layer that one GEMM used.
   void part_gradients(const LinearSpec& spec, const Source& source, const Matrix& grad, const Matrix& x) {
     Tensor* weight = gradients_.of(spec.weight);
     Tensor* bias = gradients_.of(spec.bias);

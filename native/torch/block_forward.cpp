@@ -3,7 +3,7 @@
 namespace clearhead::torch {
 namespace {
 
-// One block: what backward reads is a new tensor while training, and memory of the call otherwise.
+// Forward of one block: tensors that backward reads are newly allocated while training, and workspace memory otherwise.
 class Forward {
  public:
   Forward(const BlockCall& call, const BlockSpec& block, std::vector<Tensor>* saved)
@@ -67,7 +67,7 @@ class Forward {
     }
   }
 
-  // What a sublayer gives, [rows, width], in `output` where that is not null.
+  // The output of a sublayer, [rows, width], in `output` unless that is null.
   Matrix sublayer(size_t place, const Matrix& x, const Matrix* output) {
     const bool attends = place < block_.attentions.size();
     const int64_t width = attends ? block_.attentions[place].last.layer.out : block_.feedforward.layers.back().layer.out;
@@ -149,7 +149,7 @@ class Forward {
     const Matrix activated = saved_matrix(x.rows, width);
     if (slopes) first.slope = scratch(x.rows, width);
     linear(dtype_, x, spec.layers[0].layer, activated, first);
-    // What is dropped of one factor is dropped of the product.
+    // Dropping an element of one factor drops the same element of the product.
     Epilogue second;
     second.gate = activated, second.gate_kind = CH_GATE_SLOPE, second.slope_gate = first.slope;
     const Matrix hidden = saved_matrix(x.rows, width);
@@ -191,7 +191,7 @@ void block(StableIValue* stack, uint64_t, uint64_t) {
   if (call.blocks.size() > 1) second.data = workspace.take(output.rows * output.columns * size_of(call.dtype));
   Matrix stream = matrix_of(call.tokens[0]);
   for (size_t place = 0; place < call.blocks.size(); ++place) {
-    // Blocks write in turn to the output and to a second buffer, so that the last one's result is the output.
+    // Blocks write alternately to the output and to a second buffer, so that the last block writes to the output.
     const Matrix target = (call.blocks.size() - 1 - place) % 2 == 0 ? output : second;
     Forward(call, call.blocks[place], nullptr).run(stream, target);
     stream = target;

@@ -8,7 +8,7 @@ std::vector<Source> sources_of(const AttentionSpec& spec, size_t sequences, Dtyp
   std::vector<Source> sources;
   const bool queries_alone = spec.cache == Cache::memory;
   if (spec.sources.size() == 1 && (sequences > 1 || queries_alone)) {
-    // Queries read other tokens than keys and values do: one layer is two products.
+    // Queries read other tokens than keys and values, so one fused layer becomes two GEMMs.
     const Linear& layer = spec.sources[0].layer;
     const int64_t of_queries = spec.heads * spec.head_dim;
     sources.push_back({0, 0, 0, layer.outputs_from(0, of_queries, dtype)});
@@ -58,11 +58,11 @@ void rotate_heads(const BlockCall& call, const AttentionSpec& spec, const std::v
     turn.positions = table.size(0), turn.table = table.as<float>(), turn.back = back;
     turn.source = heads[place];
     if (spec.rotary == Rotary::by_position) {
-      // Behind those that a cache holds new keys stand where their tokens do as queries.
+      // With a growing cache, new keys have the positions of the query tokens.
       const bool follows_cache = spec.cache == Cache::grows;
       turn.first = place == 0 || follows_cache ? (follows_cache ? spec.cached : spec.options.query_offset) : 0;
     } else if (table.size(0) != turn.rows) {
-      // Angles of each token of the batch: its rows are one sequence.
+      // Each token of the batch has its own cos/sin: the rows are one sequence.
       turn.source.batch = 0, turn.rows *= turn.batch, turn.batch = 1;
     }
     if (turn.first < 0 || turn.first > turn.positions - turn.rows)

@@ -1,5 +1,5 @@
-// Reads what blocks are from the lists that Python wrote, and checks that their parts fit each other. The lists say first
-// what every block is, and then for every block what differs from call to call.
+// Reads the description of blocks from the lists that Python wrote, and checks that its parts fit each other. The lists
+// have first the structure of every block, and then per block what differs between calls.
 #include "block.h"
 
 namespace clearhead::torch {
@@ -10,7 +10,7 @@ constexpr int64_t most_parts = 1 << 20;
 
 std::string words(int64_t number) { return std::to_string(number); }
 
-// Walks along the three lists.
+// Iterates over the three lists.
 class Reader {
  public:
   Reader(BlockCall& call, const std::vector<int64_t>& integers, const std::vector<double>& numbers)
@@ -36,7 +36,7 @@ class Reader {
     const int64_t place = static_cast<int64_t>(tensor_++);
     return {&call_.tensors[static_cast<size_t>(place)], place};
   }
-  // A tensor behind a flag that says whether there is one.
+  // A tensor preceded by a flag that says whether there is one.
   Slot optional_slot() { return flag() ? slot() : Slot{}; }
   Tensor optional_tensor() { return flag() ? slot().tensor->reference() : Tensor(); }
   const Tensor* cache() {
@@ -111,7 +111,7 @@ void check_cache(const BlockCall& call, const AttentionSpec& spec) {
   }
 }
 
-// Widths of the projections against heads and tokens.
+// Checks the widths of the projections against heads and tokens.
 void check_attention(const BlockCall& call, const AttentionSpec& spec, bool reads_memory) {
   const int64_t heads = spec.heads + 2 * spec.kv_heads;
   const bool together = spec.sources.size() == 1;

@@ -96,7 +96,7 @@ void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matr
     ch_term& term = work.terms[place];
     term = {grad.data, layer.weight, grad.step, layer.step, layer.out};
     if (any_transposed && !all_transposed && layer.transposed) {
-      // One call reads all its right factors alike.
+      // A call has one layout for the right operands of all its terms.
       const int64_t size = size_of(dtype);
       char* copy = static_cast<char*>(copies.take(layer.out * layer.in * size));
       for (int64_t row = 0; row < layer.out; ++row)
@@ -121,7 +121,7 @@ void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Mat
 }
 
 void bias_gradient(Dtype dtype, const Matrix& grad, void* bias) {
-  // The weight's gradient against one column of ones.
+  // The same GEMM as the weight gradient, with a single column of ones.
   Workspace workspace;
   const int64_t size = size_of(dtype);
   char* ones = static_cast<char*>(workspace.take(grad.rows * size));

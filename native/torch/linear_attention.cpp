@@ -10,7 +10,7 @@ namespace clearhead::torch {
 namespace {
 
 constexpr const char* name = "linear_attention";
-// Heads per thread from which a thread processes whole heads; with fewer, threads process single chunks.
+// From this many heads per thread on, a thread processes whole heads; with fewer, threads process single chunks.
 constexpr int64_t enough_heads = 2;
 
 struct Inputs {
@@ -41,7 +41,7 @@ Options read_options(Arguments& arguments) {
   return options;
 }
 
-// Raises where a tensor that is given has other sizes or another dtype.
+// Raises if a given tensor has other sizes or another dtype.
 void check_sizes(const char* argument, const Tensor& tensor, const Sizes& sizes, const char* then) {
   if (!tensor) return;
   bool fits = tensor.dtype() == Dtype::float32 && tensor.dim() == static_cast<int64_t>(sizes.size());
@@ -94,7 +94,7 @@ void check_options(const Inputs& inputs, const Options& options, bool normalized
 
 int64_t padded(int64_t count) { return (count + CH_LINEAR_PAD - 1) / CH_LINEAR_PAD * CH_LINEAR_PAD; }
 
-// A call: its inputs, contiguous where the kernels ask for it, and the description that points at them.
+// A call: its inputs, copied if they are not contiguous, and the description that points at them.
 class Call {
  public:
   Call(Inputs inputs, const Options& options, bool normalized) : inputs(std::move(inputs)), normalized(normalized) {
@@ -149,7 +149,7 @@ class Call {
 
 const float* address(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
 
-// The elements of `from`, or zeros for an undefined one.
+// Copies the elements of `from`, or zeros if it is undefined.
 void write(const Tensor& from, Tensor& to) {
   const size_t bytes = static_cast<size_t>(to.elements()) * sizeof(float);
   if (bytes == 0) return;
@@ -157,7 +157,7 @@ void write(const Tensor& from, Tensor& to) {
   else memset(to.data(), 0, bytes);
 }
 
-// What forward returned besides the last state.
+// The results of forward other than the output and last state.
 struct Saved {
   Tensor output, shares, states, sums;
 };
@@ -176,7 +176,7 @@ void use_saved(Call& call, Saved& saved) {
   work.output = view_of(saved.output), work.shares = saved.shares.as<float>(), work.sums = saved.sums.as<float>();
 }
 
-// Gradients of what forward returned; undefined ones are zero.
+// Gradients of forward's results; undefined ones are zero.
 struct Arrived {
   Tensor output, last_state, last_normalizer;
 };
@@ -196,7 +196,7 @@ void use_arrived(Call& call, Arrived& grads) {
   work.grad_last_normalizer = address(grads.last_normalizer);
 }
 
-// Gradients of the inputs and of the first state, allocated, which the description points at.
+// Gradients of the inputs and of the first state: allocates them and sets the pointers in the description.
 struct Gradients {
   explicit Gradients(Call& call) {
     ch_linear& work = call.work;

@@ -11,12 +11,13 @@
 namespace clearhead::torch {
 namespace {
 
-// Bytes from which a tensor's memory comes from the library's own pool. Below, malloc has some ready more often than not.
+// Bytes from which a tensor's memory comes from the library's cache of freed results. Below, malloc usually has memory
+// mapped.
 constexpr int64_t least_pooled = int64_t{1} << 20;
 constexpr size_t alignment = 64;
 constexpr int32_t most_threads = 4096;
 
-// torch's numbers of the dtypes above, in their order.
+// torch's dtype codes in the order of `Dtype`.
 const int32_t* torch_dtypes() {
   static const int32_t numbers[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
                                     aoti_torch_dtype_int32(),   aoti_torch_dtype_int64(),    aoti_torch_dtype_uint8()};
