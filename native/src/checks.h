@@ -15,11 +15,11 @@
 namespace clearhead {
 
 // Positions are bounded so that the sum or difference of two of them fits in int64.
-inline constexpr int64_t farthest = int64_t{1} << 48;
-inline constexpr int64_t most = INT32_MAX;
-inline constexpr int most_threads = 4096;
+inline constexpr int64_t max_position = int64_t{1} << 48;
+inline constexpr int64_t max_count = INT32_MAX;
+inline constexpr int max_threads = 4096;
 // No process can address more memory.
-inline constexpr int64_t most_bytes = int64_t{1} << 56;
+inline constexpr int64_t max_bytes = int64_t{1} << 56;
 
 struct Axis {
   int64_t count, stride;
@@ -48,7 +48,7 @@ inline int64_t reach(const Layout& layout) {
 }
 
 // Whether no two indices share an address: each axis steps over everything that the axes of smaller stride cover.
-inline bool separate(const Layout& layout) {
+inline bool non_overlapping(const Layout& layout) {
   int64_t covered = layout.last;
   bool done[3] = {false, false, false};
   for (int round = 0; round < 3; ++round) {
@@ -68,19 +68,19 @@ inline bool separate(const Layout& layout) {
 inline int check_memory(const void* data, const Layout& layout, int64_t size, Access access = Access::read) {
   const int64_t elements = reach(layout);
   int64_t bytes = 0;
-  if (elements < 0 || __builtin_mul_overflow(elements, size, &bytes) || bytes > most_bytes) return CH_BAD_STRIDE;
+  if (elements < 0 || __builtin_mul_overflow(elements, size, &bytes) || bytes > max_bytes) return CH_BAD_STRIDE;
   if (bytes == 0) return CH_OK;
   const uintptr_t first = reinterpret_cast<uintptr_t>(data);
   uintptr_t end = 0;
   if (data == nullptr || first % static_cast<uintptr_t>(size) != 0) return CH_BAD_POINTER;
   if (__builtin_add_overflow(first, static_cast<uintptr_t>(bytes), &end)) return CH_BAD_STRIDE;
-  return access == Access::write && !separate(layout) ? CH_BAD_STRIDE : CH_OK;
+  return access == Access::write && !non_overlapping(layout) ? CH_BAD_STRIDE : CH_OK;
 }
 
-inline bool is_count(int64_t number) { return number >= 0 && number <= most; }
+inline bool is_count(int64_t count) { return count >= 0 && count <= max_count; }
 
 // Whether `dropped` of CH_LEVELS is a valid dropout probability.
-inline bool is_share(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
+inline bool is_dropout_level(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
 
 // Whether batch * heads * rows * last * 1 MiB fits in int64, which covers every padding and packing.
 inline bool countable(int64_t batch, int64_t heads, int64_t rows, int64_t last) {

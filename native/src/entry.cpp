@@ -118,9 +118,9 @@ int32_t vendor() {
 
 bool forked = false;
 
-void note_fork() { forked = true; }
+void set_forked() { forked = true; }
 
-__attribute__((constructor)) void watch_forks() { pthread_atfork(nullptr, nullptr, note_fork); }
+__attribute__((constructor)) void register_fork_handler() { pthread_atfork(nullptr, nullptr, set_forked); }
 
 }  // namespace
 
@@ -158,7 +158,8 @@ int ch_isa_best(void) { return ch_isa_for(clearhead::vendor()); }
 
 double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads) {
   const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
-  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 || threads < 1 || threads > clearhead::most_threads) return 0.0;
+  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 || threads < 1 ||
+      threads > clearhead::max_threads) return 0.0;
   return kernels->rate(dtype, clearhead::after_fork() ? 1 : threads);
 }
 

@@ -17,9 +17,9 @@ namespace {
 
 constexpr size_t HUGE_PAGE = size_t(1) << 21;
 constexpr size_t PAGE = size_t(1) << 16;
-constexpr int MOST_BLOCKS = 512;
+constexpr int MAX_BLOCKS = 512;
 // Bytes that stay resident. Each madvise costs ten microseconds and stalls the other threads.
-constexpr size_t MOST_RESIDENT = size_t(1) << 28;
+constexpr size_t MAX_RESIDENT_BYTES = size_t(1) << 28;
 
 struct Block {
   void* data;
@@ -29,21 +29,21 @@ struct Block {
 
 // Oldest first.
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-Block cached[MOST_BLOCKS];
+Block cached[MAX_BLOCKS];
 int num_cached = 0;
 size_t cached_bytes = 0;
 size_t resident_bytes = 0;
-size_t most_bytes = 0;
+size_t max_bytes = 0;
 pthread_once_t started = PTHREAD_ONCE_INIT;
 
-void hold() { pthread_mutex_lock(&lock); }
-void leave() { pthread_mutex_unlock(&lock); }
+void lock_pool() { pthread_mutex_lock(&lock); }
+void unlock_pool() { pthread_mutex_unlock(&lock); }
 
 void start() {
   // A fork while another thread has the lock would leave it locked in the child forever.
-  pthread_atfork(hold, leave, leave);
+  pthread_atfork(lock_pool, unlock_pool, unlock_pool);
   const long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
-  most_bytes = pages > 0 && size > 0 ? static_cast<size_t>(pages) / 8 * static_cast<size_t>(size) : 0;
+  max_bytes = pages > 0 && size > 0 ? static_cast<size_t>(pages) / 8 * static_cast<size_t>(size) : 0;
 }
 
 // Eight sizes between consecutive powers of two, so that lengths that differ a little share blocks.
@@ -62,8 +62,9 @@ void* map(size_t bytes) {
   char* first = static_cast<char*>(mapped);
   char* data = first + (HUGE_PAGE - reinterpret_cast<uintptr_t>(first) % HUGE_PAGE) % HUGE_PAGE;
   if (data > first) munmap(first, static_cast<size_t>(data - first));
-  if (first + mapped_bytes > data + bytes) munmap(data + bytes, static_cast<size_t>(first + mapped_bytes - (data + bytes)));
-  expect_writes(data, bytes);
+  if (first + mapped_bytes > data + bytes) munmap(data + bytes,
+                                                  static_cast<size_t>(first + mapped_bytes - (data + bytes)));
+  advise_huge_pages(data, bytes);
   return data;
 }
 
@@ -78,7 +79,7 @@ Block removed(int place) {
 
 // Offers the oldest blocks to the system, beyond the resident limit.
 void offer_oldest() {
-  for (int place = 0; place < num_cached && resident_bytes > MOST_RESIDENT; ++place) {
+  for (int place = 0; place < num_cached && resident_bytes > MAX_RESIDENT_BYTES; ++place) {
     Block& block = cached[place];
     if (!block.resident) continue;
 #if defined(MADV_FREE)
@@ -99,55 +100,55 @@ void shrink(size_t bytes, int blocks) {
 
 }  // namespace
 
-void* take_memory(size_t bytes) {
+void* pool_allocate(size_t bytes) {
   if (bytes > SIZE_MAX / 4) return nullptr;
   const size_t wanted = rounded(bytes);
   void* reused = nullptr;
   pthread_once(&started, start);
-  hold();
+  lock_pool();
   // The newest block is most likely in the processor's cache.
   for (int place = num_cached - 1; place >= 0 && reused == nullptr; --place)
     if (cached[place].bytes == wanted) reused = removed(place).data;
-  leave();
+  unlock_pool();
   return reused != nullptr ? reused : map(wanted);
 }
 
-void give_memory(void* data, size_t bytes) {
+void pool_free(void* data, size_t bytes) {
   const size_t whole = rounded(bytes);
-  hold();
-  const bool fits = whole <= most_bytes;
+  lock_pool();
+  const bool fits = whole <= max_bytes;
   if (fits) {
-    shrink(most_bytes - whole, MOST_BLOCKS - 1);
+    shrink(max_bytes - whole, MAX_BLOCKS - 1);
     cached[num_cached++] = Block{data, whole, true};
     cached_bytes += whole, resident_bytes += whole;
     offer_oldest();
   }
-  leave();
+  unlock_pool();
   if (!fits) munmap(data, whole);
 }
 
-size_t kept_memory() {
-  hold();
+size_t pool_bytes() {
+  lock_pool();
   const size_t released = cached_bytes;
-  leave();
+  unlock_pool();
   return released;
 }
 
-size_t memory_limit() {
+size_t pool_limit() {
   pthread_once(&started, start);
-  hold();
-  const size_t before = most_bytes;
-  leave();
+  lock_pool();
+  const size_t before = max_bytes;
+  unlock_pool();
   return before;
 }
 
-size_t keep_at_most(size_t bytes) {
+size_t set_pool_limit(size_t bytes) {
   pthread_once(&started, start);
-  hold();
-  const size_t before = most_bytes;
-  most_bytes = bytes;
-  shrink(bytes, MOST_BLOCKS);
-  leave();
+  lock_pool();
+  const size_t before = max_bytes;
+  max_bytes = bytes;
+  shrink(bytes, MAX_BLOCKS);
+  unlock_pool();
   return before;
 }
 

@@ -6,18 +6,18 @@
 namespace clearhead {
 
 // At least `bytes` of uninitialised memory, aligned to a huge page; null if there is none.
-void* take_memory(size_t bytes);
+void* pool_allocate(size_t bytes);
 
-// Frees what `take_memory` returned for the same number of bytes.
-void give_memory(void* data, size_t bytes);
+// Frees what `pool_allocate` returned for the same number of bytes.
+void pool_free(void* data, size_t bytes);
 
 // Bytes that are cached now.
-size_t kept_memory();
+size_t pool_bytes();
 
 // The most bytes that are cached.
-size_t memory_limit();
+size_t pool_limit();
 
 // Sets the limit and releases what exceeds it. Returns the previous limit.
-size_t keep_at_most(size_t bytes);
+size_t set_pool_limit(size_t bytes);
 
 }  // namespace clearhead

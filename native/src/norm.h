@@ -9,14 +9,14 @@
 namespace CH_NS {
 
 // Columns that are summed in float32.
-constexpr int STRETCHED = 1024;
+constexpr int SUM_COLUMNS = 1024;
 
 // The sum over columns of term(c), which returns a vector of terms from column c on; columns beyond the last count as
 // 0.
-template <class Term> CH_INLINE double summed(int columns, const Term& term) {
+template <class Term> CH_INLINE double sum_over_columns(int columns, const Term& term) {
   double total = 0;
-  for (int from = 0; from < columns; from += STRETCHED) {
-    const int to = least(columns, from + STRETCHED);
+  for (int from = 0; from < columns; from += SUM_COLUMNS) {
+    const int to = minimum(columns, from + SUM_COLUMNS);
     vf sums[4] = {};
     int c = from;
     for (; c + 4 * VL <= to; c += 4 * VL)
@@ -36,7 +36,7 @@ template <class IO> class Norm {
   const int columns, padded;
 
   explicit Norm(const ch_norm& work)
-      : w(work), columns((int)work.columns), padded((int)round_up(work.columns, PLACES)) {}
+      : w(work), columns((int)work.columns), padded((int)round_up(work.columns, GROUP_COLUMNS)) {}
 
   int64_t place(int64_t row) const { return row * w.columns; }
   int threads() const { return threads_for(w, 16.0 * (double)w.rows * (double)w.columns); }
@@ -75,15 +75,15 @@ template <class IO> class Norm {
   }
 
   // Applies dropout to a row's line.
-  void keep(int64_t row, float* line) const {
+  void apply_dropout(int64_t row, float* line) const {
     const vf factor = all(dropout_factor(w.dropped));
-    for (int c = 0; c < columns; c += PLACES) {
-      const int of = c / PLACES;
-      const Draw draw = draw_of(w.seed, w.dropped, row, of);
-      kept_places(draw, (uint32_t)of, columns - c, [&](int at, Lanes keep, Lanes next) CH_INLINED {
+    for (int c = 0; c < columns; c += GROUP_COLUMNS) {
+      const int of = c / GROUP_COLUMNS;
+      const PhiloxRow draw = philox_row(w.seed, w.dropped, row, of);
+      draw_keep_masks(draw, (uint32_t)of, columns - c, [&](int at, Lanes apply_dropout, Lanes next) CH_INLINED {
         float* to = line + c + at;
-        store(to, only(keep, load(to) * factor));
-        store(to + VL, only(next, load(to + VL) * factor));
+        store(to, select_lanes(apply_dropout, load(to) * factor));
+        store(to + VL, select_lanes(next, load(to + VL) * factor));
       });
     }
   }
@@ -100,48 +100,50 @@ template <class IO> class NormForward : Norm<IO> {
   explicit NormForward(const ch_norm& work) : Base(work) {}
 
   int run() const {
-    float* given = Base::line_of(clearhead::SLOT_SHARED, 2);
-    if (given == nullptr) return CH_NO_MEMORY;
-    if (w.weight != nullptr) Base::get_factors(given);
-    if (w.bias != nullptr) Base::get_line(w.bias, 0, given + padded);
-    const int64_t together = most((int64_t)1, (int64_t)8192 / w.columns);
+    float* factors = Base::line_of(clearhead::SLOT_SHARED, 2);
+    if (factors == nullptr) return CH_NO_MEMORY;
+    if (w.weight != nullptr) Base::get_factors(factors);
+    if (w.bias != nullptr) Base::get_line(w.bias, 0, factors + padded);
+    const int64_t rows_per_unit = maximum((int64_t)1, (int64_t)8192 / w.columns);
     Fault fault;
-    parallel(Base::threads(), (w.rows + together - 1) / together, [&](int64_t u) {
+    parallel(Base::threads(), (w.rows + rows_per_unit - 1) / rows_per_unit, [&](int64_t u) {
       float* line = Base::line_of(clearhead::SLOT_WORK, 1);
       if (line == nullptr) return fault.set(CH_NO_MEMORY);
-      for (int64_t row = u * together; row < least(w.rows, (u + 1) * together); row++) one_row(row, given, line);
+      for (int64_t row = u * rows_per_unit; row < minimum(w.rows, (u + 1) * rows_per_unit); row++) one_row(row, factors,
+          line);
     });
     clearhead::trim_scratch();
     return fault.get();
   }
 
  private:
-  void one_row(int64_t row, const float* given, float* line) const {
+  void one_row(int64_t row, const float* factors, float* line) const {
     read_sum(row, line);
     const double count = (double)columns;
     const bool centred = w.kind == CH_NORM_LAYER;
-    const float mean = centred ? (float)(summed(columns, [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
+    const float mean = centred ? (float)(sum_over_columns(columns,
+                                                          [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
     const vf means = all(mean);
-    double square = summed(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
+    double square = sum_over_columns(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
     // The mean is rounded: for values close to it the residual matters.
     double rest = 0;
-    if (centred) rest = summed(columns, [&](int c) CH_INLINED { return load(line + c) - means; }) / count;
+    if (centred) rest = sum_over_columns(columns, [&](int c) CH_INLINED { return load(line + c) - means; }) / count;
     square = square / count - rest * rest;
     const float scale = (float)(1.0 / __builtin_sqrt((square < 0 ? 0.0 : square) + w.epsilon));
     if (w.moments != nullptr) w.moments[2 * row] = mean, w.moments[2 * row + 1] = scale;
     const vf scales = all(scale), rests = all((float)rest);
     for (int c = 0; c < columns; c += VL) {
-      vf number = (load(line + c) - means - rests) * scales;
-      if (w.weight != nullptr) number *= load(given + c);
-      if (w.bias != nullptr) number += load(given + padded + c);
-      store(line + c, number);
+      vf value = (load(line + c) - means - rests) * scales;
+      if (w.weight != nullptr) value *= load(factors + c);
+      if (w.bias != nullptr) value += load(factors + padded + c);
+      store(line + c, value);
     }
     put_row<IO>((type*)w.output + Base::place(row), columns, line, 1.0f);
   }
 
   void read_sum(int64_t row, float* line) const {
     Base::get_line(w.input, row, line);
-    if (w.dropped > 0) Base::keep(row, line);
+    if (w.dropped > 0) Base::apply_dropout(row, line);
     if (w.added != nullptr) Base::add(w.added, row, line);
     if (w.added != nullptr || w.dropped > 0)
       for (int c = 0; c < columns; c += VL) store(line + c, Base::rounded(load(line + c)));
@@ -156,13 +158,13 @@ template <class IO> class NormBackward : Norm<IO> {
   using Base::padded;
   using Base::w;
   // Parts of rows with a separate sum for the gradients of weight and bias; independent of the number of threads.
-  static constexpr int64_t MOST_PARTS = 32, LEAST_ROWS = 16;
+  static constexpr int64_t MAX_PARTS = 32, MIN_ROWS = 16;
 
  public:
   explicit NormBackward(const ch_norm& work) : Base(work) {}
 
   int run() const {
-    const int64_t rows = most((w.rows + MOST_PARTS - 1) / MOST_PARTS, LEAST_ROWS), parts = (w.rows + rows - 1) / rows;
+    const int64_t rows = maximum((w.rows + MAX_PARTS - 1) / MAX_PARTS, MIN_ROWS), parts = (w.rows + rows - 1) / rows;
     float* weight = Base::line_of(clearhead::SLOT_SHARED, 1);
     float* sums = sums_wanted() ? Base::line_of(clearhead::SLOT_PARTIAL, 2 * parts) : nullptr;
     if (weight == nullptr || (sums == nullptr && sums_wanted())) return CH_NO_MEMORY;
@@ -173,7 +175,7 @@ template <class IO> class NormBackward : Norm<IO> {
       if (lines == nullptr) return fault.set(CH_NO_MEMORY);
       float* line_sums = sums == nullptr ? nullptr : sums + 2 * u * padded;
       if (line_sums != nullptr) memset(line_sums, 0, (size_t)(2 * padded) * sizeof(float));
-      for (int64_t row = u * rows; row < least(w.rows, (u + 1) * rows); row++) one_row(row, weight, lines, line_sums);
+      for (int64_t row = u * rows; row < minimum(w.rows, (u + 1) * rows); row++) one_row(row, weight, lines, line_sums);
     });
     if (sums != nullptr && fault.get() == CH_OK) {
       add_up(sums, parts, w.grad_weight);
@@ -196,12 +198,13 @@ template <class IO> class NormBackward : Norm<IO> {
     const double count = (double)columns, scale = (double)w.moments[2 * row + 1];
     double rest = 0, mean_g = 0;
     for (int c = 0; c < columns; c += VL) store(x + c, load(x + c) - means);
-    if (centred) rest = summed(columns, [&](int c) CH_INLINED { return load(x + c); }) / count;
+    if (centred) rest = sum_over_columns(columns, [&](int c) CH_INLINED { return load(x + c); }) / count;
     const vf rests = all((float)rest);
-    const auto weighted = [&](int c) CH_INLINED { return w.weight == nullptr ? load(g + c) : load(g + c) * load(weight + c); };
-    if (centred) mean_g = summed(columns, weighted) / count;
+    const auto weighted = [&](int c) CH_INLINED { return w.weight == nullptr ? load(g + c)
+        : load(g + c) * load(weight + c); };
+    if (centred) mean_g = sum_over_columns(columns, weighted) / count;
     const double along =
-        scale * summed(columns, [&](int c) CH_INLINED { return weighted(c) * (load(x + c) - rests); }) / count;
+        scale * sum_over_columns(columns, [&](int c) CH_INLINED { return weighted(c) * (load(x + c) - rests); }) / count;
     const vf means_g = all((float)mean_g), alongs = all((float)along);
     for (int c = 0; c < columns; c += VL) {
       const vf normed = (load(x + c) - rests) * scales, grad = load(g + c);
@@ -216,15 +219,15 @@ template <class IO> class NormBackward : Norm<IO> {
 
   void read_grad(int64_t row, float* line) const {
     Base::get_line(w.grad_output, row, line);
-    if (w.grad_more != nullptr) Base::add(w.grad_more, row, line);
+    if (w.grad_output_second != nullptr) Base::add(w.grad_output_second, row, line);
   }
 
   void put_grads(int64_t row, float* line) const {
-    if (w.grad_arrived != nullptr) Base::add(w.grad_arrived, row, line);
+    if (w.grad_residual != nullptr) Base::add(w.grad_residual, row, line);
     put_row<IO>((type*)w.grad_sum + Base::place(row), columns, line, 1.0f);
     if (w.grad_input == nullptr) return;
     for (int c = 0; c < columns; c += VL) store(line + c, Base::rounded(load(line + c)));
-    if (w.dropped > 0) Base::keep(row, line);
+    if (w.dropped > 0) Base::apply_dropout(row, line);
     put_row<IO>((type*)w.grad_input + Base::place(row), columns, line, 1.0f);
   }
 
@@ -234,7 +237,7 @@ template <class IO> class NormBackward : Norm<IO> {
     for (int c = 0; c < columns; c += VL) {
       vf total = {};
       for (int64_t part = 0; part < parts; part++) total += load(sums + 2 * part * padded + c);
-      const int left = least(VL, columns - c);
+      const int left = minimum(VL, columns - c);
       float line[VL];
       store(line, total);
       put_row<IO>((type*)to + c, left, line, 1.0f);

@@ -5,7 +5,7 @@
 // (bfloat16 only): [row / 2][ld] pairs of neighbouring rows: B if its steps are rows. Padding is 0.
 #pragma once
 
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace CH_NS {
 
@@ -131,8 +131,8 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
 
 // A row as operands of M: floats, or bfloat16 unconverted; whole vectors, zero-padded.
 template <class M, class IO>
-CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M::number* to, int ld) {
-  if constexpr (M::PAIR == 1) {
+CH_INLINE void get_operands(const typename IO::type* from, int count, typename M::operand* to, int ld) {
+  if constexpr (M::PACK == 1) {
     get_row<IO>(from, count, to, ld);
   } else {
 #if defined(CH_BF16DOT)
@@ -143,7 +143,7 @@ CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M:
 }
 
 // Operands of M in a row of A with `dim` elements.
-template <class M> CH_INLINE int row_numbers(int dim) { return (int)round_up(dim, VL * M::PAIR) / M::PAIR; }
+template <class M> CH_INLINE int row_operands(int dim) { return (int)round_up(dim, VL * M::PACK) / M::PACK; }
 
 #if defined(CH_AVX512) || defined(CH_AVX2) || defined(CH_NEON)
 // Within lanes of 128 bits: interleaves words of two vectors, of the lower halves or the upper halves; then pairs of
@@ -241,31 +241,31 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
 #endif
 
 // Whether rows can be read in place as operands of M.
-template <class M, class IO> CH_INLINE bool lies_as(const typename IO::type* from, int64_t stride) {
-  if constexpr (M::PAIR == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
-  return __is_same(typename IO::type, typename M::number);
+template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO::type* from, int64_t stride) {
+  if constexpr (M::PACK == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
+  return __is_same(typename IO::type, typename M::operand);
 }
 
 // Rows [first, first + count) of a tensor as panels; `staged` has VL rows. Stores whole vectors, zero-padded.
 template <class M, class IO>
-void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
-                 typename M::number* staged) {
-  const int numbers = row_numbers<M>(dim), width = VL * M::PAIR;
+void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
+                 typename M::operand* staged) {
+  const int operands = row_operands<M>(dim), width = VL * M::PACK;
   // Whole vectors are transposed from the tensor; the remainder of a row is copied and padded first.
-  const int lying = lies_as<M, IO>(from, stride) ? dim / width * width : 0;
-  const int done = lying / M::PAIR, rest = numbers - done;
+  const int in_place = readable_in_place<M, IO>(from, stride) ? dim / width * width : 0;
+  const int done = in_place / M::PACK, rest = operands - done;
   for (int row = 0; row < count; row += VL) {
     const typename IO::type* block = from + row * stride;
-    typename M::number* panel = to + (int64_t)(row / PW) * numbers * PW + row % PW;
-    const int real = least(VL, count - row);
+    typename M::operand* panel = to + (int64_t)(row / PW) * operands * PW + row % PW;
+    const int real = minimum(VL, count - row);
     for (int c = 0; c < done; c += VL) {
-      const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PAIR);
+      const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PACK);
       uint32_t* transposed = (uint32_t*)panel + (int64_t)c * PW;
-      if (real == VL) transpose_block(words, stride / M::PAIR, transposed, PW);
-      else transpose_block(words, stride / M::PAIR, transposed, PW, real);
+      if (real == VL) transpose_block(words, stride / M::PACK, transposed, PW);
+      else transpose_block(words, stride / M::PACK, transposed, PW, real);
     }
     for (int r = 0; r < real && rest > 0; r++)
-      get_numbers<M, IO>(block + r * stride + lying, dim - lying, staged + r * rest, rest);
+      get_operands<M, IO>(block + r * stride + in_place, dim - in_place, staged + r * rest, rest);
     for (int c = 0; c < rest; c += VL)
       transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, real);
   }
@@ -292,24 +292,24 @@ struct Panels {
   CH_INLINE Panels(int64_t dim, int64_t steps) {
     const int64_t all_vectors = (dim + VL - 1) / VL;
     count = (int)((all_vectors + NV - 1) / NV);
-    ld = (int)((all_vectors + most(count, 1) - 1) / most(count, 1)) * VL;
+    ld = (int)((all_vectors + maximum(count, 1) - 1) / maximum(count, 1)) * VL;
     size = steps * ld;
   }
-  CH_INLINE int64_t numbers() const { return count * size; }
+  CH_INLINE int64_t operands() const { return count * size; }
   // Vectors of columns in a panel.
   CH_INLINE int vectors(int panel, int64_t dim) const {
-    return (int)least((int64_t)ld, round_up(dim, VL) - (int64_t)panel * ld) / VL;
+    return (int)minimum((int64_t)ld, round_up(dim, VL) - (int64_t)panel * ld) / VL;
   }
 };
 
 template <class M, class IO>
-void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
+void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
                const Panels& panels) {
   for (int p = 0; p < panels.count; p++) {
-    int columns = least(panels.ld, dim - p * panels.ld);
-    typename M::number* out = to + p * panels.size;
+    int columns = minimum(panels.ld, dim - p * panels.ld);
+    typename M::operand* out = to + p * panels.size;
     const typename IO::type* in = from + p * panels.ld;
-    if constexpr (M::PAIR == 1) {
+    if constexpr (M::PACK == 1) {
       for (int r = 0; r < count; r++) get_row<IO>(in + r * stride, columns, out + (int64_t)r * panels.ld, panels.ld);
     } else {
       for (int r = 0; r < count; r += 2)
@@ -320,11 +320,11 @@ void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim
 }
 
 // B rows of a GEMM along `count` rows.
-template <class M> CH_INLINE int64_t row_steps(int64_t count) { return (count + M::PAIR - 1) / M::PAIR; }
+template <class M> CH_INLINE int64_t row_steps(int64_t count) { return (count + M::PACK - 1) / M::PACK; }
 
 // Whether `count` rows have no NaN or infinity. Contiguous rows are checked as one.
 template <class IO> bool all_finite(const typename IO::type* from, int64_t stride, int64_t count, int64_t dim) {
-  if (stride == dim) dim *= count, count = least((int64_t)1, count);
+  if (stride == dim) dim *= count, count = minimum((int64_t)1, count);
   vf zero = (vf){};
   float rest = 0.0f;
   for (int64_t r = 0; r < count; r++) {

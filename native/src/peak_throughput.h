@@ -3,28 +3,28 @@
 
 #include <time.h>
 
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace CH_NS {
 
 // The GEMM kernel with operands and sums in L1.
 template <class M> struct PeakLoop {
   static constexpr int STEPS = 64;
-  alignas(64) typename M::number a[MR * STEPS] = {}, b[STEPS * PW] = {};
+  alignas(64) typename M::operand a[MR * STEPS] = {}, b[STEPS * PW] = {};
   alignas(64) float c[MR * PW];
 
   int64_t nanoseconds_of(int times) {
     timespec start, stop;
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (int i = 0; i < times; i++) {
-      product<M, SET>(MR, NV, STEPS, a, STEPS, 1, b, PW, c, PW);
+      gemm<M, SET>(MR, NV, STEPS, a, STEPS, 1, b, PW, c, PW);
       // Keep the compiler from dropping the loop, whose sums are unused.
       asm volatile("" : : "r"(c) : "memory");
     }
     clock_gettime(CLOCK_MONOTONIC, &stop);
     return (stop.tv_sec - start.tv_sec) * 1000000000 + (stop.tv_nsec - start.tv_nsec);
   }
-  static double operations_of(int times) { return 2.0 * MR * PW * STEPS * M::PAIR * times; }
+  static double operations_of(int times) { return 2.0 * MR * PW * STEPS * M::PACK * times; }
 };
 
 // Operations per second of `threads` threads: the best of several rounds, each timed by its slowest thread.

@@ -18,7 +18,7 @@ struct Buffers {
 };
 
 constexpr size_t HUGE_PAGE = size_t(1) << 21;
-constexpr size_t MOST_KEPT_BYTES = size_t(3) << 24;
+constexpr size_t MAX_CACHED_BYTES = size_t(3) << 24;
 
 pthread_key_t key;
 bool has_key = false;
@@ -50,7 +50,7 @@ Buffers* buffers() {
 
 }  // namespace
 
-void expect_writes(void* data, size_t bytes) {
+void advise_huge_pages(void* data, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / HUGE_PAGE * HUGE_PAGE;
@@ -74,7 +74,7 @@ void* scratch(Slot slot, size_t bytes) {
     buffer.bytes = 0;
     const bool large = wanted >= 2 * HUGE_PAGE;
     if (posix_memalign(&buffer.data, large ? HUGE_PAGE : 64, wanted) != 0) return buffer.data = nullptr;
-    if (large) expect_writes(buffer.data, wanted);
+    if (large) advise_huge_pages(buffer.data, wanted);
     buffer.bytes = wanted;
   }
   return buffer.data;
@@ -84,7 +84,7 @@ void trim_scratch() {
   Buffers* mine = buffers();
   if (mine == nullptr) return;
   for (Buffer& buffer : mine->of) {
-    if (buffer.bytes > MOST_KEPT_BYTES) {
+    if (buffer.bytes > MAX_CACHED_BYTES) {
       free(buffer.data);
       buffer = Buffer{nullptr, 0};
     }

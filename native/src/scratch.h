@@ -13,7 +13,7 @@ enum Slot { SLOT_WORK, SLOT_KEYS, SLOT_SHARED, SLOT_PARTIAL, SLOT_COLUMNS, SLOT_
 void* scratch(Slot slot, size_t bytes);
 
 // Advises huge pages for the range; no effect if the system has none.
-void expect_writes(void* data, size_t bytes);
+void advise_huge_pages(void* data, size_t bytes);
 
 // Frees the calling thread's buffers that are too large to cache.
 void trim_scratch();

@@ -48,20 +48,20 @@ CH_INLINE vf all(float x) { return x - (vf){}; }
 // A value broadcast to all lanes. NEON's multiplications broadcast a lane by themselves, and a separate broadcast would
 // occupy a multiplier; left to choose, GCC emits one for every sixth row.
 #if defined(CH_NEON)
-typedef float Spread;
-CH_INLINE Spread spread_number(const float* x) { return *x; }
-CH_INLINE vf madd_number(vf sum, Spread a, vf b) {
+typedef float Broadcast;
+CH_INLINE Broadcast broadcast_float(const float* x) { return *x; }
+CH_INLINE vf madd_float(vf sum, Broadcast a, vf b) {
   asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(b), "w"(a));
   return sum;
 }
 #else
-typedef vf Spread;
-CH_INLINE Spread spread_number(const float* x) { return all(*x); }
-CH_INLINE vf madd_number(vf sum, Spread a, vf b) { return sum + a * b; }
+typedef vf Broadcast;
+CH_INLINE Broadcast broadcast_float(const float* x) { return all(*x); }
+CH_INLINE vf madd_float(vf sum, Broadcast a, vf b) { return sum + a * b; }
 #endif
 
-template <class T> CH_INLINE constexpr T least(T a, T b) { return a < b ? a : b; }
-template <class T> CH_INLINE constexpr T most(T a, T b) { return a > b ? a : b; }
+template <class T> CH_INLINE constexpr T minimum(T a, T b) { return a < b ? a : b; }
+template <class T> CH_INLINE constexpr T maximum(T a, T b) { return a > b ? a : b; }
 CH_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 CH_INLINE vf vmax(vf a, vf b) {
@@ -85,7 +85,8 @@ CH_INLINE void interleave(vf& one, vf& other) {
   one = (vf)_mm512_permutex2var_ps(first, low, (__m512)other);
   other = (vf)_mm512_permutex2var_ps(first, high, (__m512)other);
 #elif defined(CH_AVX2)
-  const __m256 low = _mm256_unpacklo_ps((__m256)one, (__m256)other), high = _mm256_unpackhi_ps((__m256)one, (__m256)other);
+  const __m256 low = _mm256_unpacklo_ps((__m256)one, (__m256)other),
+      high = _mm256_unpackhi_ps((__m256)one, (__m256)other);
   one = (vf)_mm256_permute2f128_ps(low, high, 0x20);
   other = (vf)_mm256_permute2f128_ps(low, high, 0x31);
 #elif defined(CH_NEON)

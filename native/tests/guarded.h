@@ -128,7 +128,7 @@ class Guarded {
   ch_tensor view() const { return {data(), stride[0], stride[1], stride[2]}; }
 
   // Call before use: inputs must be unmodified afterwards.
-  void keep() { original.assign(memory, memory + bytes); }
+  void save_original() { original.assign(memory, memory + bytes); }
   bool unchanged() const { return bytes == 0 || std::memcmp(original.data(), memory, bytes) == 0; }
   // Fills with NaN; with `zero` the tensor itself with 0.
   void clear(bool zero = false) {

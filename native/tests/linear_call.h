@@ -16,11 +16,11 @@ class LinearCall {
     output = buffer(random, c.heads, T, D, tight), grad_query = buffer(random, c.heads, T, F, tight);
     grad_key = buffer(random, c.kv_heads, T, F, tight), grad_value = buffer(random, c.kv_heads, T, D, tight);
     last_state = buffer(random, c.kv_heads, F, D), grad_state = buffer(random, c.kv_heads, F, D);
-    states = buffer(random, c.kv_heads, C, F * d), later = buffer(random, c.kv_heads, C, F * d);
+    states = buffer(random, c.kv_heads, C, F * d), grad_states = buffer(random, c.kv_heads, C, F * d);
     if (c.normalized) {
       shares = buffer(random, c.heads, T, 1);
       last_normalizer = buffer(random, c.kv_heads, 1, F), grad_normalizer = buffer(random, c.kv_heads, 1, F);
-      sums = buffer(random, c.kv_heads, C, f), later_sums = buffer(random, c.kv_heads, C, f);
+      sums = buffer(random, c.kv_heads, C, f), grad_sums = buffer(random, c.kv_heads, C, f);
     }
     for (Guarded* one : {&log_decay, &grad_decay})
       if (c.gates > 0) *one = buffer(random, c.kv_heads, T, c.gates);
@@ -33,7 +33,7 @@ class LinearCall {
     put(log_decay, c.log_decay), put(rate, c.rate), put(state, c.state), put(normalizer, c.normalizer);
     put(grad_last_state, c.grad_last_state), put(grad_last_normalizer, c.grad_last_normalizer);
     describe();
-    for (Guarded* one : inputs()) one->keep();
+    for (Guarded* one : inputs()) one->save_original();
   }
 
   // Without `with_states` no state is saved for backward, and one thread processes a head's chunks.
@@ -48,10 +48,10 @@ class LinearCall {
   // After a forward with states; without them here, chunks cannot run in parallel.
   int backward(int isa, int threads, bool with_states = true) {
     for (Guarded* one : written_backward()) one->clear();
-    for (Guarded* one : saved()) one->keep();
+    for (Guarded* one : saved()) one->save_original();
     ch_linear call = work;
     call.isa = isa, call.threads = threads;
-    if (!with_states) call.later = call.later_sums = nullptr;
+    if (!with_states) call.grad_states = call.grad_sums = nullptr;
     const int code = ch_linear_backward(&call);
     for (Guarded* one : saved()) check(one->unchanged(), "backward wrote to what forward left");
     return code;
@@ -101,7 +101,7 @@ class LinearCall {
   ch_linear work{};
   Guarded query, key, value, output, log_decay, rate, state, normalizer, last_state, last_normalizer, shares;
   Guarded states, sums, grad_output, grad_last_state, grad_last_normalizer, grad_query, grad_key, grad_value;
-  Guarded grad_state, grad_normalizer, grad_decay, grad_rate, later, later_sums;
+  Guarded grad_state, grad_normalizer, grad_decay, grad_rate, grad_states, grad_sums;
 
  private:
   static int64_t padded(int64_t count) { return (count + CH_LINEAR_PAD - 1) / CH_LINEAR_PAD * CH_LINEAR_PAD; }
@@ -110,7 +110,7 @@ class LinearCall {
     return Guarded::make(random, CH_FLOAT32, 4, c.batch, heads, rows, last, tight);
   }
 
-  static void put(Guarded& to, const Numbers& from) {
+  static void put(Guarded& to, const Values& from) {
     size_t at = 0;
     for (int64_t b = 0; b < to.count[0]; ++b)
       for (int64_t h = 0; h < to.count[1]; ++h)
@@ -135,7 +135,7 @@ class LinearCall {
     work.grad_query = grad_query.view(), work.grad_key = grad_key.view(), work.grad_value = grad_value.view();
     work.grad_state = floats(grad_state), work.grad_normalizer = floats(grad_normalizer);
     work.grad_decay = floats(grad_decay), work.grad_rate = floats(grad_rate);
-    work.later = floats(later), work.later_sums = floats(later_sums);
+    work.grad_states = floats(grad_states), work.grad_sums = floats(grad_sums);
   }
 
   static std::vector<Guarded*> laid(const std::vector<Guarded*>& all) {
@@ -155,13 +155,14 @@ class LinearCall {
     return laid({&output, &last_state, &last_normalizer, &shares, &states, &sums});
   }
   std::vector<Guarded*> written_backward() {
-    return laid({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate, &later,
-                 &later_sums});
+    return laid({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate,
+        &grad_states,
+                 &grad_sums});
   }
   std::vector<std::vector<uint8_t>> bits(const std::vector<Guarded*>& all, bool with_states) const {
     std::vector<std::vector<uint8_t>> all_bits;
     for (const Guarded* one : all) {
-      const bool is_state = one == &states || one == &sums || one == &later || one == &later_sums;
+      const bool is_state = one == &states || one == &sums || one == &grad_states || one == &grad_sums;
       if (with_states || !is_state) all_bits.push_back(one->copy());
     }
     return all_bits;

@@ -13,10 +13,10 @@ struct LinearCase {
   bool normalized = false;
   int64_t batch = 1, heads = 1, kv_heads = 1, length = 1, features = 1, value_dim = 1, chunk = 1, gates = 0;
   double scale = 1;
-  Numbers query, key, value;           // [batch, heads or kv_heads, length, features or value_dim]
-  Numbers log_decay, rate;             // [batch, kv_heads, length, gates] and [batch, kv_heads, length]
-  Numbers state, normalizer;           // [batch, kv_heads, features, value_dim] and [batch, kv_heads, features]
-  Numbers grad_output, grad_last_state, grad_last_normalizer;
+  Values query, key, value;           // [batch, heads or kv_heads, length, features or value_dim]
+  Values log_decay, rate;             // [batch, kv_heads, length, gates] and [batch, kv_heads, length]
+  Values state, normalizer;           // [batch, kv_heads, features, value_dim] and [batch, kv_heads, features]
+  Values grad_output, grad_last_state, grad_last_normalizer;
 
   int64_t group() const { return heads / kv_heads; }
   int64_t chunks() const { return (length + chunk - 1) / chunk; }
@@ -52,7 +52,7 @@ inline const std::vector<Member>& members() {
   return all;
 }
 
-inline void draw_floats(Random& random, Numbers& to, int64_t count, double size) {
+inline void draw_floats(Random& random, Values& to, int64_t count, double size) {
   to.resize(static_cast<size_t>(count));
   for (double& number : to) number = static_cast<float>(size * (2 * random.uniform() - 1));
 }
@@ -123,7 +123,7 @@ inline LinearCase draw_linear(uint64_t number) {
   draw_floats(random, c.query, c.batch * c.heads * c.length * c.features, size);
   draw_floats(random, c.key, c.units() * c.length * c.features, size);
   // Sums of values with both signs cancel near 0, where the error of a quotient is unbounded.
-  for (Numbers* one : {&c.query, &c.key})
+  for (Values* one : {&c.query, &c.key})
     for (double& x : *one) x = c.normalized && c.map == CH_FEATURE_IDENTITY ? std::fabs(x) : x;
   draw_floats(random, c.value, c.units() * c.length * c.value_dim, 2.0);
   draw_floats(random, c.grad_output, c.batch * c.heads * c.length * c.value_dim, 1.0);

@@ -89,7 +89,7 @@ inline LinearCase contained_case(const Member& member, int map) {
 
 inline void spoil(LinearCase& c, Place place, double bad) {
   const int64_t token = Spoiled::kv_head * c.length + Spoiled::token;
-  const auto row = [&](Numbers& of, int64_t at, int64_t last) {
+  const auto row = [&](Values& of, int64_t at, int64_t last) {
     for (int64_t x = 0; x < last; ++x) of[static_cast<size_t>(at * last + x)] = bad;
   };
   if (place == Place::query) row(c.query, Spoiled::head * c.length + Spoiled::token, c.features);

@@ -21,7 +21,7 @@ struct RuleCase {
   int reach = 0;
   // A table [batch or 1, heads or 1, q_len or 1, k_len or 1]; RELATIVE has [1, heads or 1, 1, 2 * reach + 1].
   int64_t size[4] = {1, 1, 1, 1};
-  Numbers table;
+  Values table;
   bool wants_grad = false;
 };
 
@@ -32,26 +32,26 @@ struct Case {
   double scale = 1, dropout = 0;
   uint64_t seed = 0;
   int64_t before = INT64_MAX, after = INT64_MAX;
-  int runs = 0;
+  int intervals = 0;
   std::vector<int32_t> start, stop;       // [batch, heads, q_len, runs]
-  bool same_runs = false;                 // in every head
+  bool same_intervals = false;                 // in every head
   int64_t allowed_size[4] = {0, 0, 0, 0};  // 0: none
   std::vector<uint8_t> allowed;
   int64_t block_size = 0, block_rows = 0, block_columns = 0;
   std::vector<uint8_t> blocks;  // [batch, heads, block_rows, block_columns]
   std::vector<RuleCase> rules;
-  Numbers sink;                  // [heads], or empty
-  Numbers query, key, value;
-  Numbers grad_output, grad_lse;  // grad_lse may be empty
+  Values sink;                  // [heads], or empty
+  Values query, key, value;
+  Values grad_output, grad_lse;  // grad_lse may be empty
 
   bool may(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t q_pos = offset + i;
     if (before != INT64_MAX && j < q_pos - before) return false;
     if (after != INT64_MAX && j > q_pos + after) return false;
-    if (runs > 0) {
+    if (intervals > 0) {
       bool inside = false;
-      for (int r = 0; r < runs; ++r) {
-        const size_t at = static_cast<size_t>(((b * heads + h) * q_len + i) * runs + r);
+      for (int r = 0; r < intervals; ++r) {
+        const size_t at = static_cast<size_t>(((b * heads + h) * q_len + i) * intervals + r);
         inside = inside || (j >= start[at] && j < stop[at]);
       }
       if (!inside) return false;
@@ -70,7 +70,7 @@ struct Case {
   }
 
   bool masked() const {
-    return before != INT64_MAX || after != INT64_MAX || runs > 0 || !allowed.empty() || !blocks.empty();
+    return before != INT64_MAX || after != INT64_MAX || intervals > 0 || !allowed.empty() || !blocks.empty();
   }
 };
 
@@ -142,7 +142,7 @@ class Reference {
     std::vector<double> rule_slope;  // derivative of the final score by each rule's addend
   };
 
-  const double* key_row(const Numbers& of, int64_t b, int64_t h, int64_t j, int64_t last) const {
+  const double* key_row(const Values& of, int64_t b, int64_t h, int64_t j, int64_t last) const {
     const int64_t kv = h / (c.heads / c.kv_heads);
     return of.data() + ((b * c.kv_heads + kv) * c.k_len + j) * last;
   }

@@ -60,17 +60,17 @@ void one_case(uint64_t number) {
   Call call(c, random);
   Observed observed(call, random);
   for (int isa : usable_sets())
-    on_a_fresh_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
+    on_new_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
 }
 
 // Two heads of 90 keys; the caller sets each row's interval.
 Case of_two_heads(Random& random, int dtype, int64_t q_len) {
   Case c;
-  c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = q_len, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
-  draw_numbers(random, c, c.query, 2 * q_len * 24, 2.0);
-  draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
-  draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
-  draw_numbers(random, c, c.grad_output, 2 * q_len * 40, 2.0);
+  c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = q_len, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.intervals = 1;
+  draw_values(random, c, c.query, 2 * q_len * 24, 2.0);
+  draw_values(random, c, c.key, 2 * 90 * 24, 2.0);
+  draw_values(random, c, c.value, 2 * 90 * 40, 2.0);
+  draw_values(random, c, c.grad_output, 2 * q_len * 40, 2.0);
   return c;
 }
 
@@ -101,7 +101,7 @@ void containment() {
 }
 
 // NaN or infinity in an output gradient would reach masked keys: backward refuses it too.
-void contained_arrivals() {
+void nonfinite_output_gradients() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 7);
     Case c = of_two_heads(random, dtype, 40);
@@ -124,11 +124,11 @@ void contained_arrivals() {
 }
 
 // Two documents followed by padding, which is NaN: backward never reads it.
-void contained_segments() {
+void nan_padding() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 11);
     Case c = of_two_heads(random, dtype, 90);
-    c.same_runs = true;
+    c.same_intervals = true;
     for (int row = 0; row < 180; ++row) {
       const int i = row % 90;
       c.start.push_back(i < 50 ? 0 : i < 77 ? 50 : 77), c.stop.push_back(i < 50 ? 50 : 77);
@@ -154,23 +154,24 @@ void contained_segments() {
 }
 
 // More queries than one block has, which attend to nothing: without keys, or with none allowed.
-void nothing_to_see() {
+void queries_without_keys() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     for (int64_t k_len : {0, 90}) {
       Case c;
-      c.dtype = dtype, c.q_len = 700, c.k_len = k_len, c.dim = 24, c.value_dim = 40, c.runs = 1, c.same_runs = true;
+      c.dtype = dtype, c.q_len = 700, c.k_len = k_len, c.dim = 24, c.value_dim = 40, c.intervals = 1,
+          c.same_intervals = true;
       Random random(static_cast<uint64_t>(dtype) + 17);
-      draw_numbers(random, c, c.query, 700 * 24, 2.0);
-      draw_numbers(random, c, c.key, k_len * 24, 2.0);
-      draw_numbers(random, c, c.value, k_len * 40, 2.0);
-      draw_numbers(random, c, c.grad_output, 700 * 40, 2.0);
+      draw_values(random, c, c.query, 700 * 24, 2.0);
+      draw_values(random, c, c.key, k_len * 24, 2.0);
+      draw_values(random, c, c.value, k_len * 40, 2.0);
+      draw_values(random, c, c.grad_output, 700 * 40, 2.0);
       c.start.assign(700, 0), c.stop.assign(700, 0);
       const Expected right = Reference(c).r;
       Call call(c, random);
       for (int isa : usable_sets()) {
         const std::string name = std::string("nothing to see, ") + ch_isa_name(isa) + ", keys " +
                                  std::to_string(k_len) + ", dtype " + std::to_string(dtype);
-        on_a_fresh_thread([&] {
+        on_new_thread([&] {
           expect_done(call.forward(isa, 1), name);
           call.compare_forward(right, name);
           expect_done(call.backward(), name);
@@ -203,40 +204,41 @@ void scales() {
       c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = 24, c.value_dim = 40;
       c.scale = scale;
       Random random(static_cast<uint64_t>(dtype) + 23);
-      draw_numbers(random, c, c.query, 2 * 13 * 24, 0.25);
-      draw_numbers(random, c, c.key, 2 * 70 * 24, 0.25);
-      draw_numbers(random, c, c.value, 2 * 70 * 40, 2.0);
-      draw_numbers(random, c, c.grad_output, 2 * 13 * 40, 2.0);
-      for (Numbers* one : {&c.query, &c.key})
+      draw_values(random, c, c.query, 2 * 13 * 24, 0.25);
+      draw_values(random, c, c.key, 2 * 70 * 24, 0.25);
+      draw_values(random, c, c.value, 2 * 70 * 40, 2.0);
+      draw_values(random, c, c.grad_output, 2 * 13 * 40, 2.0);
+      for (Values* one : {&c.query, &c.key})
         for (double& number : *one) number = scale > 1 ? std::ldexp(number, -62) : number;
       both_ways(c, random, "scale " + std::to_string(std::log10(scale)) + " as a power of ten");
     }
 }
 
 // Subnormal halves are normal floats and must not be flushed, though attention flushes subnormal floats.
-void halves_that_are_not_normal() {
+void subnormal_halves() {
   for (int64_t dim : {3, 16, 19}) {
     Case c;
-    c.dtype = CH_FLOAT16, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = dim, c.value_dim = 40, c.scale = 256;
+    c.dtype = CH_FLOAT16, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = dim, c.value_dim = 40,
+        c.scale = 256;
     Random random(static_cast<uint64_t>(dim) + 41);
-    draw_numbers(random, c, c.query, 2 * 13 * dim, 2.0);
-    draw_numbers(random, c, c.key, 2 * 70 * dim, 2.0);
-    draw_numbers(random, c, c.value, 2 * 70 * 40, 2.0);
-    draw_numbers(random, c, c.grad_output, 2 * 13 * 40, 0.125);
+    draw_values(random, c, c.query, 2 * 13 * dim, 2.0);
+    draw_values(random, c, c.key, 2 * 70 * dim, 2.0);
+    draw_values(random, c, c.value, 2 * 70 * 40, 2.0);
+    draw_values(random, c, c.grad_output, 2 * 13 * 40, 0.125);
     for (double& number : c.query) number = std::ldexp(number, -16);  // multiples of 2^-21, all below 2^-14
     both_ways(c, random, "halves that are not normal");
   }
 }
 
 // NaN in a bias at a masked score: the derivative of the cap there is NaN too, and must not propagate.
-void capped_where_nobody_looks() {
+void masked_nan_under_cap() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
     for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
       Case c;
       c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = c.k_len = 90, c.dim = 24, c.value_dim = 40, c.after = 0;
       Random random(static_cast<uint64_t>(dtype) + 29);
-      for (Numbers* one : {&c.query, &c.key}) draw_numbers(random, c, *one, 2 * 90 * 24, 2.0);
-      for (Numbers* one : {&c.value, &c.grad_output}) draw_numbers(random, c, *one, 2 * 90 * 40, 2.0);
+      for (Values* one : {&c.query, &c.key}) draw_values(random, c, *one, 2 * 90 * 24, 2.0);
+      for (Values* one : {&c.value, &c.grad_output}) draw_values(random, c, *one, 2 * 90 * 40, 2.0);
       RuleCase bias, cap;
       bias.kind = CH_RULE_DENSE, bias.size[2] = bias.size[3] = 90, bias.wants_grad = true;
       for (int place = 0; place < 90 * 90; ++place) bias.table.push_back(place % 90 > place / 90 ? bad : 0.5);
@@ -247,27 +249,29 @@ void capped_where_nobody_looks() {
 }
 
 // A row without keys has only the sink's logit: NaN propagates from there too.
-void sinks_of_nan() {
-  for (bool in_runs : {false, true}) {
+void nan_sink_logits() {
+  for (bool in_intervals : {false, true}) {
     Case c;
     c.q_len = 20, c.k_len = 30, c.dim = 8, c.value_dim = 8, c.sink = {NAN};
     Random random(31);
-    draw_numbers(random, c, c.query, 20 * 8, 2.0);
-    for (Numbers* one : {&c.key, &c.value}) draw_numbers(random, c, *one, 30 * 8, 2.0);
-    if (in_runs) c.runs = 1, c.same_runs = true, c.start.assign(20, 0), c.stop.assign(20, 0);
-    else c.allowed.assign(20 * 30, 0), c.allowed_size[0] = c.allowed_size[1] = 1, c.allowed_size[2] = 20, c.allowed_size[3] = 30;
+    draw_values(random, c, c.query, 20 * 8, 2.0);
+    for (Values* one : {&c.key, &c.value}) draw_values(random, c, *one, 30 * 8, 2.0);
+    if (in_intervals) c.intervals = 1, c.same_intervals = true, c.start.assign(20, 0), c.stop.assign(20, 0);
+    else c.allowed.assign(20 * 30, 0), c.allowed_size[0] = c.allowed_size[1] = 1, c.allowed_size[2] = 20,
+        c.allowed_size[3] = 30;
     Call call(c, random);
     for (int isa : usable_sets()) {
       expect_done(call.forward(isa, 1), "a sink that is NaN");
       bool all = true;
-      for (int64_t i = 0; i < 20; ++i) all = all && std::isnan(call.output.get(0, 0, i, 3)) && std::isnan(call.lse.get(0, 0, i, 0));
+      for (int64_t i = 0; i < 20; ++i) all = all && std::isnan(call.output.get(0, 0, i, 3)) &&
+          std::isnan(call.lse.get(0, 0, i, 0));
       check(all, std::string("a sink that is NaN is hidden beside an empty row, ") + ch_isa_name(isa));
     }
   }
 }
 
 // Few rows over so many keys that the strip has fewer rows than an in-place read of the keys covers.
-void looking_at_long_rows() {
+void statistics_of_long_rows() {
   constexpr int64_t batch = 64, rows = 7, keys = 90000, dim = 16;
   Random random(37);
   std::vector<float> query(batch * rows * dim), key(keys * dim), output(batch * rows * dim), second(batch * rows * dim);
@@ -289,7 +293,7 @@ void looking_at_long_rows() {
 }
 
 // Worker threads do not cache the large workspace of a long backward.
-void helpers_keep_little() {
+void workers_free_large_workspaces() {
   constexpr int64_t heads = 4, rows = 70000, dim = 256;
   std::vector<float> one(rows * dim), softmax(heads * rows * 2), delta(heads * rows);
   std::vector<float> grad_query(heads * rows * dim), grad_key(heads * 8 * dim), grad_value(heads * 8 * dim);
@@ -329,7 +333,7 @@ void* call_often(void* argument) {
 }
 
 // Eight concurrent callers, each with its own work and its own number of threads.
-void many_callers() {
+void concurrent_callers() {
   constexpr int count = 8;
   std::vector<Case> cases;
   std::vector<Expected> right;
@@ -353,20 +357,20 @@ int main(int arguments, char** argument) {
   int others = 0;
   if (arguments == 1 || count == 0) {
     test::containment();
-    test::contained_arrivals();
-    test::contained_segments();
-    test::nothing_to_see();
+    test::nonfinite_output_gradients();
+    test::nan_padding();
+    test::queries_without_keys();
     test::scales();
-    test::halves_that_are_not_normal();
-    test::capped_where_nobody_looks();
-    test::sinks_of_nan();
-    test::looking_at_long_rows();
-    test::helpers_keep_little();
-    test::many_callers();
+    test::subnormal_halves();
+    test::masked_nan_under_cap();
+    test::nan_sink_logits();
+    test::statistics_of_long_rows();
+    test::workers_free_large_workspaces();
+    test::concurrent_callers();
     others = test::entry_tests();
   }
   std::printf("%llu cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;
 }

@@ -23,9 +23,10 @@ struct DropoutCall {
     work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = dtype;
     work.dropped = static_cast<int32_t>(random.uniform(0, 65535));
     work.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
-    work.rows = rows, work.columns = columns, work.input = input.data(), work.added = added.data(), work.output = output.data();
-    input.keep();
-    if (adds) added.keep();
+    work.rows = rows, work.columns = columns, work.input = input.data(), work.added = added.data(),
+        work.output = output.data();
+    input.save_original();
+    if (adds) added.save_original();
   }
 
   // Three bits: every dtype represents them and their sums.
@@ -37,11 +38,12 @@ void compare(const DropoutCall& call, const std::string& name) {
   const double factor = 65536.0 / (65536 - w.dropped);
   const double unit = w.dtype == CH_FLOAT32 ? 0x1p-24 : w.dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
   for (int64_t i = 0; i < w.rows * w.columns; ++i) {
-    const bool keep = keeps(w.seed, w.dropped, static_cast<uint32_t>(i / w.columns), static_cast<uint64_t>(i % w.columns));
+    const bool save_original = keeps(w.seed, w.dropped, static_cast<uint32_t>(i / w.columns),
+                                     static_cast<uint64_t>(i % w.columns));
     const double input = call.input.get(0, 0, 0, i), added = w.added == nullptr ? 0 : call.added.get(0, 0, 0, i);
-    const double right = (keep ? input * factor : 0) + added, got = call.output.get(0, 0, 0, i);
+    const double right = (save_original ? input * factor : 0) + added, got = call.output.get(0, 0, 0, i);
     // The factor, the product and the sum are rounded in float32, and the result once more to its dtype.
-    const double bound = keep ? 0x1p-22 * (std::fabs(input * factor) + std::fabs(added)) + unit * std::fabs(right) : 0;
+    const double bound = save_original ? 0x1p-22 * (std::fabs(input * factor) + std::fabs(added)) + unit * std::fabs(right) : 0;
     // float16 overflows above.
     if (w.dtype == CH_FLOAT16 && std::fabs(right) > 65000) continue;
     if (std::fabs(got - right) <= bound) continue;
@@ -89,8 +91,8 @@ void contains() {
     expect(ch_drop(&call.work), CH_OK, "dropout of NaN");
     for (int64_t i = 0; i < 1000; ++i) {
       const double got = call.output.get(0, 0, 0, i);
-      const bool keep = keeps(call.work.seed, 32768, 0, static_cast<uint64_t>(i));
-      check(keep ? !std::isfinite(got) : got == 0, "dropout of what is not finite at " + std::to_string(i));
+      const bool save_original = keeps(call.work.seed, 32768, 0, static_cast<uint64_t>(i));
+      check(save_original ? !std::isfinite(got) : got == 0, "dropout of what is not finite at " + std::to_string(i));
     }
   }
 }

@@ -55,8 +55,8 @@ void extremes() {
     LinearCase c;
     Random random(1);
     c.length = 8, c.chunk = 4, c.features = 3, c.value_dim = 2, c.map = CH_FEATURE_ELU, c.gates = gates;
-    for (Numbers* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
-    for (Numbers* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
+    for (Values* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
+    for (Values* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
     c.log_decay.assign(static_cast<size_t>(c.length * gates), -0.125);
     c.key[3] = -1000;
     for (int64_t i = gates; i < 3 * gates; ++i) c.log_decay[static_cast<size_t>(i)] = -104;
@@ -80,14 +80,14 @@ void tiny_scales() {
     LinearCase c;
     Random random(2);
     c.length = 70, c.chunk = 16, c.features = 9, c.value_dim = 5, c.map = map;
-    for (Numbers* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
-    for (Numbers* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
+    for (Values* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
+    for (Values* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
     LinearCall call(c, random);
     for (int isa : usable_sets()) {
       call.work.scale = 1;
       expect_done(call.forward(isa, 1), "scale 1");
       expect_done(call.backward(isa, 1), "scale 1");
-      Numbers right;
+      Values right;
       for (int64_t place = 0; place < c.length * c.features; ++place)
         right.push_back(call.grad_query.get(0, 0, place / c.features, place % c.features));
       for (double scale : {1e-38, 2e-39, 1e-40, -1e-40, 1e-46, 0.0}) {
@@ -123,6 +123,6 @@ int main(int arguments, char** argument) {
   }
   std::printf("%llu linear cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;
 }

@@ -84,8 +84,8 @@ const std::vector<Bad<ch_linear>>& backward_only() {
       {"no grad_state", CH_BAD_POINTER, [](ch_linear& w) { w.grad_state = nullptr; }},
       {"no grad_decay", CH_BAD_POINTER, [](ch_linear& w) { w.grad_decay = nullptr; }},
       {"no grad_rate", CH_BAD_POINTER, [](ch_linear& w) { w.grad_rate = nullptr; }},
-      {"odd later", CH_BAD_POINTER, [](ch_linear& w) { w.later = odd(w.later); }},
-      {"odd later_sums", CH_BAD_POINTER, [](ch_linear& w) { w.later_sums = odd(w.later); }},
+      {"odd later", CH_BAD_POINTER, [](ch_linear& w) { w.grad_states = odd(w.grad_states); }},
+      {"odd later_sums", CH_BAD_POINTER, [](ch_linear& w) { w.grad_sums = odd(w.grad_states); }},
       {"grad_normalizer of what was not divided", CH_BAD_POINTER,
        [](ch_linear& w) { w.grad_normalizer = w.grad_state; }},
   };
@@ -106,7 +106,7 @@ const std::vector<Bad<ch_linear>>& normalized_backward() {
   static const std::vector<Bad<ch_linear>> all = {
       {"no grad_normalizer", CH_BAD_POINTER, [](ch_linear& w) { w.grad_normalizer = nullptr; }},
       {"odd grad_normalizer", CH_BAD_POINTER, [](ch_linear& w) { w.grad_normalizer = odd(w.grad_normalizer); }},
-      {"later without sums", CH_BAD_POINTER, [](ch_linear& w) { w.later_sums = nullptr; }},
+      {"later without sums", CH_BAD_POINTER, [](ch_linear& w) { w.grad_sums = nullptr; }},
       {"no sums", CH_BAD_POINTER, [](ch_linear& w) { w.sums = nullptr; }},
       {"no output", CH_BAD_POINTER, [](ch_linear& w) { w.output.data = nullptr; }},
       {"odd grad_last_normalizer", CH_BAD_POINTER,
@@ -140,7 +140,7 @@ LinearCase whole(bool normalized) {
 }
 
 // Without work, tensors may be null, and nothing is written.
-void nothing_to_do(ch_linear work, LinearCall& call) {
+void no_work(ch_linear work, LinearCall& call) {
   work.query.data = work.key.data = work.value.data = work.output.data = work.grad_output.data = nullptr;
   work.length = 0;
   expect(ch_linear_forward(&work), CH_OK, "linear forward of no tokens");
@@ -172,7 +172,7 @@ int linear_entry_tests() {
     expect(call.forward(-1, 1), CH_OK, "the linear description before it is spoiled, forward");
     expect(call.backward(-1, 1), CH_OK, "the linear description before it is spoiled, backward");
     call.clear();
-    nothing_to_do(call.work, call);
+    no_work(call.work, call);
     if (!normalized) {
       count += spoil_all(call, both_ways(), ch_linear_forward, "linear forward");
       count += spoil_all(call, both_ways(), ch_linear_backward, "linear backward");

@@ -20,14 +20,15 @@ struct Memory {
   size_t size;
 };
 
-Memory bytes(int64_t count) { return {clearhead::take_memory(static_cast<size_t>(count)), static_cast<size_t>(count)}; }
+Memory bytes(int64_t count) { return {clearhead::pool_allocate(static_cast<size_t>(count)), static_cast<size_t>(count)}; }
 
-void drop(const Memory& memory) { clearhead::give_memory(memory.data, memory.size); }
+void drop(const Memory& memory) { clearhead::pool_free(memory.data, memory.size); }
 
 void form() {
   for (int64_t size : {int64_t{1}, 3 * MIB, 40 * MIB + 5}) {
     const Memory block = bytes(size);
-    check(block.data != nullptr && reinterpret_cast<uintptr_t>(block.data) % (2 * MIB) == 0, "memory on a large page's border");
+    check(block.data != nullptr && reinterpret_cast<uintptr_t>(block.data) % (2 * MIB) == 0,
+          "memory on a large page's border");
     std::memset(block.data, 7, block.size);
     drop(block);
   }
@@ -122,7 +123,7 @@ void forks() {
 }
 
 // If all pthread keys of the process are taken, no thread caches a workspace, and no other key's memory is used.
-void without_keys() {
+void no_pthread_keys_left() {
   const pid_t child = fork();
   if (child == 0) {
     pthread_key_t key;
@@ -145,7 +146,7 @@ void without_keys() {
 
 int main() {
   test::check(ch_keep_memory(0) > 0, "some memory is kept until a limit is set");
-  test::without_keys();
+  test::no_pthread_keys_left();
   test::form();
   test::reuse();
   test::limit();

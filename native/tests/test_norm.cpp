@@ -41,7 +41,7 @@ struct NormCase {
   int64_t reach = 8;
   bool weight = false, bias = false;
   bool added = false, sum = false, moments = false;                                              // forward
-  bool more = false, arrived = false, grad_input = false, grad_weight = false, grad_bias = false;  // backward
+  bool more = false, residual = false, grad_input = false, grad_weight = false, grad_bias = false;  // backward
 
   double factor() const { return 65536.0 / (65536 - dropped); }
   // Whether the sum is on the grid, with no more bits than any dtype has.
@@ -55,7 +55,7 @@ struct NormCase {
 std::string describe(const NormCase& c) {
   const std::pair<bool, const char*> has[] = {
       {c.weight, "weight"},   {c.bias, "bias"},       {c.added, "added"},           {c.sum, "sum"},
-      {c.moments, "moments"}, {c.more, "more"},       {c.arrived, "arrived"},       {c.grad_input, "grad_input"},
+      {c.moments, "moments"}, {c.more, "more"},       {c.residual, "arrived"},       {c.grad_input, "grad_input"},
       {c.grad_weight, "grad_weight"}, {c.grad_bias, "grad_bias"}};
   char numbers[96];
   std::snprintf(numbers, sizeof(numbers), "epsilon %g, shift %g, grain %g", c.epsilon, c.shift, c.grain);
@@ -147,7 +147,7 @@ class NormCall {
     to = Guarded::make(random, dtype, size_of(dtype), 1, 1, rows, columns, true);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t x = 0; x < columns; ++x) encode(dtype, draw(), to.at(0, 0, r, x));
-    to.keep();
+    to.save_original();
     reads.push_back(&to);
     return to.data();
   }
@@ -173,8 +173,8 @@ double factor_of(const NormCase& c, const Guarded& weight, int64_t x) {
   return channel(weight, x) + (counts_from_one ? 1 : 0);
 }
 
-Numbers values(const Guarded& of) {
-  Numbers all;
+Values values(const Guarded& of) {
+  Values all;
   for (int64_t r = 0; r < of.count[2]; ++r)
     for (int64_t x = 0; x < of.last; ++x) all.push_back(of.get(0, 0, r, x));
   return all;
@@ -202,13 +202,13 @@ struct ForwardCall : NormCall {
     right.size(c.rows * c.columns);
     for (int64_t r = 0; r < c.rows; ++r)
       for (int64_t x = 0; x < c.columns; ++x) {
-        const bool keep = c.keeps_at(work.seed, r, x);
-        const double part = keep ? input.get(0, 0, r, x) * c.factor() : 0;
+        const bool save_original = c.keeps_at(work.seed, r, x);
+        const double part = save_original ? input.get(0, 0, r, x) * c.factor() : 0;
         const double number = part + (c.added ? added.get(0, 0, r, x) : 0);
         right.number[c.at(r, x)] = number;
         // The factor, the product and the addition.
         const double error = unit * (2 * std::fabs(part) + std::fabs(number));
-        if (keep && !c.exact()) right.bound[c.at(r, x)] = error + rounding(c.dtype, std::fabs(number) + error);
+        if (save_original && !c.exact()) right.bound[c.at(r, x)] = error + rounding(c.dtype, std::fabs(number) + error);
       }
     return right;
   }
@@ -216,7 +216,7 @@ struct ForwardCall : NormCall {
   struct Right {
     Result output, moments;
   };
-  Right right_of(const Numbers& sums) const {
+  Right right_of(const Values& sums) const {
     Right right;
     right.output.size(c.rows * c.columns), right.moments.size(c.rows * 2);
     for (int64_t r = 0; r < c.rows; ++r) {
@@ -244,7 +244,8 @@ struct ForwardCall : NormCall {
 // Backward's moments are inputs, rounded as given. Results are checked against the given scale, and the mean is taken
 // as given.
 struct BackwardCall : NormCall {
-  Guarded sum, moments, weight, grad_output, grad_more, grad_arrived, grad_sum, grad_input, grad_weight, grad_bias;
+  Guarded sum, moments, weight, grad_output, grad_output_second, grad_residual, grad_sum, grad_input, grad_weight,
+      grad_bias;
 
   static constexpr double grain = 0.25, grain_of_more = grain / 512;
 
@@ -254,7 +255,7 @@ struct BackwardCall : NormCall {
     };
     const auto results = [&](Guarded& to, int64_t rows) { return buffer(random, to, c.dtype, rows, c.columns); };
     work.sum = whole(sum, c.shift, c.grain);
-    const Numbers sums = values(sum);
+    const Values sums = values(sum);
     std::vector<float> given;
     for (int64_t r = 0; r < c.rows; ++r) {
       const Moments m = moments_of(c, sums.data() + c.at(r, 0), true);
@@ -264,8 +265,8 @@ struct BackwardCall : NormCall {
     work.moments = static_cast<float*>(put(random, moments, CH_FLOAT32, c.rows, 2, [&] { return given[next++]; }));
     work.grad_output = whole(grad_output, 0, grain);
     // No 16-bit dtype represents their sum.
-    if (c.more) work.grad_more = whole(grad_more, 0, grain_of_more);
-    if (c.arrived) work.grad_arrived = whole(grad_arrived, 0, grain);
+    if (c.more) work.grad_output_second = whole(grad_output_second, 0, grain_of_more);
+    if (c.residual) work.grad_residual = whole(grad_residual, 0, grain);
     if (c.weight) work.weight = put_channels(random, weight);
     work.grad_sum = results(grad_sum, c.rows);
     if (c.grad_input) work.grad_input = results(grad_input, c.rows);
@@ -280,10 +281,10 @@ struct BackwardCall : NormCall {
     Right right;
     const double n = static_cast<double>(c.columns), roundings = unit * roundings_of_sum(c.columns);
     const bool layer = c.kind == CH_NORM_LAYER;
-    const Numbers sums = values(sum);
+    const Values sums = values(sum);
     right.sum.size(c.rows * c.columns), right.weight.size(c.columns), right.bias.size(c.columns);
-    Numbers arrived(static_cast<size_t>(c.columns)), normal = arrived, weighted = arrived, normal_error = arrived;
-    Numbers weight_error = arrived, weight_size = arrived, bias_size = arrived;
+    Values residual(static_cast<size_t>(c.columns)), normal = residual, weighted = residual, normal_error = residual;
+    Values weight_error = residual, weight_size = residual, bias_size = residual;
     for (int64_t r = 0; r < c.rows; ++r) {
       const Moments m = moments_of(c, sums.data() + c.at(r, 0), true);
       const double scale = moments.get(0, 0, r, 1);
@@ -291,18 +292,18 @@ struct BackwardCall : NormCall {
       for (int64_t x = 0; x < c.columns; ++x) {
         const size_t i = static_cast<size_t>(x);
         const double from_mean = sums[c.at(r, x)] - m.mean;
-        arrived[i] = grad_output.get(0, 0, r, x) + (c.more ? grad_more.get(0, 0, r, x) : 0);
+        residual[i] = grad_output.get(0, 0, r, x) + (c.more ? grad_output_second.get(0, 0, r, x) : 0);
         normal[i] = from_mean * scale;
         normal_error[i] = scale * error_from_mean(m, from_mean) + unit * std::fabs(normal[i]);
-        weighted[i] = arrived[i] * factor_of(c, weight, x);
-        const double both = weighted[i] * normal[i], term = arrived[i] * normal[i];
+        weighted[i] = residual[i] * factor_of(c, weight, x);
+        const double both = weighted[i] * normal[i], term = residual[i] * normal[i];
         // Gradients are summed and multiplied, and multiplied again.
         of_weighted += weighted[i], error_of_weighted += (roundings + 2 * unit) * std::fabs(weighted[i]) / n;
         of_both += both, error_of_both += (roundings + 3 * unit) * std::fabs(both) / n;
         error_of_both += std::fabs(weighted[i]) * normal_error[i] / n;
         right.weight.number[i] += term, weight_size[i] += std::fabs(term);
-        weight_error[i] += std::fabs(arrived[i]) * normal_error[i];
-        right.bias.number[i] += arrived[i], bias_size[i] += std::fabs(arrived[i]);
+        weight_error[i] += std::fabs(residual[i]) * normal_error[i];
+        right.bias.number[i] += residual[i], bias_size[i] += std::fabs(residual[i]);
       }
       if (!layer) of_weighted = error_of_weighted = 0;
       // Both means are rounded.
@@ -311,12 +312,12 @@ struct BackwardCall : NormCall {
       for (int64_t x = 0; x < c.columns; ++x) {
         const size_t i = static_cast<size_t>(x), at = c.at(r, x);
         const double slope = mean_both * normal[i], change = scale * (weighted[i] - mean_weighted - slope);
-        const double number = change + (c.arrived ? grad_arrived.get(0, 0, r, x) : 0);
+        const double number = change + (c.residual ? grad_residual.get(0, 0, r, x) : 0);
         // Five for the weighted gradient: a sum, a product, two subtractions, and the product with the scale.
         const double terms = std::fabs(weighted[i]) + std::fabs(mean_weighted) + std::fabs(slope);
         const double of_slope = std::fabs(normal[i]) * error_of_both + std::fabs(mean_both) * normal_error[i];
         const double error = scale * (error_of_weighted + of_slope + 5 * unit * terms) +
-                             (c.arrived ? unit * std::fabs(number) : 0);
+                             (c.residual ? unit * std::fabs(number) : 0);
         right.sum.number[at] = number, right.sum.bound[at] = error + rounding(c.dtype, std::fabs(number) + error);
       }
     }
@@ -402,7 +403,7 @@ void backward_case(const NormCase& c, uint64_t seed) {
 NormCase draw_norm(Random& random, int dtype, int kind, int64_t rows, int64_t columns, int draw) {
   NormCase c;
   c.dtype = dtype, c.kind = kind, c.rows = rows, c.columns = columns;
-  for (bool* flag : {&c.weight, &c.bias, &c.added, &c.sum, &c.moments, &c.more, &c.arrived, &c.grad_input,
+  for (bool* flag : {&c.weight, &c.bias, &c.added, &c.sum, &c.moments, &c.more, &c.residual, &c.grad_input,
                      &c.grad_weight, &c.grad_bias})
     *flag = draw == 0 || (draw > 1 && random.one_in(2));
   const int64_t form = draw == 1 ? 0 : random.below(4);
@@ -456,7 +457,7 @@ int large_means() {
 }
 
 // Squares of such values overflow and the scale is 0, so the output is the bias, not NaN.
-void huge_numbers() {
+void huge_values() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16})
     for (int kind : KINDS) {
       NormCase c;
@@ -473,8 +474,8 @@ void huge_numbers() {
     }
 }
 
-// Compares where the second call has other values than the first; with `shows`, some must be NaN or infinity.
-void compare_clean(const Guarded& clean, const Guarded& got, const std::string& name, bool shows,
+// Compares where the second call has other values than the first; with `must_differ`, some must be NaN or infinity.
+void compare_clean(const Guarded& clean, const Guarded& got, const std::string& name, bool must_differ,
                    const std::function<bool(int64_t r, int64_t x)>& reaches) {
   bool reached = false, shown = false;
   for (int64_t r = 0; r < clean.count[2]; ++r)
@@ -485,7 +486,7 @@ void compare_clean(const Guarded& clean, const Guarded& got, const std::string& 
         return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(actual) +
                     ", not " + std::to_string(right));
     }
-  check(!shows || !reached || shown, name + ": nothing shows what is not finite");
+  check(!must_differ || !reached || shown, name + ": nothing shows what is not finite");
 }
 
 constexpr int64_t bad_row = 17, bad_column = 66;
@@ -494,7 +495,7 @@ NormCase with_everything(int dtype, int kind) {
   NormCase c;
   c.dtype = dtype, c.kind = kind, c.rows = 37, c.columns = 131, c.dropped = 32768;
   c.weight = c.bias = c.added = c.sum = c.moments = true;
-  c.more = c.arrived = c.grad_input = c.grad_weight = c.grad_bias = true;
+  c.more = c.residual = c.grad_input = c.grad_weight = c.grad_bias = true;
   return c;
 }
 
@@ -561,8 +562,8 @@ void containment_backward(const NormCase& c, double bad) {
   // If the sum has NaN or infinity, no element of its row has a distance from the mean.
   static const Place places[] = {{"the sum", &BackwardCall::sum, true, anywhere, nowhere},
                                  {"grad_output", &BackwardCall::grad_output, true, one_column, one_column},
-                                 {"grad_more", &BackwardCall::grad_more, true, one_column, one_column},
-                                 {"grad_arrived", &BackwardCall::grad_arrived, false, nowhere, nowhere}};
+                                 {"grad_more", &BackwardCall::grad_output_second, true, one_column, one_column},
+                                 {"grad_arrived", &BackwardCall::grad_residual, false, nowhere, nowhere}};
   for (const Place& place : places) {
     const auto reaches = [&](int64_t r, int64_t x) { return r == bad_row && (place.whole_row || x == bad_column); };
     const auto columns = [](Reach reach) {
@@ -606,7 +607,7 @@ void no_rows() {
         forward.work.sum = forward.work.output = nullptr, forward.work.moments = nullptr;
         backward.work.sum = backward.work.grad_sum = backward.work.grad_input = nullptr;
         backward.work.moments = nullptr;
-        backward.work.grad_output = backward.work.grad_more = backward.work.grad_arrived = nullptr;
+        backward.work.grad_output = backward.work.grad_output_second = backward.work.grad_residual = nullptr;
         for (int isa : usable_sets())
           for (int threads : {1, 2, 5}) {
             const std::string name = name_of("no rows", c, isa, threads);
@@ -686,8 +687,8 @@ int bad_descriptions() {
                                        {"grad_output", offsetof(W, grad_output), true},
                                        {"grad_sum", offsetof(W, grad_sum), true},
                                        {"weight", offsetof(W, weight), false},
-                                       {"grad_more", offsetof(W, grad_more), false},
-                                       {"grad_arrived", offsetof(W, grad_arrived), false},
+                                       {"grad_more", offsetof(W, grad_output_second), false},
+                                       {"grad_arrived", offsetof(W, grad_residual), false},
                                        {"grad_input", offsetof(W, grad_input), false},
                                        {"grad_weight", offsetof(W, grad_weight), false},
                                        {"grad_bias", offsetof(W, grad_bias), false}};
@@ -706,7 +707,7 @@ int bad_descriptions() {
 }  // namespace
 
 int norm_tests() {
-  huge_numbers();
+  huge_values();
   containment();
   no_rows();
   return every_size() + large_means() + bad_descriptions();

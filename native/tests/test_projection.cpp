@@ -15,13 +15,13 @@ int norm_tests();
 namespace {
 
 std::string describe(const ProjectionCase& c, int isa, int threads) {
-  std::string line = "dtype " + std::to_string(c.dtype) + (c.left_turned ? ", left turned" : "") +
-                     (c.right_turned ? ", right turned" : "") + ", " + std::to_string(c.rows) + "x" +
+  std::string line = "dtype " + std::to_string(c.dtype) + (c.left_transposed ? ", left turned" : "") +
+                     (c.right_transposed ? ", right turned" : "") + ", " + std::to_string(c.rows) + "x" +
                      std::to_string(c.columns) + " of";
   for (int64_t steps : c.steps) line += " " + std::to_string(steps);
-  return line + " steps" + (c.biased ? ", bias" : "") + ", activation " + std::to_string(c.activation) +
-         (c.sloped ? " and slopes" : "") + ", " + std::to_string(c.dropped) + " dropped" +
-         (c.gated ? ", gate " + std::to_string(c.gate_kind) : "") + ", " +
+  return line + " steps" + (c.has_bias ? ", bias" : "") + ", activation " + std::to_string(c.activation) +
+         (c.has_slopes ? " and slopes" : "") + ", " + std::to_string(c.dropped) + " dropped" +
+         (c.has_gate ? ", gate " + std::to_string(c.gate_kind) : "") + ", " +
          ch_isa_name(isa) + ", threads " + std::to_string(threads);
 }
 
@@ -49,7 +49,7 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
 int several_passes() {
   struct Shape {
     int dtype;
-    bool left_turned, right_turned, whole;
+    bool left_transposed, right_transposed, whole;
     int64_t rows, columns;
     std::vector<int64_t> steps;
   };
@@ -65,10 +65,10 @@ int several_passes() {
   for (const Shape& shape : shapes) {
     ProjectionCase c;
     Random random(++number + 17);
-    c.dtype = shape.dtype, c.left_turned = shape.left_turned, c.right_turned = shape.right_turned;
+    c.dtype = shape.dtype, c.left_transposed = shape.left_transposed, c.right_transposed = shape.right_transposed;
     c.whole = shape.whole, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
-    c.biased = true, c.counted = c.left_turned;
-    draw_numbers(random, c);
+    c.has_bias = true, c.has_row_sums = c.left_transposed;
+    draw_values(random, c);
     // With this many threads right is packed and shared even for few rows.
     one_case(c, number, "several passes", {1, 5, 64});
   }
@@ -78,16 +78,16 @@ int several_passes() {
 // Very few rows, whose right is read in place from a number of steps on, with every epilogue.
 int very_few_rows() {
   uint64_t number = 0;
-  auto one = [&](bool right_turned, int64_t rows, int64_t steps, int64_t columns) {
+  auto one = [&](bool right_transposed, int64_t rows, int64_t steps, int64_t columns) {
     ProjectionCase c;
     Random random(++number + 977);
     c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
-    c.right_turned = right_turned, c.rows = rows, c.columns = columns, c.steps = {steps};
-    c.biased = random.one_in(2), c.whole = random.one_in(4);
-    c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU)), c.sloped = random.one_in(2);
+    c.right_transposed = right_transposed, c.rows = rows, c.columns = columns, c.steps = {steps};
+    c.has_bias = random.one_in(2), c.whole = random.one_in(4);
+    c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU)), c.has_slopes = random.one_in(2);
     if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
     c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
-    draw_numbers(random, c);
+    draw_values(random, c);
     // After some hundred thousand threads of a process, the leak checker loses track of the last one.
     one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
   };
@@ -104,22 +104,22 @@ int very_few_rows() {
 // Every form of the description, for properties that do not depend on the values.
 void each_form(const std::function<void(ProjectionCase&)>& use) {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (bool left_turned : {false, true})
-      for (bool right_turned : {false, true}) {
+    for (bool left_transposed : {false, true})
+      for (bool right_transposed : {false, true}) {
         ProjectionCase c;
-        c.dtype = dtype, c.left_turned = left_turned, c.right_turned = right_turned;
+        c.dtype = dtype, c.left_transposed = left_transposed, c.right_transposed = right_transposed;
         use(c);
       }
 }
 
 // The sum of nothing is 0, or the bias: terms without steps need no memory. Without output elements nothing else is
 // needed either.
-void nothing_to_add() {
+void empty_sums() {
   each_form([](ProjectionCase& c) {
-    c.rows = 13, c.columns = 67, c.biased = c.right_turned, c.whole = true;
-    c.steps.assign(c.left_turned ? 1 : 3, 0), c.counted = c.left_turned;
+    c.rows = 13, c.columns = 67, c.has_bias = c.right_transposed, c.whole = true;
+    c.steps.assign(c.left_transposed ? 1 : 3, 0), c.has_row_sums = c.left_transposed;
     Random random(5);
-    draw_numbers(random, c);
+    draw_values(random, c);
     one_case(c, 6, "no steps", {1, 2, 5});
     ProjectionCall call(c, random);
     for (ch_term& term : call.work.terms) term = {nullptr, nullptr, 0, 0, 0};
@@ -130,9 +130,9 @@ void nothing_to_add() {
     }
   });
   each_form([](ProjectionCase& c) {
-    c.rows = 5, c.columns = 9, c.steps = {7}, c.biased = true, c.counted = c.left_turned;
+    c.rows = 5, c.columns = 9, c.steps = {7}, c.has_bias = true, c.has_row_sums = c.left_transposed;
     Random random(5);
-    draw_numbers(random, c);
+    draw_values(random, c);
     ProjectionCall call(c, random);
     ch_projection work = call.work;
     work.rows = 0, work.output = nullptr, work.terms[0].left = nullptr;
@@ -145,18 +145,18 @@ void nothing_to_add() {
 }
 
 // A stride of an input may be 0, and the stride of a single row is unused.
-void odd_strides() {
+void zero_strides() {
   each_form([](ProjectionCase& c) {
     c.rows = 7, c.columns = 19, c.steps = {37}, c.whole = true;
     Random random(8);
-    draw_numbers(random, c);
+    draw_values(random, c);
     // The first row stands for all of them.
-    const auto repeat = [](Numbers& of, int64_t rows, int64_t columns, bool transposed) {
+    const auto repeat = [](Values& of, int64_t rows, int64_t columns, bool transposed) {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t x = 0; x < columns; ++x)
           of[static_cast<size_t>(r * columns + x)] = of[static_cast<size_t>(transposed ? r * columns : x)];
     };
-    repeat(c.left[0], 7, 37, c.left_turned), repeat(c.right[0], 37, 19, c.right_turned);
+    repeat(c.left[0], 7, 37, c.left_transposed), repeat(c.right[0], 37, 19, c.right_transposed);
     ProjectionCall call(c, random);
     call.work.terms[0].left_row = call.work.terms[0].right_row = 0;
     for (int isa : usable_sets()) {
@@ -166,10 +166,10 @@ void odd_strides() {
     }
   });
   each_form([](ProjectionCase& c) {
-    c.rows = 1, c.columns = c.right_turned ? 1 : 19, c.whole = true;
-    c.steps = {c.left_turned || !c.right_turned ? 1 : 37};
+    c.rows = 1, c.columns = c.right_transposed ? 1 : 19, c.whole = true;
+    c.steps = {c.left_transposed || !c.right_transposed ? 1 : 37};
     Random random(8);
-    draw_numbers(random, c);
+    draw_values(random, c);
     ProjectionCall call(c, random);
     call.work.terms[0].left_row = call.work.terms[0].right_row = call.work.output_row = INT64_MAX / 2;
     for (int isa : usable_sets()) {
@@ -182,17 +182,18 @@ void odd_strides() {
 
 // bf16 pairs can be read in place only if no row starts or ends within a pair: an odd count of steps, stride or address
 // must each be detected. NaN follows every row.
-void pairs_in_place() {
+void bf16_pairs_in_place() {
   for (int64_t steps : {37, 38, 64})
     for (int64_t stride : {70, 71})
       for (int odd : {0, 1, 2, 3})
         for (int way : {0, 1, 2}) {
           // With three rows the right operand is read in place, too.
-          const bool right_turned = way > 0;
+          const bool right_transposed = way > 0;
           ProjectionCase c;
-          c.dtype = CH_BFLOAT16, c.right_turned = right_turned, c.rows = way == 2 ? 3 : 13, c.columns = 33, c.steps = {steps};
+          c.dtype = CH_BFLOAT16, c.right_transposed = right_transposed, c.rows = way == 2 ? 3 : 13, c.columns = 33,
+              c.steps = {steps};
           Random random(static_cast<uint64_t>(steps));
-          draw_numbers(random, c);
+          draw_values(random, c);
           std::vector<uint16_t> left(static_cast<size_t>(64 * stride + 1), 0xffff), right = left;
           uint16_t *a = left.data() + odd % 2, *b = right.data() + odd / 2;
           for (int64_t s = 0; s < steps; ++s) {
@@ -200,7 +201,7 @@ void pairs_in_place() {
               encode(c.dtype, c.left[0][static_cast<size_t>(r * steps + s)], a + r * stride + s);
             for (int64_t x = 0; x < c.columns; ++x)
               encode(c.dtype, c.right[0][static_cast<size_t>(s * c.columns + x)],
-                     right_turned ? b + x * stride + s : b + s * stride + x);
+                     right_transposed ? b + x * stride + s : b + s * stride + x);
           }
           ProjectionCall call(c, random);
           call.work.terms[0] = {a, b, stride, stride, steps};
@@ -231,10 +232,10 @@ void containment() {
   static const char* places[] = {"left", "right", "the bias"};
   constexpr size_t rows = 79, columns = 75, steps = 37, row = 40, column = 66;
   each_form([](ProjectionCase& clean) {
-    clean.rows = rows, clean.columns = columns, clean.steps = {steps}, clean.biased = true;
-    clean.counted = clean.left_turned;
+    clean.rows = rows, clean.columns = columns, clean.steps = {steps}, clean.has_bias = true;
+    clean.has_row_sums = clean.left_transposed;
     Random random(21);
-    draw_numbers(random, clean);
+    draw_values(random, clean);
     for (int place : {in_left, in_right, in_bias})
       for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)})
         for (size_t step : {size_t{0}, steps - 1}) {
@@ -252,7 +253,7 @@ void containment() {
               compare_clean(right.output, got.output, name + " output", [&](int64_t r, int64_t x) {
                 return place == in_left ? r == static_cast<int64_t>(row) : x == static_cast<int64_t>(column);
               });
-              if (!c.counted) continue;
+              if (!c.has_row_sums) continue;
               compare_clean(right.row_sums, got.row_sums, name + " row_sums", [&](int64_t, int64_t r) {
                 return place == in_left && r == static_cast<int64_t>(row);
               });
@@ -274,9 +275,9 @@ int main(int arguments, char** argument) {
   int large = 0, others = 0;
   if (arguments == 1 || count == 0) {
     large = test::several_passes() + test::very_few_rows();
-    test::nothing_to_add();
-    test::odd_strides();
-    test::pairs_in_place();
+    test::empty_sums();
+    test::zero_strides();
+    test::bf16_pairs_in_place();
     test::containment();
     others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests() +
              test::rotation_tests();
@@ -284,6 +285,6 @@ int main(int arguments, char** argument) {
   std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, positions and bad descriptions on",
               static_cast<unsigned long long>(count), large, others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;
 }

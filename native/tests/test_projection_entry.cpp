@@ -29,9 +29,9 @@ const std::vector<Bad<ch_projection>>& either_way() {
       {"huge left", CH_BAD_SHAPE, [](W& w) { w.rows = w.terms[0].steps = INT32_MAX; }},
       {"huge right", CH_BAD_SHAPE, [](W& w) { w.columns = w.terms[0].steps = INT32_MAX; }},
       {"threads", CH_BAD_OPTION, [](W& w) { w.threads = INT32_MAX; }},
-      {"left turned twice", CH_BAD_OPTION, [](W& w) { w.left_turned = 2; }},
-      {"left turned -1 times", CH_BAD_OPTION, [](W& w) { w.left_turned = -1; }},
-      {"right turned twice", CH_BAD_OPTION, [](W& w) { w.right_turned = 2; }},
+      {"left turned twice", CH_BAD_OPTION, [](W& w) { w.left_transposed = 2; }},
+      {"left turned -1 times", CH_BAD_OPTION, [](W& w) { w.left_transposed = -1; }},
+      {"right turned twice", CH_BAD_OPTION, [](W& w) { w.right_transposed = 2; }},
       {"no left", CH_BAD_POINTER, [](W& w) { w.terms[0].left = nullptr; }},
       {"no right", CH_BAD_POINTER, [](W& w) { w.terms[0].right = nullptr; }},
       {"no output", CH_BAD_POINTER, [](W& w) { w.output = nullptr; }},
@@ -133,17 +133,17 @@ int projection_entry_tests() {
     for (bool transposed : {false, true}) {
       ProjectionCase c;
       Random random(3);
-      c.dtype = dtype, c.left_turned = c.right_turned = c.counted = transposed, c.biased = true;
+      c.dtype = dtype, c.left_transposed = c.right_transposed = c.has_row_sums = transposed, c.has_bias = true;
       c.rows = 13, c.columns = 9, c.steps.assign(transposed ? 1 : 2, 11);
-      draw_numbers(random, c);
+      draw_values(random, c);
       ProjectionCall call(c, random);
       expect(call.run(-1, 1), CH_OK, "the product's description before it is spoiled");
       call.clear();
       count += spoil_all(call, either_way());
       count += spoil_all(call, transposed ? with_row_sums() : with_terms());
-      c.gated = true, c.gate.assign(static_cast<size_t>(c.rows * c.columns), 1.0);
-      ProjectionCall gated(c, random);
-      count += spoil_all(gated, with_gate());
+      c.has_gate = true, c.gate.assign(static_cast<size_t>(c.rows * c.columns), 1.0);
+      ProjectionCall has_gate(c, random);
+      count += spoil_all(has_gate, with_gate());
     }
   return count;
 }

@@ -28,8 +28,8 @@ struct RotationCall {
     work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
     work.positions = first + rows + offset, work.table = static_cast<const float*>(table.data());
     work.source = source.view(), work.target = in_place ? source.view() : target.view();
-    table.keep();
-    if (!in_place) source.keep();
+    table.save_original();
+    if (!in_place) source.save_original();
   }
 
   static void fill(Random& random, Guarded& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
@@ -41,7 +41,7 @@ struct RotationCall {
   }
 
   // Every element of the source, in order.
-  std::vector<double> numbers() const { return all_of(source); }
+  std::vector<double> elements() const { return all_of(source); }
   std::vector<double> all_of(const Guarded& tensor) const {
     std::vector<double> result;
     for (int64_t b = 0; b < work.batch; ++b)
@@ -52,7 +52,7 @@ struct RotationCall {
   }
 
   // Compares the result with the formula in double; `before` is the source before the call.
-  void hold(const std::vector<double>& before, const std::string& name) {
+  void compare_with_formula(const std::vector<double>& before, const std::string& name) {
     const Guarded& written = in_place ? source : target;
     const int64_t half = work.columns / 2;
     const double unit = work.dtype == CH_FLOAT32 ? 0 : work.dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
@@ -75,15 +75,18 @@ struct RotationCall {
 
   static void within(double result, double right, double error, double unit, const std::string& name) {
     const double bound = error + unit * (std::fabs(right) + error) + (unit > 0 ? 0x1p-24 : 0);
-    fullest = std::fmax(fullest, std::fabs(result - right) / bound);
+    largest_ratio = std::fmax(largest_ratio, std::fabs(result - right) / bound);
     check(std::fabs(result - right) <= bound, name + ": " + std::to_string(result) + " for " + std::to_string(right));
   }
 };
 
 int every_size() {
-  static const int64_t sizes[][6] = {{1, 1, 1, 2, 0, 0},   {2, 3, 1, 16, 9, 6},   {1, 4, 1, 64, 0, 15}, {3, 2, 5, 34, 4, 0},
-                                     {17, 2, 1, 6, 1, 1},  {1, 8, 129, 96, 3, 3}, {2, 2, 18, 80, 0, 1}, {1, 2, 3, 256, 1, 0},
-                                     {1, 3, 1700, 64, 0, 0}, {0, 2, 3, 4, 1, 1},  {2, 0, 3, 4, 1, 1},   {2, 2, 0, 4, 1, 1},
+  static const int64_t sizes[][6] = {{1, 1, 1, 2, 0, 0},   {2, 3, 1, 16, 9, 6},   {1, 4, 1, 64, 0, 15},
+      {3, 2, 5, 34, 4, 0},
+                                     {17, 2, 1, 6, 1, 1},  {1, 8, 129, 96, 3, 3}, {2, 2, 18, 80, 0, 1},
+                                         {1, 2, 3, 256, 1, 0},
+                                     {1, 3, 1700, 64, 0, 0}, {0, 2, 3, 4, 1, 1},  {2, 0, 3, 4, 1, 1},
+                                         {2, 2, 0, 4, 1, 1},
                                      {2, 2, 3, 0, 1, 1}};
   int cases = 0;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
@@ -98,9 +101,9 @@ int every_size() {
             const std::string name = "rotation " + std::to_string(dtype) + ", size " + std::to_string(&s - sizes) +
                                      (in_place ? " in place, " : ", ") + ch_isa_name(isa) + ", threads " +
                                      std::to_string(threads);
-            const std::vector<double> before = call.numbers();
+            const std::vector<double> before = call.elements();
             expect(ch_rotate(&call.work), CH_OK, name);
-            call.hold(before, name);
+            call.compare_with_formula(before, name);
             const std::vector<double> result = call.all_of(in_place ? call.source : call.target);
             if (threads == 1) one = result;
             check(result == one, name + ": other bits than with one thread");

@@ -49,7 +49,8 @@ class Arguments {
   }
   // Lists that are not optional: the dispatcher looks for tensors, and so for the device, in such lists only.
   std::vector<Tensor> required_tensors() {
-    return elements<Tensor>(take<StableListHandle>(), [](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
+    return elements<Tensor>(take<StableListHandle>(),
+                            [](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
   }
   std::vector<int64_t> required_integers() { return elements<int64_t>(take<StableListHandle>(), as<int64_t>); }
   std::vector<double> required_numbers() { return elements<double>(take<StableListHandle>(), as<double>); }
@@ -78,9 +79,9 @@ class Arguments {
     check_torch(torch_list_size(handle, &size), "read a list");
     std::vector<Value> values;
     values.reserve(size);
-    for (size_t place = 0; place < size; ++place) {
+    for (size_t index = 0; index < size; ++index) {
       StableIValue element = 0;
-      check_torch(torch_list_get_item(handle, place, &element), "read a list");
+      check_torch(torch_list_get_item(handle, index, &element), "read a list");
       values.push_back(convert(element));
     }
     check_torch(torch_delete_list(handle), "free a list");

@@ -40,9 +40,11 @@ void check_qkv(const Tensor& query, const Tensor& key, const Tensor& value) {
   } given[] = {{"query", query}, {"key", key}, {"value", value}};
   for (const auto& [argument, tensor] : given) {
     if (tensor.dim() != 4)
-      fail(name, argument, "have axes [batch, heads, len, head_dim]", tensor.shape(), "Add the missing axes with .unsqueeze.");
+      fail(name, argument, "have axes [batch, heads, len, head_dim]", tensor.shape(),
+           "Add the missing axes with .unsqueeze.");
     if (tensor.dtype() > Dtype::float16 || tensor.dtype() != query.dtype())
-      fail(name, argument, "be float32, bfloat16 or float16, all three alike", tensor.shape(), "Convert with .to(dtype).");
+      fail(name, argument, "be float32, bfloat16 or float16, all three alike", tensor.shape(),
+           "Convert with .to(dtype).");
     if (tensor.size(3) < 1 || tensor.size(3) > CH_MAX_HEAD_DIM)
       fail(name, argument, "have 1 to " + words(CH_MAX_HEAD_DIM) + " channels", tensor.shape(), "Use another backend.");
     if (tensor.size(0) != query.size(0))
@@ -77,16 +79,18 @@ void describe_mask(const char* function, ch_attention& work, const Mask& mask) {
   if (mask.start) {
     const Tensor &start = mask.start, &stop = mask.stop;
     const int64_t count = start.dim() == 4 ? start.size(3) : -1;
-    if (!stop || count < 1 || count > CH_MAX_RUNS || !broadcasts(start, {work.batch, work.heads, work.q_len, count}) ||
+    if (!stop || count < 1 || count > CH_MAX_INTERVALS ||
+        !broadcasts(start, {work.batch, work.heads, work.q_len, count}) ||
         !stop.is_shaped({start.size(0), start.size(1), start.size(2), count}) || start.dtype() != Dtype::int32 ||
         stop.dtype() != Dtype::int32 || !start.contiguous() || !stop.contiguous())
-      fail(function, "start and stop", "be contiguous int32 intervals [batch, heads, q_len, 1 to " + words(CH_MAX_RUNS) + "]",
+      fail(function, "start and stop", "be contiguous int32 intervals [batch, heads, q_len, 1 to " + words(CH_MAX_INTERVALS) + "]",
            start.shape(), "Lower the mask with ch.masks.");
-    work.start = start.as<int32_t>(), work.stop = stop.as<int32_t>(), work.runs = static_cast<int32_t>(count);
-    work.run_batch = start.step(0), work.run_head = start.step(1), work.run_row = start.step(2);
+    work.start = start.as<int32_t>(), work.stop = stop.as<int32_t>(), work.intervals = static_cast<int32_t>(count);
+    work.interval_batch = start.step(0), work.interval_head = start.step(1), work.interval_row = start.step(2);
   }
   if (mask.allowed) {
-    if (mask.allowed.dtype() != Dtype::byte || !broadcasts(mask.allowed, {work.batch, work.heads, work.q_len, work.k_len}))
+    if (mask.allowed.dtype() != Dtype::byte || !broadcasts(mask.allowed,
+                                                           {work.batch, work.heads, work.q_len, work.k_len}))
       fail(function, "allowed", "be bool [batch, heads, q_len, k_len]", mask.allowed.shape(), "Use ch.Dense.");
     work.allowed = table_of(mask.allowed);
   }
@@ -123,12 +127,13 @@ void describe_rule(const char* function, ch_attention& work, ch_rule& rule, int6
 
 void describe_rules(const char* function, ch_attention& work, const Rules& rules) {
   if (rules.kinds.size() > CH_MAX_RULES)
-    fail(function, "rule_kinds", "have at most " + words(CH_MAX_RULES) + " rules", words(static_cast<int64_t>(rules.kinds.size())),
+    fail(function, "rule_kinds", "have at most " + words(CH_MAX_RULES) + " rules",
+         words(static_cast<int64_t>(rules.kinds.size())),
          "Add rules up, or use another backend.");
   size_t value = 0, table = 0;
-  for (size_t place = 0; place < rules.kinds.size(); ++place) {
-    const int64_t kind = rules.kinds[place];
-    ch_rule& rule = work.rules[place];
+  for (size_t index = 0; index < rules.kinds.size(); ++index) {
+    const int64_t kind = rules.kinds[index];
+    ch_rule& rule = work.rules[index];
     const bool is_known = kind >= CH_RULE_SLOPE && kind <= CH_RULE_SOFTCAP;
     if (!is_known || (kind == CH_RULE_SOFTCAP ? value >= rules.values.size() : table >= rules.tables.size()))
       fail(function, "rule_kinds", "be known, with a value or a table for each", words(kind), "See enum ch_rule_kind.");
@@ -234,7 +239,8 @@ void check_sizes(int64_t returns, const std::vector<int64_t>& sizes) {
   const bool side = !(returns & HEATMAP) || (sizes.size() == 4 && sizes[2] >= 1);
   const bool top = !(returns & TOP_K) || (sizes.size() == 4 && sizes[1] >= 0);
   if (returns < 0 || !side || !top || ((returns & gathered) && sizes.size() != 4))
-    fail(name, "statistic_sizes", "give sink_keys, top_k, heatmap and rows", words(static_cast<int64_t>(sizes.size())) + " sizes",
+    fail(name, "statistic_sizes", "give sink_keys, top_k, heatmap and rows",
+         words(static_cast<int64_t>(sizes.size())) + " sizes",
          "See ch.Want.");
 }
 
@@ -243,8 +249,8 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
   if (slots.empty()) return {};
   std::vector<Tensor> grads(static_cast<size_t>(std::max<int64_t>(0, *std::max_element(slots.begin(), slots.end()) + 1)));
   size_t table = 0;
-  for (size_t place = 0; place < rules.kinds.size(); ++place) {
-    if (rules.kinds[place] == CH_RULE_SOFTCAP) continue;
+  for (size_t index = 0; index < rules.kinds.size(); ++index) {
+    if (rules.kinds[index] == CH_RULE_SOFTCAP) continue;
     const Tensor& learned = rules.tables[table];
     if (table >= slots.size()) break;
     const int64_t slot = slots[table++];
@@ -255,7 +261,7 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
       for (int64_t axis = 0; axis < learned.dim(); ++axis) sizes.push_back(learned.size(axis));
       grad = zeros(Dtype::float32, sizes);
     }
-    ch_rule& rule = work.rules[place];
+    ch_rule& rule = work.rules[index];
     rule.grad = grad.as<float>();
     if (rule.kind == CH_RULE_DENSE) {
       rule.grad_batch = grad.step(0), rule.grad_head = grad.step(1), rule.grad_row = grad.step(2);
@@ -268,9 +274,11 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
 
 const float* contiguous_rows(const char* argument, const Tensor& tensor, const Sizes& sizes) {
   if (!tensor) return nullptr;
-  bool fits = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.dtype() == Dtype::float32 && tensor.contiguous();
+  bool fits = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.dtype() == Dtype::float32 &&
+      tensor.contiguous();
   for (size_t axis = 0; fits && axis < sizes.size(); ++axis) fits = tensor.size(static_cast<int64_t>(axis)) == sizes[axis];
-  if (!fits) fail(name, argument, "be contiguous float32 of the call's rows", tensor.shape(), "Pass what forward returned.");
+  if (!fits) fail(name, argument, "be contiguous float32 of the call's rows", tensor.shape(),
+                  "Pass what forward returned.");
   return tensor.as<float>();
 }
 
@@ -303,7 +311,8 @@ AttentionOptions read_options(Arguments& arguments, double scale) {
 }
 
 void describe_options(const char* function, ch_attention& work, const AttentionOptions& options) {
-  if (!std::isfinite(options.scale)) fail(function, "scale", "be finite", std::to_string(options.scale), "Scale the query.");
+  if (!std::isfinite(options.scale)) fail(function, "scale", "be finite", std::to_string(options.scale),
+                                          "Scale the query.");
   if (!(options.dropout >= 0.0 && options.dropout < 1.0))
     fail(function, "dropout", "be a probability below 1", std::to_string(options.dropout), "0 switches dropout off.");
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
@@ -324,7 +333,8 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
-  const StatisticSizes statistic_sizes = sizes.size() == 4 ? StatisticSizes{sizes[0], sizes[1], sizes[2], sizes[3]} : StatisticSizes{};
+  const StatisticSizes statistic_sizes = sizes.size() == 4 ? StatisticSizes{sizes[0], sizes[1], sizes[2], sizes[3]}
+      : StatisticSizes{};
   Forward forward(work, query, returns, statistic_sizes);
   if (returns & ROW_WEIGHTS) forward.weigh_rows(row_weights);
   if (returns & ROWS) forward.keep_rows(row_slots, statistic_sizes.rows);
@@ -334,7 +344,8 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor grad_output = arguments.tensor(), query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  Tensor grad_output = arguments.tensor(), query = arguments.tensor(), key = arguments.tensor(),
+      value = arguments.tensor();
   const Tensor softmax = arguments.tensor(), output = arguments.optional_tensor();
   const double scale = arguments.number();
   const AttentionOptions options = read_options(arguments, scale);
@@ -346,8 +357,10 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
-  if (!grad_output.is_shaped({work.batch, work.heads, work.q_len, work.value_dim}) || grad_output.dtype() != query.dtype())
-    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(), "Pass the gradient as it arrived.");
+  if (!grad_output.is_shaped({work.batch, work.heads, work.q_len, work.value_dim}) ||
+      grad_output.dtype() != query.dtype())
+    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(),
+         "Pass the gradient as it arrived.");
   work.grad_output = view_of(grad_output);
   const Sizes rows = {work.batch, work.heads, work.q_len};
   work.softmax = const_cast<float*>(contiguous_rows("softmax", softmax, {work.batch, work.heads, work.q_len, 2}));
@@ -362,7 +375,8 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   ch_statistics given = {};
   if (!statistics.empty()) {
     if (statistics.size() != 6)
-      fail(name, "statistics", "be 6 tensors or none", words(static_cast<int64_t>(statistics.size())), "Pass None for absent ones.");
+      fail(name, "statistics", "be 6 tensors or none", words(static_cast<int64_t>(statistics.size())),
+           "Pass None for absent ones.");
     given.sink_keys = sink_keys;
     given.ties = const_cast<float*>(contiguous_rows("ties", statistics[0], {work.batch, work.heads, work.q_len, 2}));
     given.grad_max = contiguous_rows("grad_max", statistics[1], rows);

@@ -14,7 +14,7 @@ namespace clearhead::torch {
 // A tensor of the list and its index, which its gradient has too; no tensor for None.
 struct Slot {
   const Tensor* tensor = nullptr;
-  int64_t place = -1;
+  int64_t index = -1;
 };
 
 struct LinearSpec {
@@ -51,7 +51,7 @@ struct FeedForwardSpec {
 };
 
 // The parts around a sublayer: its norm, the optional norm of its result, and dropout of its result.
-struct AroundSpec {
+struct ConnectionSpec {
   NormSpec norm;
   bool has_result_norm = false;
   NormSpec result_norm;
@@ -64,7 +64,7 @@ struct BlockSpec {
   std::vector<AttentionSpec> attentions;
   bool has_feedforward = false;
   FeedForwardSpec feedforward;
-  std::vector<AroundSpec> around;  // one per sublayer, if there are residuals
+  std::vector<ConnectionSpec> connections;  // one per sublayer, if there are residuals
 
   size_t sublayers() const { return attentions.size() + (has_feedforward ? 1 : 0); }
 };

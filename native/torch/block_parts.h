@@ -8,7 +8,7 @@ namespace clearhead::torch {
 
 // A GEMM that computes queries, keys or values: the layer, its input tokens, and the rows of its weight.
 struct Source {
-  size_t place;  // index in AttentionSpec::sources
+  size_t index;  // index in AttentionSpec::sources
   size_t tokens;  // 0: the tokens of the queries; 1: the memory of cross-attention
   int64_t first;  // first output channel of the layer
   Linear layer;
@@ -18,7 +18,7 @@ struct Source {
 std::vector<Source> sources_of(const AttentionSpec& spec, size_t sequences, Dtype dtype);
 
 // Whether keys and values are computed from other tokens than queries (cross-attention).
-bool reads_memory(const BlockCall& call, const BlockSpec& block, size_t place);
+bool reads_memory(const BlockCall& call, const BlockSpec& block, size_t index);
 
 // Heads [batch, heads, len, head_dim] that are side by side in the rows of a projection.
 ch_tensor heads_in(const Matrix& rows, int64_t first_channel, int64_t length, int64_t head_dim, Dtype dtype);
@@ -43,6 +43,6 @@ inline Matrix matrix_of(const Tensor& tensor) {
 }
 
 // Activations whose backward reads their output; all others save derivatives.
-inline bool keeps_output(int32_t activation) { return activation == CH_RELU; }
+inline bool activation_saves_output(int32_t activation) { return activation == CH_RELU; }
 
 }  // namespace clearhead::torch

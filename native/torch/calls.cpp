@@ -45,9 +45,11 @@ Linear Linear::outputs_from(int64_t first, int64_t count, Dtype dtype) const {
   return part;
 }
 
-Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies) {
+Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype,
+                 std::vector<Tensor>& copies) {
   if (weight.dim() != 2 || weight.dtype() != dtype)
-    fail(function, "weight", std::string("be [out, in] of ") + name_of(dtype), weight.shape(), "Convert with .to(dtype).");
+    fail(function, "weight", std::string("be [out, in] of ") + name_of(dtype), weight.shape(),
+         "Convert with .to(dtype).");
   if (bias && (!bias.is_shaped({weight.size(0)}) || bias.dtype() != dtype))
     fail(function, "bias", "be [out] in the weight's dtype", bias.shape(), "Pass None for no bias.");
   Linear layer;
@@ -72,7 +74,7 @@ Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias,
 
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
   ch_projection work = describe<ch_projection>(dtype);
-  work.num_terms = 1, work.right_turned = layer.transposed ? 0 : 1;
+  work.num_terms = 1, work.right_transposed = layer.transposed ? 0 : 1;
   work.rows = x.rows, work.columns = layer.out;
   work.terms[0] = {x.data, layer.weight, x.step, layer.step, x.columns};
   work.bias = layer.bias, work.output = output.data, work.output_row = output.step;
@@ -89,11 +91,11 @@ void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matr
     all_transposed = all_transposed && term.layer.transposed;
     any_transposed = any_transposed || term.layer.transposed;
   }
-  work.right_turned = all_transposed ? 1 : 0;
+  work.right_transposed = all_transposed ? 1 : 0;
   Workspace copies;
-  for (size_t place = 0; place < terms.size(); ++place) {
-    const auto& [grad, layer] = terms[place];
-    ch_term& term = work.terms[place];
+  for (size_t index = 0; index < terms.size(); ++index) {
+    const auto& [grad, layer] = terms[index];
+    ch_term& term = work.terms[index];
     term = {grad.data, layer.weight, grad.step, layer.step, layer.out};
     if (any_transposed && !all_transposed && layer.transposed) {
       // A call has one layout for the right operands of all its terms.
@@ -113,7 +115,7 @@ void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matr
 void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias) {
   if (x.columns == 0 && bias != nullptr) return bias_gradient(dtype, grad, bias);
   ch_projection work = describe<ch_projection>(dtype);
-  work.num_terms = 1, work.left_turned = 1;
+  work.num_terms = 1, work.left_transposed = 1;
   work.rows = grad.columns, work.columns = x.columns;
   work.terms[0] = {grad.data, x.data, grad.step, x.step, grad.rows};
   work.output = weight.data, work.output_row = weight.step, work.row_sums = bias;
@@ -154,7 +156,8 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
   work.rows = call.sum.rows, work.columns = call.sum.columns;
   work.dropped = call.dropped, work.seed = call.seed;
   work.sum = call.sum.data, work.moments = const_cast<float*>(call.moments);
-  work.grad_output = call.grad_output, work.grad_more = call.grad_more, work.grad_arrived = call.grad_at_sum;
+  work.grad_output = call.grad_output, work.grad_output_second = call.grad_output_second,
+      work.grad_residual = call.grad_residual;
   work.grad_sum = call.grad_sum, work.grad_input = call.grad_input;
   work.grad_weight = call.grad_weight, work.grad_bias = call.grad_bias;
   check_kernel(ch_norm_backward(&work), "norm");

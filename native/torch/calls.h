@@ -29,7 +29,8 @@ struct Linear {
 
 // Reads a weight [out, in] and a bias [out], which may be undefined. Tensors that the kernels cannot read in place are
 // copied into `copies`, which must outlive the result.
-Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies);
+Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype,
+                 std::vector<Tensor>& copies);
 
 // The epilogue of a forward GEMM, besides the bias.
 struct Epilogue {
@@ -52,7 +53,8 @@ struct InputTerm {
 };
 
 // output = epilogue(sum over terms of grad weight); at most CH_MAX_TERMS terms.
-void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output, const Epilogue& epilogue = {});
+void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output,
+                    const Epilogue& epilogue = {});
 
 // weight = grad^T x, and bias = the column sums of grad unless it is null.
 void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias);
@@ -87,8 +89,8 @@ struct NormBackward {
   int32_t dropped = 0;
   uint64_t seed = 0;
   const void* grad_output = nullptr;
-  const void* grad_more = nullptr;
-  const void* grad_at_sum = nullptr;
+  const void* grad_output_second = nullptr;
+  const void* grad_residual = nullptr;
   void* grad_sum = nullptr;
   void* grad_input = nullptr;  // only with dropout; without it, grad_sum is the same
   void* grad_weight = nullptr;

@@ -30,7 +30,8 @@ Flat flat(const char* function, const char* argument, Tensor given) {
   const int64_t width = given.size(given.dim() - 1);
   if (given.dim() == 2) {
     Flat result = {std::move(given).with_contiguous_rows(), {}};
-    result.matrix = {result.tensor.data(), result.tensor.size(0), width, result.tensor.size(0) > 1 ? result.tensor.stride(0) : width};
+    result.matrix = {result.tensor.data(), result.tensor.size(0), width, result.tensor.size(0) > 1
+        ? result.tensor.stride(0) : width};
     return result;
   }
   Flat result = {std::move(given).as_contiguous(), {}};
@@ -50,7 +51,8 @@ Matrix written(const Tensor& tensor) {
   return {tensor.data(), rows_of(tensor), width, width};
 }
 
-Norm norm_of(const char* function, const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t kind, double epsilon) {
+Norm norm_of(const char* function, const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t kind,
+             double epsilon) {
   const int64_t width = x.size(x.dim() - 1);
   for (const Tensor* part : {&weight, &bias}) {
     if (*part && (!part->is_shaped({width}) || part->dtype() != x.dtype() || !part->contiguous()))
@@ -73,7 +75,8 @@ void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
   std::vector<Tensor> copies;
   const Linear layer = linear_of("linear", weight, bias, x.tensor.dtype(), copies);
   if (layer.in != x.matrix.columns)
-    fail("linear", "weight", "read " + words(x.matrix.columns) + " channels", weight.shape(), "Check the layer's widths.");
+    fail("linear", "weight", "read " + words(x.matrix.columns) + " channels", weight.shape(),
+         "Check the layer's widths.");
   if (activation < CH_PLAIN || activation > CH_QUICK_GELU)
     fail("linear", "activation", "be 0 to 5", words(activation), "See clearhead.ops.kinds.Activation.");
   Tensor output = empty(x.tensor.dtype(), sizes_with(x.tensor, layer.out));
@@ -94,14 +97,14 @@ void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t) {
   std::vector<Tensor> copies;
   std::vector<InputTerm> terms;
   const Tensor none;
-  for (size_t place = 0; place < grads.size(); ++place) {
-    rows.push_back(flat(name, "grads", std::move(grads[place])));
-    const Linear layer = linear_of(name, weights[place], none, rows[0].tensor.dtype(), copies);
-    if (layer.out != rows[place].matrix.columns || rows[place].matrix.rows != rows[0].matrix.rows ||
-        layer.in != weights[0].size(1) || rows[place].tensor.dtype() != rows[0].tensor.dtype())
-      fail(name, "grads and weights", "be [*batch, out] and [out, in] of one batch and in", weights[place].shape(),
+  for (size_t index = 0; index < grads.size(); ++index) {
+    rows.push_back(flat(name, "grads", std::move(grads[index])));
+    const Linear layer = linear_of(name, weights[index], none, rows[0].tensor.dtype(), copies);
+    if (layer.out != rows[index].matrix.columns || rows[index].matrix.rows != rows[0].matrix.rows ||
+        layer.in != weights[0].size(1) || rows[index].tensor.dtype() != rows[0].tensor.dtype())
+      fail(name, "grads and weights", "be [*batch, out] and [out, in] of one batch and in", weights[index].shape(),
            "Check the layers' widths.");
-    terms.push_back({rows[place].matrix, layer});
+    terms.push_back({rows[index].matrix, layer});
   }
   Tensor output = empty(rows[0].tensor.dtype(), sizes_with(rows[0].tensor, terms[0].layer.in));
   input_gradient(rows[0].tensor.dtype(), terms, written(output));
@@ -214,7 +217,8 @@ void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
     residual = std::move(residual).as_contiguous();
   }
   Tensor output = empty(x.dtype(), sizes_with(x, x.size(x.dim() - 1)));
-  dropout_add(x.dtype(), written(x), static_cast<int32_t>(levels), seed, residual ? residual.data() : nullptr, output.data());
+  dropout_add(x.dtype(), written(x), static_cast<int32_t>(levels), seed, residual ? residual.data() : nullptr,
+              output.data());
   Results(stack).tensor(std::move(output));
 }
 
@@ -230,10 +234,12 @@ void cache_append(StableIValue* stack, uint64_t, uint64_t) {
     fail("cache_append", "new", "be [batch, kv_heads, new, head_dim] as the cache is, " + cache.shape(), fresh.shape(),
          "Use one cache per layer and per batch.");
   if (first < 0 || first > cache.size(2) - fresh.size(2))
-    fail("cache_append", "first", "leave capacity for " + words(fresh.size(2)) + " tokens in " + words(cache.size(2)), words(first),
+    fail("cache_append", "first", "leave capacity for " + words(fresh.size(2)) + " tokens in " + words(cache.size(2)),
+         words(first),
          "Make a larger cache.");
   if (fresh.elements() > 0)
-    append_rows(fresh.dtype(), fresh.size(0), fresh.size(1), fresh.size(2), fresh.size(3), first, view_of(fresh), view_of(cache));
+    append_rows(fresh.dtype(), fresh.size(0), fresh.size(1), fresh.size(2), fresh.size(3), first, view_of(fresh),
+                view_of(cache));
 }
 
 }  // namespace clearhead::torch

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* name = "linear_attention";
 // From this many heads per thread on, a thread processes whole heads; with fewer, threads process single chunks.
-constexpr int64_t enough_heads = 2;
+constexpr int64_t min_heads_per_thread = 2;
 
 struct Inputs {
   Tensor query, key, value, log_decay, rate;
@@ -42,11 +42,11 @@ Options read_options(Arguments& arguments) {
 }
 
 // Raises if a given tensor has other sizes or another dtype.
-void check_sizes(const char* argument, const Tensor& tensor, const Sizes& sizes, const char* then) {
+void check_sizes(const char* argument, const Tensor& tensor, const Sizes& sizes, const char* advice) {
   if (!tensor) return;
   bool fits = tensor.dtype() == Dtype::float32 && tensor.dim() == static_cast<int64_t>(sizes.size());
   for (size_t axis = 0; fits && axis < sizes.size(); ++axis) fits = tensor.size(static_cast<int64_t>(axis)) == sizes[axis];
-  if (!fits) fail(name, argument, "be float32 of shape " + words(sizes), tensor.shape(), then);
+  if (!fits) fail(name, argument, "be float32 of shape " + words(sizes), tensor.shape(), advice);
 }
 
 void check_given(const char* argument, const Tensor& tensor) {
@@ -63,7 +63,8 @@ void check_inputs(const Inputs& inputs) {
   } given[] = {{"query", query}, {"key", inputs.key}, {"value", inputs.value}};
   for (const auto& [argument, tensor] : given) {
     if (tensor.dim() != 4 || tensor.dtype() != Dtype::float32)
-      fail(name, argument, "be float32 [batch, heads, len, head_dim]", tensor.shape(), "Convert with .to(torch.float32).");
+      fail(name, argument, "be float32 [batch, heads, len, head_dim]", tensor.shape(),
+           "Convert with .to(torch.float32).");
     if (tensor.size(3) < 1 || tensor.size(3) > CH_MAX_HEAD_DIM)
       fail(name, argument, "have 1 to " + std::to_string(CH_MAX_HEAD_DIM) + " channels", tensor.shape(),
            "Use torch's operations.");
@@ -113,7 +114,7 @@ class Call {
   bool is_empty() const { return work.batch == 0 || work.kv_heads == 0 || work.length == 0; }
   // Whether single chunks are distributed over the threads, which needs a state per chunk.
   bool has_few_heads() const {
-    return work.threads > 1 && work.rate == nullptr && work.batch * work.kv_heads < enough_heads * work.threads;
+    return work.threads > 1 && work.rate == nullptr && work.batch * work.kv_heads < min_heads_per_thread * work.threads;
   }
   float* take_states(Workspace& workspace) const { return take(workspace, chunk_states()); }
   float* take_sums(Workspace& workspace) const { return normalized ? take(workspace, chunk_sums()) : nullptr; }
@@ -132,7 +133,8 @@ class Call {
   }
 
   void describe(const Options& options) {
-    inputs.query = std::move(inputs.query).with_contiguous_rows(), inputs.key = std::move(inputs.key).with_contiguous_rows();
+    inputs.query = std::move(inputs.query).with_contiguous_rows(),
+        inputs.key = std::move(inputs.key).with_contiguous_rows();
     inputs.value = std::move(inputs.value).with_contiguous_rows();
     inputs.log_decay = contiguous_or_absent(std::move(inputs.log_decay));
     inputs.rate = contiguous_or_absent(std::move(inputs.rate));
@@ -164,34 +166,34 @@ struct Saved {
 
 void use_saved(Call& call, Saved& saved) {
   ch_linear& work = call.work;
-  const char* then = "Pass what forward returned.";
-  check_sizes("states", saved.states, call.chunk_states(), then);
+  const char* advice = "Pass what forward returned.";
+  check_sizes("states", saved.states, call.chunk_states(), advice);
   saved.states = std::move(saved.states).as_contiguous(), work.states = saved.states.as<float>();
   if (!call.normalized) return;
   check_given("output", saved.output), check_given("sums", saved.sums);
-  check_sizes("output", saved.output, call.tokens(work.value_dim), then);
-  check_sizes("shares", saved.shares, call.rows(), then), check_sizes("sums", saved.sums, call.chunk_sums(), then);
+  check_sizes("output", saved.output, call.tokens(work.value_dim), advice);
+  check_sizes("shares", saved.shares, call.rows(), advice), check_sizes("sums", saved.sums, call.chunk_sums(), advice);
   saved.output = std::move(saved.output).with_contiguous_rows(), saved.shares = std::move(saved.shares).as_contiguous();
   saved.sums = std::move(saved.sums).as_contiguous();
   work.output = view_of(saved.output), work.shares = saved.shares.as<float>(), work.sums = saved.sums.as<float>();
 }
 
 // Gradients of forward's results; undefined ones are zero.
-struct Arrived {
+struct IncomingGradients {
   Tensor output, last_state, last_normalizer;
 };
 
-void use_arrived(Call& call, Arrived& grads) {
+void use_incoming(Call& call, IncomingGradients& grads) {
   ch_linear& work = call.work;
   const Sizes sizes = call.tokens(work.value_dim);
-  const char* then = "Pass the gradient as it arrived.";
-  check_sizes("grad_output", grads.output, sizes, then);
-  check_sizes("grad_last_state", grads.last_state, call.matrix(), then);
+  const char* advice = "Pass the gradient as it arrived.";
+  check_sizes("grad_output", grads.output, sizes, advice);
+  check_sizes("grad_last_state", grads.last_state, call.matrix(), advice);
   grads.output = grads.output ? std::move(grads.output).with_contiguous_rows() : zeros(Dtype::float32, sizes);
   grads.last_state = contiguous_or_absent(std::move(grads.last_state));
   work.grad_output = view_of(grads.output), work.grad_last_state = address(grads.last_state);
   if (!call.normalized) return;
-  check_sizes("grad_last_normalizer", grads.last_normalizer, call.features(), then);
+  check_sizes("grad_last_normalizer", grads.last_normalizer, call.features(), advice);
   grads.last_normalizer = contiguous_or_absent(std::move(grads.last_normalizer));
   work.grad_last_normalizer = address(grads.last_normalizer);
 }
@@ -271,9 +273,9 @@ void linear_attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void linear_attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Arrived arrived;
-  arrived.output = arguments.optional_tensor(), arrived.last_state = arguments.optional_tensor();
-  arrived.last_normalizer = arguments.optional_tensor();
+  IncomingGradients incoming;
+  incoming.output = arguments.optional_tensor(), incoming.last_state = arguments.optional_tensor();
+  incoming.last_normalizer = arguments.optional_tensor();
   Inputs inputs = read_inputs(arguments);
   Saved saved;
   saved.output = arguments.optional_tensor(), saved.shares = arguments.optional_tensor();
@@ -281,14 +283,14 @@ void linear_attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const Options options = read_options(arguments);
   Call call(std::move(inputs), options, static_cast<bool>(saved.shares));
   use_saved(call, saved);
-  use_arrived(call, arrived);
+  use_incoming(call, incoming);
   Gradients grads(call);
   Workspace workspace;
   ch_linear& work = call.work;
-  if (call.has_few_heads()) work.later = call.take_states(workspace), work.later_sums = call.take_sums(workspace);
+  if (call.has_few_heads()) work.grad_states = call.take_states(workspace), work.grad_sums = call.take_sums(workspace);
   if (call.is_empty()) {
-    write(arrived.last_state, grads.state);
-    if (call.normalized) write(arrived.last_normalizer, grads.normalizer);
+    write(incoming.last_state, grads.state);
+    if (call.normalized) write(incoming.last_normalizer, grads.normalizer);
   } else {
     check_kernel(ch_linear_backward(&work), name);
   }

@@ -94,9 +94,9 @@ extern "C" {
 CH_EXPORT const char* ch_operators_problem(void) { return clearhead::torch::problem().c_str(); }
 
 // The schema of the operator at an index; null past the last one.
-CH_EXPORT const char* ch_operator_schema(int32_t place) {
+CH_EXPORT const char* ch_operator_schema(int32_t index) {
   const auto& all = clearhead::torch::operators();
-  return place >= 0 && place < static_cast<int32_t>(all.size()) ? all[place].schema.c_str() : nullptr;
+  return index >= 0 && index < static_cast<int32_t>(all.size()) ? all[index].schema.c_str() : nullptr;
 }
 
 // Sets the instruction set that operators run on; -1 is the best that the processor has.

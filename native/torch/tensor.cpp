@@ -13,9 +13,9 @@ namespace {
 
 // Bytes from which a tensor's memory comes from the library's cache of freed results. Below, malloc usually has memory
 // mapped.
-constexpr int64_t least_pooled = int64_t{1} << 20;
+constexpr int64_t min_pooled_bytes = int64_t{1} << 20;
 constexpr size_t alignment = 64;
-constexpr int32_t most_threads = 4096;
+constexpr int32_t max_threads = 4096;
 
 // torch's dtype codes in the order of `Dtype`.
 const int32_t* torch_dtypes() {
@@ -32,13 +32,13 @@ Dtype dtype_of(int32_t number) {
   return static_cast<Dtype>(std::find(numbers, end, number) - numbers);
 }
 
-void give_back(void* data, void* bytes) { give_memory(data, reinterpret_cast<size_t>(bytes)); }
+void give_back(void* data, void* bytes) { pool_free(data, reinterpret_cast<size_t>(bytes)); }
 
 }  // namespace
 
-void fail(const char* function, const std::string& argument, const std::string& must, const std::string& got,
-          const std::string& then) {
-  throw std::runtime_error(std::string(function) + ": " + argument + " must " + must + "; got " + got + ". " + then);
+void fail(const char* function, const std::string& argument, const std::string& requirement, const std::string& got,
+          const std::string& advice) {
+  throw std::runtime_error(std::string(function) + ": " + argument + " must " + requirement + "; got " + got + ". " + advice);
 }
 
 void check_torch(int32_t code, const char* what) {
@@ -138,8 +138,8 @@ Tensor empty_strided(Dtype dtype, const Sizes& sizes, const Sizes& strides) {
   const int32_t number = torch_dtypes()[static_cast<int32_t>(dtype)];
   static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
   AtenTensorHandle handle = nullptr;
-  if (bytes >= least_pooled && memory_limit() > 0) {
-    void* data = take_memory(static_cast<size_t>(bytes));
+  if (bytes >= min_pooled_bytes && pool_limit() > 0) {
+    void* data = pool_allocate(static_cast<size_t>(bytes));
     if (data == nullptr) throw std::bad_alloc();
     check_torch(torch_from_blob(data, dim, sizes.data(), strides.data(), 0, number, cpu, -1, &handle, strided, nullptr, 0,
                                 give_back, reinterpret_cast<void*>(static_cast<size_t>(bytes))),
@@ -174,7 +174,7 @@ Tensor empty_heads(const Tensor& like, int64_t dim) {
 
 Workspace::~Workspace() {
   for (const Block& block : blocks_) {
-    if (block.pooled) give_memory(block.data, block.bytes);
+    if (block.pooled) pool_free(block.data, block.bytes);
     else free(block.data);
   }
 }
@@ -182,9 +182,9 @@ Workspace::~Workspace() {
 void* Workspace::take(int64_t bytes) {
   if (bytes <= 0) return nullptr;
   blocks_.reserve(blocks_.size() + 1);
-  const bool pooled = bytes >= least_pooled && memory_limit() > 0;
+  const bool pooled = bytes >= min_pooled_bytes && pool_limit() > 0;
   const size_t size = (static_cast<size_t>(bytes) + alignment - 1) / alignment * alignment;
-  void* data = pooled ? take_memory(size) : aligned_alloc(alignment, size);
+  void* data = pooled ? pool_allocate(size) : aligned_alloc(alignment, size);
   if (data == nullptr) throw std::bad_alloc();
   blocks_.push_back({data, size, pooled});
   return data;
@@ -195,7 +195,7 @@ int32_t instruction_set = -1;
 int32_t threads() {
   uint32_t count = 1;
   check_torch(torch_get_num_threads(&count), "tell its number of threads");
-  return std::min<int32_t>(static_cast<int32_t>(count), most_threads);
+  return std::min<int32_t>(static_cast<int32_t>(count), max_threads);
 }
 
 void check_kernel(int code, const char* function) {

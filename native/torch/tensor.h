@@ -12,14 +12,15 @@
 namespace clearhead::torch {
 
 // Raises RuntimeError in Python: "<function>: <argument> must <rule>; got <what>. <what to do>".
-[[noreturn]] void fail(const char* function, const std::string& argument, const std::string& must,
-                       const std::string& got, const std::string& then);
+[[noreturn]] void fail(const char* function, const std::string& argument, const std::string& requirement,
+                       const std::string& got, const std::string& advice);
 
 // Raises where a function of the stable ABI reports an error.
 void check_torch(int32_t code, const char* what);
 
 // Dtypes of tensors; the first three are those of enum ch_dtype.
-enum class Dtype : int32_t { float32 = CH_FLOAT32, bfloat16 = CH_BFLOAT16, float16 = CH_FLOAT16, int32, int64, byte, other };
+enum class Dtype : int32_t { float32 = CH_FLOAT32, bfloat16 = CH_BFLOAT16, float16 = CH_FLOAT16, int32, int64, byte,
+    other };
 
 int64_t size_of(Dtype dtype);
 const char* name_of(Dtype dtype);

@@ -8,7 +8,7 @@
 namespace CH_NS {
 
 // Adds the products of both halves of the pairs to each lane of `sum`.
-CH_INLINE vf add_products(vf sum, vf a, vf b) {
+CH_INLINE vf bf16_dot(vf sum, vf a, vf b) {
 #if defined(CH_AVX512)
   return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
@@ -18,16 +18,16 @@ CH_INLINE vf add_products(vf sum, vf a, vf b) {
 
 // A pair that is broadcast to all lanes, and its multiply-add.
 #if defined(CH_AVX512)
-CH_INLINE Spread spread_pair(const uint32_t* pair) { return (vf)(*pair + (vu){}); }
-CH_INLINE vf add_products_of_one(vf sum, Spread one, vf b) { return add_products(sum, one, b); }
+CH_INLINE Broadcast broadcast_pair(const uint32_t* pair) { return (vf)(*pair + (vu){}); }
+CH_INLINE vf bf16_dot_broadcast(vf sum, Broadcast one, vf b) { return bf16_dot(sum, one, b); }
 #else
-CH_INLINE Spread spread_pair(const uint32_t* pair) {
-  Spread bits;
+CH_INLINE Broadcast broadcast_pair(const uint32_t* pair) {
+  Broadcast bits;
   memcpy(&bits, pair, sizeof(bits));
   return bits;
 }
 // GCC adds two instructions to the intrinsic, so this is inline assembly.
-CH_INLINE vf add_products_of_one(vf sum, Spread one, vf b) {
+CH_INLINE vf bf16_dot_broadcast(vf sum, Broadcast one, vf b) {
   asm("bfdot %0.4s, %1.8h, %2.2h[0]" : "+w"(sum) : "w"(b), "w"(one));
   return sum;
 }
