@@ -236,8 +236,8 @@ typedef struct ch_projection {
   int32_t threads;
   int32_t dtype;        /* ch_dtype of all tensors; sums are in float32 and rounded once                    */
   int32_t num_terms;    /* 1 to CH_MAX_TERMS                                                                */
-  int32_t left_transposed;  /* 0 or 1                                                                           */
-  int32_t right_transposed; /* 0 or 1                                                                           */
+  int32_t left_transposed;  /* 0 or 1                                                                       */
+  int32_t right_transposed; /* 0 or 1                                                                       */
   int32_t activation;   /* ch_activation, applied after the bias                                            */
   int32_t dropped;      /* dropout probability times CH_LEVELS, 0 to CH_LEVELS - 1; the other elements are scaled
                            by CH_LEVELS / (CH_LEVELS - dropped)                                             */

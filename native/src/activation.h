@@ -95,13 +95,13 @@ template <class IO> class Dropping {
     uint64_t words[THREAD_ELEMENTS / 64 + 1];
     int64_t first, count;
 
-    CH_INLINE void append(uint64_t bits, int64_t columns_here) {
-      if (columns_here < 64) bits &= ((uint64_t)1 << columns_here) - 1;
+    CH_INLINE void append(uint64_t bits, int64_t num_columns) {
+      if (num_columns < 64) bits &= ((uint64_t)1 << num_columns) - 1;
       uint64_t* word = words + count / 64;
       const int64_t bits_in_word = count % 64;
       word[0] = bits_in_word == 0 ? bits : word[0] | bits << bits_in_word;
       word[1] = bits_in_word == 0 ? 0 : bits >> (64 - bits_in_word);
-      count += columns_here;
+      count += num_columns;
     }
     CH_INLINE uint32_t from(int64_t place) const { return (uint32_t)(words[place / 64] >> place % 64); }
   };
@@ -112,15 +112,15 @@ template <class IO> class Dropping {
     int64_t row = first / w.columns, column = first % w.columns;
     for (int64_t at = first; at < end;) {
       const int64_t group = column / GROUP_COLUMNS, skipped = column % GROUP_COLUMNS;
-      const int64_t columns_here = minimum(minimum(GROUP_COLUMNS - skipped, w.columns - column), end - at);
-      if (columns_here == GROUP_COLUMNS && w.dropped > 0) {
+      const int64_t num_columns = minimum(minimum(GROUP_COLUMNS - skipped, w.columns - column), end - at);
+      if (num_columns == GROUP_COLUMNS && w.dropped > 0) {
         apply(mask);
         whole_group(row, group, at);
         mask.first = at + GROUP_COLUMNS, mask.count = 0;
       } else {
-        append_group(mask, row, group, skipped, columns_here);
+        append_group(mask, row, group, skipped, num_columns);
       }
-      at += columns_here, column += columns_here;
+      at += num_columns, column += num_columns;
       if (column == w.columns) row++, column = 0;
     }
     apply(mask);
@@ -136,16 +136,15 @@ template <class IO> class Dropping {
     });
   }
 
-  CH_INLINE void append_group(Mask& mask, int64_t row, int64_t group, int64_t skipped, int64_t columns_here) const {
+  CH_INLINE void append_group(Mask& mask, int64_t row, int64_t group, int64_t skipped, int64_t num_columns) const {
     uint64_t halves[GROUP_COLUMNS / 64] = {~(uint64_t)0, ~(uint64_t)0};
     if (w.dropped > 0) {
       KeepMask keep_bits;
-      keep_bits.draw(philox_row(w.seed, w.dropped, row, group), (uint32_t)group, skipped + columns_here);
+      keep_bits.draw(philox_row(w.seed, w.dropped, row, group), (uint32_t)group, skipped + num_columns);
       memcpy(halves, keep_bits.bits, sizeof(halves));
     }
     for (int half = 0; half < GROUP_COLUMNS / 64; half++) {
-      const int64_t from = maximum(skipped, (int64_t)64 * half),
-          to = minimum(skipped + columns_here, (int64_t)64 * (half + 1));
+      const int64_t from = maximum(skipped, (int64_t)64 * half), to = minimum(skipped + num_columns, (int64_t)64 * (half + 1));
       if (from < to) mask.append(halves[half] >> from % 64, to - from);
     }
   }
@@ -178,8 +177,7 @@ template <class IO> class Dropping {
   };
 
   CH_INLINE Data data_at(int64_t at) const {
-    return Data{(const type*)w.input + at, w.added == nullptr ? nullptr : (const type*)w.added + at,
-        (type*)w.output + at};
+    return Data{(const type*)w.input + at, w.added == nullptr ? nullptr : (const type*)w.added + at, (type*)w.output + at};
   }
 };
 

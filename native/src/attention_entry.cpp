@@ -62,8 +62,7 @@ int check_band(int64_t bound) {
 int check_intervals(const ch_attention& work) {
   if (work.intervals < 0 || work.intervals > CH_MAX_INTERVALS) return CH_BAD_MASK;
   if (work.intervals == 0) return work.start == nullptr && work.stop == nullptr ? CH_OK : CH_BAD_MASK;
-  const Layout layout = {{{work.batch, work.interval_batch}, {work.heads, work.interval_head},
-      {work.q_len, work.interval_row}},
+  const Layout layout = {{{work.batch, work.interval_batch}, {work.heads, work.interval_head}, {work.q_len, work.interval_row}},
                          work.intervals};
   CH_TRY(check_memory(work.start, layout, sizeof(int32_t)));
   return check_memory(work.stop, layout, sizeof(int32_t));

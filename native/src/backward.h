@@ -54,7 +54,7 @@ template <class M, class IO> struct Backward {
     KeepMaskRows keep_mask;  // [MR]
     operand *p, *ds;  // [BLOCK / PACK][tile], A with rows along keys
     operand* dr;  // [BLOCK][tile / PACK], A with rows along queries
-    Row* row;
+    MaskRow* row;
     float *largest, *inv_sum, *delta;
     float* diagonal;  // [group][diagonals][length]
     Interval* intervals;  // [group][blocks]
@@ -138,7 +138,7 @@ template <class M, class IO> struct Backward {
     d.p = c.template take<operand>((int64_t)BLOCK / M::PACK * tile);
     d.ds = c.template take<operand>((int64_t)BLOCK / M::PACK * tile);
     d.dr = single ? d.ds : c.template take<operand>((int64_t)BLOCK * tile / M::PACK);
-    d.row = c.template take<Row>(BLOCK);
+    d.row = c.template take<MaskRow>(BLOCK);
     d.largest = c.template take<float>(BLOCK);
     d.inv_sum = c.template take<float>(BLOCK);
     d.delta = c.template take<float>(BLOCK);
@@ -182,8 +182,7 @@ template <class M, class IO> struct Backward {
 
   // 0 * NaN is NaN, so with a mask such a call is left to the caller.
   void check_finite(int threads, Fault& fault) const {
-    parallel_units(w, threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads,
-        fault); });
+    parallel_units(w, threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads, fault); });
   }
 
   void check_finite(int64_t b, int64_t h, Fault& fault) const {
@@ -214,16 +213,14 @@ template <class M, class IO> struct Backward {
   }
 
   // Where a tile's gradients accumulate: in the workspace, or in the result if a single GEMM computes them.
-  Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile,
-                   int64_t ld) const {
+  Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile, int64_t ld) const {
     const bool single_gemm = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
     return single_gemm ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};
   }
 
   // `count` rows of queries or of output gradients, as A rows and, from `b` on, as B. Read in place if possible;
   // otherwise packed at `to`, unless they are there (`is_packed`).
-  const operand* pack_block(const ch_tensor& t, const element* from, int64_t dim, const Panels& panels, int count,
-                            bool is_packed,
+  const operand* pack_block(const ch_tensor& t, const element* from, int64_t dim, const Panels& panels, int count, bool is_packed,
                             operand* to, const operand*& b) const {
     if (has_packed_layout<M, IO>(t, dim)) return b = (const operand*)from;
     const int ld = row_operands<M>((int)dim);
@@ -289,14 +286,14 @@ template <class M, class IO> struct Backward {
   CH_INLINE void mask_score_row(const Workspace& d, int row, int64_t t0, int c0, int c1, float* s) const {
     const int c1r = (int)round_up(c1, VL);
     if (!masked) mask_tail(s, c1);
-    else if (!sees_all(d.row[row], t0 + c0, t0 + c1r)) forbid(w, d.row[row], t0 + c0, c1r - c0, s + c0);
+    else if (!allows_all(d.row[row], t0 + c0, t0 + c1r)) mask_scores(w, d.row[row], t0 + c0, c1r - c0, s + c0);
   }
 
   // A row's scores to weights, and its delta if all its keys are in this tile. Forward may have rounded the scores
   // differently, and weights that do not sum to 1 leave a residue where terms should cancel, so delta is the mean under
   // these weights.
   template <bool DROPS>
-  CH_INLINE void weigh_single_tile(float* s, const float* dp, int r, int c0, int c1r, int row, Workspace& d) const {
+  CH_INLINE void softmax_single_tile(float* s, const float* dp, int r, int c0, int c1r, int row, Workspace& d) const {
     const vf scale = all(base2), shift = all(d.largest[row]), inv_sum = all(d.inv_sum[row]);
     const KeepMaskRows keep_mask = d.keep_mask;
     vf sum = {}, whole = {};
@@ -323,7 +320,7 @@ template <class M, class IO> struct Backward {
   // Turns a row's scores into weights (with dropout), and the gradients of the weights into those of the scores.
   template <bool DROPS>
   CH_INLINE void differentiate_row(float* s, float* dp, int r, int c0, int c1r, int row, Workspace& d) const {
-    if (single_tile) weigh_single_tile<DROPS>(s, dp, r, c0, c1r, row, d);
+    if (single_tile) softmax_single_tile<DROPS>(s, dp, r, c0, c1r, row, d);
     const vf scale = all(base2), shift = all(d.largest[row]), inv_sum = all(d.inv_sum[row]), delta = all(d.delta[row]);
     const KeepMaskRows keep_mask = d.keep_mask;
     for (int c = c0; c < c1r; c += VL) {
@@ -347,7 +344,7 @@ template <class M, class IO> struct Backward {
       if (observed != nullptr) differentiate_observed(b, h, i, r, r0 + r, t0, c0, c1r, s, dp, d);
       else if (dropout.on) differentiate_row<true>(s, dp, r, c0, c1r, r0 + r, d);
       else differentiate_row<false>(s, dp, r, c0, c1r, r0 + r, d);
-      if (!plain) unapply_rules(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
+      if (!plain) rules_backward(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
     }
   }
 
@@ -374,7 +371,7 @@ template <class M, class IO> struct Backward {
       vf surprise = -(vmax(x, lowest) * all(LN2) + all(log_inv_sum)) - all(1.0f);
       vf g = by_entropy * surprise + by_distance * absolute(gap);
       if (c < sink_columns) g += first_of(by_sink, minimum((int64_t)VL, sink_columns - c));
-      if (received != nullptr) g += reach_received(received, t0 + c);
+      if (received != nullptr) g += load_received(received, t0 + c);
       vf k = dropout.on ? factor_of(d.keep_mask, r, c) : all(1.0f);
       store(s + c, e * k);
       vf change = e * (load(dp + c) * k + g - delta);
@@ -382,7 +379,7 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  CH_INLINE vf reach_received(const float* received, int64_t from) const {
+  CH_INLINE vf load_received(const float* received, int64_t from) const {
     if (from + VL <= w.k_len) return load(received + from);
     vf v = {};
     for (int64_t x = 0; from + x < w.k_len; x++) v[x] = received[from + x];
@@ -390,8 +387,8 @@ template <class M, class IO> struct Backward {
   }
 
   // From the gradient of the last rule's result to that of the scaled score; accumulates the rules' own gradients.
-  void unapply_rules(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* ds, const float* slope,
-                     float* grads) const {
+  void rules_backward(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* ds, const float* slope,
+                      float* grads) const {
     int64_t length = diagonal_length(w);
     int64_t next = learned_diagonals;
     for (int r = w.num_rules - 1; r >= 0; r--) {
@@ -446,8 +443,7 @@ template <class M, class IO> struct Backward {
 #if defined(CH_BF16DOT)
   // Columns [c, c + VL) of two rows: weights and score gradients as bf16 pairs along the rows, and the gradients also
   // row by row. Without a second row the other half of each pair must be 0.
-  CH_INLINE void put_pair(int row, int c, bool both, vf weight, vf weight_below, vf grad, vf grad_below,
-                          Workspace& d) const {
+  CH_INLINE void put_pair(int row, int c, bool both, vf weight, vf weight_below, vf grad, vf grad_below, Workspace& d) const {
     const int64_t pair = (int64_t)(row / 2) * tile + c;
     const Rounded grads = round_two(grad, grad_below);
     *(vu_any*)(d.p + pair) = round_two(weight, weight_below).pairs;
@@ -459,8 +455,7 @@ template <class M, class IO> struct Backward {
 
   // `differentiate` and `store_operands` fused, for calls where nothing else reads the floats: no rules and no statistics.
   template <bool DROPS>
-  void differentiate_pairs(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int left, int right,
-                           int c0,
+  void differentiate_pairs(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int left, int right, int c0,
                            int c1, Workspace& d) const {
     const int c1r = (int)round_up(c1, VL);
     const vf scale = all(base2), none = {};
@@ -484,8 +479,7 @@ template <class M, class IO> struct Backward {
       float *s = d.s + r * tile, *dp = d.dp + r * tile;
       for (int row = r0 + r; row <= below; row++) {
         mask_score_row(d, row, t0, c0, c1, d.s + (row - r0) * tile);
-        if (single_tile) weigh_single_tile<DROPS>(d.s + (row - r0) * tile, d.dp + (row - r0) * tile, row - r0, c0, c1r,
-                                                  row, d);
+        if (single_tile) softmax_single_tile<DROPS>(d.s + (row - r0) * tile, d.dp + (row - r0) * tile, row - r0, c0, c1r, row, d);
       }
       const vf shift = all(d.largest[r0 + r]), inv_sum = all(d.inv_sum[r0 + r]), delta = all(d.delta[r0 + r]);
       const vf shift_below = all(d.largest[below]), delta_below = all(d.delta[below]);
@@ -600,7 +594,7 @@ template <class M, class IO> struct Backward {
         const bool skips = masked && (blocks > 1 || tiles > 1);
         if (!skips) interval = Interval{0, (int)w.k_len};
         for (int64_t i = block * BLOCK; i < minimum((block + 1) * BLOCK, w.q_len) && skips; i++) {
-          Row row;
+          MaskRow row;
           mask_row(w, b, kh * group + g, i, row);
           if (row.high <= row.low) continue;
           interval.low = minimum(interval.low, (int)row.low);
@@ -789,8 +783,7 @@ template <class M, class IO> struct Backward {
         for (int64_t kh = h0; kh < (share_heads ? w.kv_heads : h0 + 1); kh++) {
           Prefetch prefetch = prefetch_of(b, kh);
           const int64_t next = unit + threads;
-          if (!share_batch && !share_heads && next < w.units) prefetch_next(prefetch, w, next / w.kv_heads,
-                                                                            next % w.kv_heads);
+          if (!share_batch && !share_heads && next < w.units) prefetch_next(prefetch, w, next / w.kv_heads, next % w.kv_heads);
           do_head(b, kh, chunk, sums, prefetch, fault);
         }
     });

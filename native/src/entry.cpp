@@ -158,8 +158,7 @@ int ch_isa_best(void) { return ch_isa_for(clearhead::vendor()); }
 
 double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads) {
   const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
-  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 || threads < 1 ||
-      threads > clearhead::max_threads) return 0.0;
+  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 || threads < 1 || threads > clearhead::max_threads) return 0.0;
   return kernels->rate(dtype, clearhead::after_fork() ? 1 : threads);
 }
 

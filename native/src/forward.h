@@ -83,7 +83,7 @@ template <class M, class IO> struct Forward {
     float* o;  // [ROWS][out]
     float* m;
     float* l;  // [ROWS][VL]
-    Row* row;
+    MaskRow* row;
     Place* place;
     float* diagonals;
     operand* staged;
@@ -197,7 +197,7 @@ template <class M, class IO> struct Forward {
     d.o = c.template take<float>((int64_t)ROWS * out);
     d.m = c.template take<float>(ROWS);
     d.l = c.template take<float>((int64_t)ROWS * VL);
-    d.row = c.template take<Row>(ROWS);
+    d.row = c.template take<MaskRow>(ROWS);
     d.place = c.template take<Place>(ROWS);
     d.diagonals = c.template take<float>(diagonal_floats);
     d.staged = c.template take<operand>((int64_t)VL * operands);
@@ -238,7 +238,7 @@ template <class M, class IO> struct Forward {
       else if (observed.s != nullptr) d.row[r] = d.row[0];
       d.m[r] = -INF;
       store(d.l + r * VL, (vf){});
-      if (const Row& allowed = d.row[masked ? r : 0]; allowed.high > allowed.low) {
+      if (const MaskRow& allowed = d.row[masked ? r : 0]; allowed.high > allowed.low) {
         interval.low = minimum(interval.low, (int)allowed.low);
         interval.high = maximum(interval.high, (int)allowed.high);
       }
@@ -294,8 +294,8 @@ template <class M, class IO> struct Forward {
 
   // Scores to weights for one row; weights that dropout removes count in the normaliser and become 0 afterwards.
   template <bool DROPS>
-  CH_INLINE void weigh(float* s, uint16_t* half, int r, int c0, int c1, float largest, float factor, float* total,
-                       bool narrow, const KeepMaskRows& keep_mask) const {
+  CH_INLINE void softmax_row(float* s, uint16_t* half, int r, int c0, int c1, float largest, float factor, float* total,
+                             bool narrow, const KeepMaskRows& keep_mask) const {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2);
     vf sum = load(total) * all(factor);
     for (int c = c0; c < c1; c += VL) {
@@ -311,19 +311,18 @@ template <class M, class IO> struct Forward {
   }
 
   // The same with statistics; the weights stay in float32 for the later ones.
-  void weigh_observed(int r0, int r, const ScoreTile& score_tile, int c0, int c1, int64_t t0, const RowUpdate& update,
-                      bool narrow,
-                      Workspace& d) const {
+  void softmax_row_observed(int r0, int r, const ScoreTile& score_tile, int c0, int c1, int64_t t0,
+                            const RowUpdate& update, bool narrow, Workspace& d) const {
     float *s = score_tile.at + r * score_tile.ld, largest = d.m[r0 + r];
     uint16_t* half = d.half + r * tile;
-    d.statistics.look_at_scores(observed, r0 + r, s, c0, c1, t0, update.peak[r], update.before[r], largest);
+    d.statistics.scan_scores(observed, r0 + r, s, c0, c1, t0, update.peak[r], update.before[r], largest);
     if (!observed.sums) {
-      weigh<false>(s, half, r, c0, c1, largest, update.factor[r], d.l + (r0 + r) * VL, false, d.keep_mask);
+      softmax_row<false>(s, half, r, c0, c1, largest, update.factor[r], d.l + (r0 + r) * VL, false, d.keep_mask);
     } else {
       float first_distance = (float)(w.query_offset + d.place[r0 + r].i - t0 - c0);
       int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - t0 : 0;
-      d.statistics.template weigh<DEGREE>(r0 + r, s, c0, c1, largest, update.factor[r], update.step[r], base2,
-                                          first_distance, sink_columns,
+      d.statistics.template softmax_row<DEGREE>(r0 + r, s, c0, c1, largest, update.factor[r], update.step[r], base2,
+                                                first_distance, sink_columns,
                              d.l + (r0 + r) * VL, [&](int c, vf e) { store(s + c, e); });
     }
     if (M::PACK == 2 && narrow)
@@ -350,8 +349,7 @@ template <class M, class IO> struct Forward {
         return gemv_dot<M>(count, a, operands, (const operand*)key, w.key.row / M::PACK, keys, vectors, scores,
                            score_tile.ld, out_of_cache);
       else
-        return gemv_dot<Widened<IO>>(count, a, operands, key, w.key.row, keys, vectors, scores, score_tile.ld,
-                                     out_of_cache);
+        return gemv_dot<Widened<IO>>(count, a, operands, key, w.key.row, keys, vectors, scores, score_tile.ld, out_of_cache);
     }
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = maximum(c0, p * PW), to = minimum((int)round_up(c1, VL), (p + 1) * PW);
@@ -371,10 +369,8 @@ template <class M, class IO> struct Forward {
       const operand* value = here.v + p * values.size + (int64_t)(c0 / M::PACK) * values.ld;
       const int vecs = values.vectors(p, out);
       const int64_t along = row_steps<M>(c1 - c0);
-      if (d.only_tile) gemm<M, SET>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld,
-                                    out);
-      else gemm<M, SCALE_ADD>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld, out,
-                              factor);
+      if (d.only_tile) gemm<M, SET>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld, out);
+      else gemm<M, SCALE_ADD>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld, out, factor);
     }
   }
 
@@ -383,13 +379,11 @@ template <class M, class IO> struct Forward {
                                 const float* factor, float* o) const {
     constexpr int STEP = NV == 4 ? 8 : 16;
     const float ones[MR] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
-    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size,
-        rows_prefetched = prefetch_distance(bytes, STEP);
+    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size, rows_prefetched = prefetch_distance(bytes, STEP);
     for (int c = c0; c < c1; c += STEP) {
       const element* value = at<IO>(w.value, b, kh, t0 + c);
       const int64_t remaining = minimum((int64_t)STEP, c1 - c - rows_prefetched);
-      if (out_of_cache) prefetch_rows(value + rows_prefetched * w.value.row, remaining, w.value.row * size, bytes,
-                                      out_of_cache);
+      if (out_of_cache) prefetch_rows(value + rows_prefetched * w.value.row, remaining, w.value.row * size, bytes, out_of_cache);
       for (int p = 0; p < values.count; p++)
         gemm_in_place(count, values.vectors(p, out), minimum(STEP, c1 - c), ScoreTile{score_tile.at + c, score_tile.ld},
                       value + p * values.ld, o + p * values.ld, c == c0 ? factor : ones);
@@ -435,8 +429,8 @@ template <class M, class IO> struct Forward {
     if (!plain) rule_rows(b, kh, r0, count, t0, c0, c1, score_tile, d);
     for (int r = 0; r < count; r++) {
       if (!masked) mask_tail(score_tile.at + r * score_tile.ld, c1);
-      else if (!sees_all(d.row[r0 + r], t0 + c0, t0 + c1r))
-        forbid(w, d.row[r0 + r], t0 + c0, c1r - c0, score_tile.at + r * score_tile.ld + c0);
+      else if (!allows_all(d.row[r0 + r], t0 + c0, t0 + c1r))
+        mask_scores(w, d.row[r0 + r], t0 + c0, c1r - c0, score_tile.at + r * score_tile.ld + c0);
     }
     RowUpdate update;
     update_maxima(score_tile, c0, c1r, count, d.m + r0, update);
@@ -446,9 +440,9 @@ template <class M, class IO> struct Forward {
       float *s = score_tile.at + r * score_tile.ld, largest = d.m[r0 + r], *total = d.l + (r0 + r) * VL;
       uint16_t* half = d.half + r * tile;
       if (dropout.on) draw(b, r0, r, t0, c0, c1r, d);
-      if (observed.s != nullptr) weigh_observed(r0, r, score_tile, c0, c1r, t0, update, narrow, d);
-      else if (dropout.on) weigh<true>(s, half, r, c0, c1r, largest, update.factor[r], total, narrow, d.keep_mask);
-      else weigh<false>(s, half, r, c0, c1r, largest, update.factor[r], total, narrow, d.keep_mask);
+      if (observed.s != nullptr) softmax_row_observed(r0, r, score_tile, c0, c1r, t0, update, narrow, d);
+      else if (dropout.on) softmax_row<true>(s, half, r, c0, c1r, largest, update.factor[r], total, narrow, d.keep_mask);
+      else softmax_row<false>(s, half, r, c0, c1r, largest, update.factor[r], total, narrow, d.keep_mask);
     }
     if (observed.strip) record_strip_tile(r0, count, t, c0, c1r, d);
     if (outputs == Outputs::STATISTICS) return;
@@ -460,7 +454,7 @@ template <class M, class IO> struct Forward {
   // Records where the strip's weights of a tile are and which maximum they are relative to.
   void record_strip_tile(int r0, int count, int64_t t, int c0, int c1r, Workspace& d) const {
     d.statistics.extent[r0 / MR * tiles + t] = Interval{c0, c1r};
-    for (int r = 0; r < count; r++) d.statistics.mark[(r0 + r) * tiles + t] = d.m[r0 + r];
+    for (int r = 0; r < count; r++) d.statistics.tile_maxima[(r0 + r) * tiles + t] = d.m[r0 + r];
   }
 
   // Draws the dropout mask of a row's weights.
@@ -487,8 +481,7 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  void add_nonfinite_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1,
-                            const ScoreTile& score_tile,
+  void add_nonfinite_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, const ScoreTile& score_tile,
                             Workspace& d) const {
     for (int c = c0; c < c1; c++) {
       const element* value = at<IO>(w.value, b, kh, t0 + c);
@@ -574,8 +567,7 @@ template <class M, class IO> struct Forward {
         if (observed.s == nullptr) continue;
         d.statistics.weight_scale[r] = weight_scale;
         float top = d.m[r] == -INF ? -INF : d.m[r] * to_scores(w);
-        d.statistics.end_row(observed, row_index(w, b, d.place[r].h, d.place[r].i), r, d.row[r], d.m[r], top, total,
-                             base2);
+        d.statistics.end_row(observed, row_index(w, b, d.place[r].h, d.place[r].i), r, d.row[r], d.m[r], top, total, base2);
       }
     }
     if (observed.s != nullptr) d.statistics.end_block(observed, b, kh, first, count, d.row, d.m, base2, d.column_sums);

@@ -19,7 +19,8 @@ constexpr int NV = 2;
 constexpr int MR = 6;  // rows at a time
 constexpr int PW = NV * VL;  // columns of a panel
 
-// Multiply-add of float32 operands: lane by lane, or with one operand broadcast.
+// Multiply-add of float32 operands: lane by lane, or with one operand broadcast. PACK is the number of elements per
+// operand, LOAD_VECTORS the number of vectors of B per load.
 struct Fp32Fma {
   typedef float operand;
   typedef float right;
@@ -32,6 +33,7 @@ struct Fp32Fma {
 };
 
 #if defined(CH_BF16DOT)
+// The same with bf16 dot-product instructions; an operand is two neighbouring bfloat16.
 struct Bf16Dot {
   typedef uint32_t operand;
   typedef uint32_t right;

@@ -154,8 +154,7 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const typen
     const typename M::right* four = key + c * key_row;
     const int first = minimum(rows, DOT_ROWS);
     if (key_row * size == bytes) {
-      dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld,
-                        (const char*)four + STREAM_PREFETCH_BYTES);
+      dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld, (const char*)four + STREAM_PREFETCH_BYTES);
     } else {
       const int64_t remaining = minimum((int64_t)4, count - c - rows_prefetched);
       prefetch_rows(four + rows_prefetched * key_row, remaining, key_row * size, bytes, far);

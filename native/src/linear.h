@@ -45,22 +45,22 @@ class StateRecurrence : protected Chunk {
  protected:
   using Chunk::Chunk;
 
-  // running = keep * running + chunk_feature_sums
+  // running = fade_state * running + chunk_sums, sums = sums + chunk_feature_sums
   void accumulate_state(const Tiles& t, bool sums) const {
     for (int64_t f = 0; f < w.features; f++) {
-      const vf keep = all(decays ? t.keep[f] : 1.0f);
+      const vf fade_state = all(decays ? t.fade_state[f] : 1.0f);
       for (int64_t c = 0; c < D; c += VL) {
         float* running = t.running + f * D + c;
-        store(running, load(running) * keep + load(t.chunk_sums + f * D + c));
+        store(running, load(running) * fade_state + load(t.chunk_sums + f * D + c));
       }
     }
     if (sums) add_row(t.sums, t.chunk_feature_sums, 1.0f, F);
   }
 
   // Swaps the chunk's contribution with the state, which takes its place.
-  void swap_state(Tiles& t, float* select_chunk, float* sums) const {
-    memcpy(t.chunk_sums, select_chunk, (size_t)state * sizeof(float));
-    memcpy(select_chunk, t.running, (size_t)state * sizeof(float));
+  void swap_state(Tiles& t, float* slot, float* sums) const {
+    memcpy(t.chunk_sums, slot, (size_t)state * sizeof(float));
+    memcpy(slot, t.running, (size_t)state * sizeof(float));
     if (sums != nullptr) {
       memcpy(t.chunk_feature_sums, sums, (size_t)F * sizeof(float));
       memcpy(sums, t.sums, (size_t)F * sizeof(float));
@@ -246,8 +246,7 @@ class LinearBackward : StateRecurrence {
   }
 
   // `grad_after` is the gradient of the state after the chunk.
-  void chunk(Tiles& t, int64_t unit, int64_t c, const float* grad_after, const float* grad_sums_after,
-             bool adds_chunk) const {
+  void chunk(Tiles& t, int64_t unit, int64_t c, const float* grad_after, const float* grad_sums_after, bool adds_chunk) const {
     const float* before = state_at(w.states, unit, c);
     load_keys(t);
     transpose_keys(t);
@@ -284,7 +283,7 @@ class LinearBackward : StateRecurrence {
     if (decays) {
       multiply(t.dk, t.dk, t.fade_k, t.rows * F);
       clear(t.end, F);
-      for (int64_t f = 0; f < w.features; f++) t.end[f] = t.keep[f] * dot(before + f * D, grad_after + f * D, D);
+      for (int64_t f = 0; f < w.features; f++) t.end[f] = t.fade_state[f] * dot(before + f * D, grad_after + f * D, D);
       for (int64_t i = 0; i < t.rows; i++)
         for (int64_t x = 0; x < F; x += VL)
           store(t.end + x, load(t.end + x) + load(t.k + i * F + x) * load(t.dk + i * F + x));

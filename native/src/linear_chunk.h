@@ -27,8 +27,7 @@ CH_INLINE Matrix transposed(const float* data, int64_t ld) { return Matrix{data,
 // C [rows x columns] from A [rows x steps] and B [steps x columns]; columns are a multiple of VL. `height` rows share
 // one triangle boundary, so zeros are multiplied within it: 1 if an element may be NaN or infinity.
 template <Update UPDATE, Part PART = ALL>
-void chunk_gemm(int64_t rows, int64_t columns, int64_t steps, Matrix a, const float* b, int64_t ldb, float* c,
-                int64_t ldc,
+void chunk_gemm(int64_t rows, int64_t columns, int64_t steps, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc,
                 int height = MR) {
   for (int64_t p = 0; p < columns; p += PW) {
     for (int64_t r = 0; r < rows; r += height) {
@@ -171,7 +170,7 @@ struct Tiles {
   float *chunk_sums, *chunk_feature_sums;  // what this chunk adds to them
   CompensatedAt gates, gates_t;  // G as [token][feature], and its transpose
   float *decay;  // e^(G_i - G_j), with one decay per token
-  float *fade_q, *fade_k, *keep;  // e^G, e^(Gend - G) as [token][feature], e^Gend as [feature]
+  float *fade_q, *fade_k, *fade_state;  // e^G, e^(Gend - G) as [token][feature], e^Gend as [feature]
   float *kf, *qf;  // keys and queries times these
   float *left, *right, *product;  // blocks of queries and keys, decayed to a common token; a product of two blocks
   float *a, *r, *rate;  // delta rule: K K^T, the residual to write, rates
@@ -217,12 +216,11 @@ class Chunk {
     const int64_t tall = C + VL, keys = tall * F, values = tall * D, square = tall * C, matrix = F * D;
     auto some = [&](int64_t count) { return take.take<float>(count); };
     t.k = some(keys), t.v = some(values), t.kt = some(F * C), t.q = some(keys), t.o = some(values);
-    t.p = some(square), t.running = some(matrix), t.sums = some(F), t.chunk_sums = some(matrix),
-        t.chunk_feature_sums = some(F);
+    t.p = some(square), t.running = some(matrix), t.sums = some(F), t.chunk_sums = some(matrix), t.chunk_feature_sums = some(F);
     t.kf = t.k, t.qf = t.q;
     if (decays) {
       t.gates = {some(keys), some(keys)}, t.gates_t = {some(F * C), some(F * C)};
-      t.fade_q = some(keys), t.fade_k = some(keys), t.keep = some(F);
+      t.fade_q = some(keys), t.fade_k = some(keys), t.fade_state = some(F);
       t.kf = some(keys), t.qf = some(keys);
       if (channels) t.left = some(keys), t.right = some(maximum(keys, F * C)), t.product = some(keys);
       if (!channels) t.decay = some(square);
@@ -337,7 +335,7 @@ class Chunk {
         t.gates.put(row + c, i == 0 ? Compensated{here, (vf){}} : add(t.gates[row - F + c], here));
       }
     }
-    for (int64_t c = 0; c < F; c += VL) store(t.keep + c, exp_nonpositive(t.gates.rounded((t.rows - 1) * F + c)));
+    for (int64_t c = 0; c < F; c += VL) store(t.fade_state + c, exp_nonpositive(t.gates.rounded((t.rows - 1) * F + c)));
   }
 
   void load_fades(Tiles& t) const {

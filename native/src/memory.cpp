@@ -62,8 +62,7 @@ void* map(size_t bytes) {
   char* first = static_cast<char*>(mapped);
   char* data = first + (HUGE_PAGE - reinterpret_cast<uintptr_t>(first) % HUGE_PAGE) % HUGE_PAGE;
   if (data > first) munmap(first, static_cast<size_t>(data - first));
-  if (first + mapped_bytes > data + bytes) munmap(data + bytes,
-                                                  static_cast<size_t>(first + mapped_bytes - (data + bytes)));
+  if (first + mapped_bytes > data + bytes) munmap(data + bytes, static_cast<size_t>(first + mapped_bytes - (data + bytes)));
   advise_huge_pages(data, bytes);
   return data;
 }

@@ -80,9 +80,9 @@ template <class IO> class Norm {
     for (int c = 0; c < columns; c += GROUP_COLUMNS) {
       const int of = c / GROUP_COLUMNS;
       const PhiloxRow draw = philox_row(w.seed, w.dropped, row, of);
-      draw_keep_masks(draw, (uint32_t)of, columns - c, [&](int at, Lanes apply_dropout, Lanes next) CH_INLINED {
+      draw_keep_masks(draw, (uint32_t)of, columns - c, [&](int at, Lanes keep, Lanes next) CH_INLINED {
         float* to = line + c + at;
-        store(to, select_lanes(apply_dropout, load(to) * factor));
+        store(to, select_lanes(keep, load(to) * factor));
         store(to + VL, select_lanes(next, load(to + VL) * factor));
       });
     }
@@ -109,8 +109,7 @@ template <class IO> class NormForward : Norm<IO> {
     parallel(Base::threads(), (w.rows + rows_per_unit - 1) / rows_per_unit, [&](int64_t u) {
       float* line = Base::line_of(clearhead::SLOT_WORK, 1);
       if (line == nullptr) return fault.set(CH_NO_MEMORY);
-      for (int64_t row = u * rows_per_unit; row < minimum(w.rows, (u + 1) * rows_per_unit); row++) one_row(row, factors,
-          line);
+      for (int64_t row = u * rows_per_unit; row < minimum(w.rows, (u + 1) * rows_per_unit); row++) one_row(row, factors, line);
     });
     clearhead::trim_scratch();
     return fault.get();
@@ -121,8 +120,7 @@ template <class IO> class NormForward : Norm<IO> {
     read_sum(row, line);
     const double count = (double)columns;
     const bool centred = w.kind == CH_NORM_LAYER;
-    const float mean = centred ? (float)(sum_over_columns(columns,
-                                                          [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
+    const float mean = centred ? (float)(sum_over_columns(columns, [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
     const vf means = all(mean);
     double square = sum_over_columns(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
     // The mean is rounded: for values close to it the residual matters.
@@ -200,8 +198,7 @@ template <class IO> class NormBackward : Norm<IO> {
     for (int c = 0; c < columns; c += VL) store(x + c, load(x + c) - means);
     if (centred) rest = sum_over_columns(columns, [&](int c) CH_INLINED { return load(x + c); }) / count;
     const vf rests = all((float)rest);
-    const auto weighted = [&](int c) CH_INLINED { return w.weight == nullptr ? load(g + c)
-        : load(g + c) * load(weight + c); };
+    const auto weighted = [&](int c) CH_INLINED { return w.weight == nullptr ? load(g + c) : load(g + c) * load(weight + c); };
     if (centred) mean_g = sum_over_columns(columns, weighted) / count;
     const double along =
         scale * sum_over_columns(columns, [&](int c) CH_INLINED { return weighted(c) * (load(x + c) - rests); }) / count;

@@ -257,17 +257,17 @@ void pack_panels(const typename IO::type* from, int64_t stride, int count, int d
   for (int row = 0; row < count; row += VL) {
     const typename IO::type* block = from + row * stride;
     typename M::operand* panel = to + (int64_t)(row / PW) * operands * PW + row % PW;
-    const int real = minimum(VL, count - row);
+    const int valid_rows = minimum(VL, count - row);
     for (int c = 0; c < done; c += VL) {
       const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PACK);
       uint32_t* transposed = (uint32_t*)panel + (int64_t)c * PW;
-      if (real == VL) transpose_block(words, stride / M::PACK, transposed, PW);
-      else transpose_block(words, stride / M::PACK, transposed, PW, real);
+      if (valid_rows == VL) transpose_block(words, stride / M::PACK, transposed, PW);
+      else transpose_block(words, stride / M::PACK, transposed, PW, valid_rows);
     }
-    for (int r = 0; r < real && rest > 0; r++)
+    for (int r = 0; r < valid_rows && rest > 0; r++)
       get_operands<M, IO>(block + r * stride + in_place, dim - in_place, staged + r * rest, rest);
     for (int c = 0; c < rest; c += VL)
-      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, real);
+      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, valid_rows);
   }
 }
 

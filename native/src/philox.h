@@ -22,7 +22,7 @@ constexpr int ROUNDS = 7;
 typedef uint64_t vw __attribute__((vector_size(VL * 4)));  // 64-bit lanes
 
 // The 64-bit product of the lower words of each lane.
-CH_INLINE vw wide_product(vw a, uint32_t b) {
+CH_INLINE vw multiply_wide(vw a, uint32_t b) {
 #if defined(CH_AVX512)
   return (vw)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32((int)b));
 #elif defined(CH_AVX2)
@@ -45,26 +45,26 @@ CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t see
     key1 += SECOND_STEP;
   };
   const uint64_t product = (uint64_t)c2 * SECOND;
-  vw first = wide_product(c0, FIRST);
+  vw first = multiply_wide(c0, FIRST);
   const vw varied = first >> 32 ^ (c3 ^ key1);
   const uint64_t next_product = (uint64_t)((uint32_t)(product >> 32) ^ c1 ^ key0) * FIRST;
   next_key();
-  vw second = wide_product(varied, SECOND);
+  vw second = multiply_wide(varied, SECOND);
   vw w0 = second >> 32 ^ ((uint32_t)product ^ key0), w1 = second;
   vw w2 = first ^ ((uint32_t)(next_product >> 32) ^ key1), w3 = (uint32_t)next_product + (vw){};
 #pragma GCC unroll 8
   for (int round = 2; round < ROUNDS - 1; round++) {
     next_key();
-    first = wide_product(w0, FIRST);
-    second = wide_product(w2, SECOND);
+    first = multiply_wide(w0, FIRST);
+    second = multiply_wide(w2, SECOND);
     w0 = second >> 32 ^ w1 ^ key0;
     w1 = second;
     w2 = first >> 32 ^ w3 ^ key1;
     w3 = first;
   }
   next_key();
-  integers[0] = wide_product(w2, SECOND) ^ w1 << 32 ^ (uint64_t)key0 << 32;
-  integers[1] = wide_product(w0, FIRST) ^ w3 << 32 ^ (uint64_t)key1 << 32;
+  integers[0] = multiply_wide(w2, SECOND) ^ w1 << 32 ^ (uint64_t)key0 << 32;
+  integers[1] = multiply_wide(w0, FIRST) ^ w3 << 32 ^ (uint64_t)key1 << 32;
 }
 
 // Which 16-bit quarters of the integers, in order, are at least `dropped`: two vectors of lanes.
@@ -120,8 +120,7 @@ struct PhiloxRow {
 
 // Calls `take(column within the group, lanes, next lanes)` with the keep masks of a group's first columns, two vectors
 // at a time. Narrow rows draw for few more columns than they have; the last vectors may exceed them.
-template <class Take> CH_INLINE void draw_keep_masks(const PhiloxRow& d, uint32_t group, int64_t columns,
-                                                     const Take& take) {
+template <class Take> CH_INLINE void draw_keep_masks(const PhiloxRow& d, uint32_t group, int64_t columns, const Take& take) {
   constexpr int COUNTERS = VL / 2;  // counters
   vw lanes;
   for (int i = 0; i < COUNTERS; i++) lanes[i] = (uint64_t)i;

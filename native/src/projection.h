@@ -14,7 +14,7 @@
 
 namespace CH_NS {
 
-// Left in place with contiguous steps, or transposed.
+// M multiplies operands (Fp32Fma or Bf16Dot); IO is the dtype in memory.
 template <class M, class IO> class Projection {
   typedef typename M::operand operand;
   typedef typename IO::type type;
@@ -35,8 +35,7 @@ template <class M, class IO> class Projection {
   // Rows up to which right is read in place, once for all rows of left (GEMV): packing would take longer than the
   // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
   // weight is large; with AVX2 twice as fast at one row and a tenth at eight rows of float32 or 16 of 16 bits, slower
-  // from twice as many on, and slower from eight rows on with fewer steps than MAX_DOT_ROWS_SHORT, because the horizontal
-  // sums then dominate.
+  // from twice as many on. With fewer than LONG_STEPS steps it is slower from eight rows on: horizontal sums dominate.
   static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
   // The same if right's rows are steps (axpy), and the columns that are accumulated at a time, whose sums stay in
@@ -76,8 +75,7 @@ template <class M, class IO> class Projection {
     num_panels = round_up(w.columns, PW) / PW;
     // Independent of the threads: GEMV adds in another order than panels do.
     uses_dot = !w.left_transposed && can_use_dot();
-    uses_axpy = !w.left_transposed && !w.right_transposed && w.num_terms == 1 && w.terms[0].steps > 0 &&
-        w.rows <= AXPY_ROWS;
+    uses_axpy = !w.left_transposed && !w.right_transposed && w.num_terms == 1 && w.terms[0].steps > 0 && w.rows <= AXPY_ROWS;
     few_rows = uses_dot || uses_axpy || (w.rows <= MAX_FEW_ROWS && num_panels >= 2 * threads && !w.left_transposed);
     block = few_rows ? block_of(w.rows, 1) : block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
@@ -92,8 +90,7 @@ template <class M, class IO> class Projection {
     next_group(group, nullptr, max_steps);
     if (!group.last && !allocate_sums()) return CH_NO_MEMORY;
     for (;;) {
-      if (uses_axpy ? !multiply_axpy(group) : few_rows ? !multiply_few(group)
-          : !multiply_many(group)) return CH_NO_MEMORY;
+      if (uses_axpy ? !multiply_axpy(group) : few_rows ? !multiply_few(group) : !multiply_many(group)) return CH_NO_MEMORY;
       if (group.last) break;
       next_group(group, &group, max_steps);
     }
@@ -137,16 +134,14 @@ template <class M, class IO> class Projection {
     const ch_term& term = w.terms[0];
     if (w.num_terms != 1 || !w.right_transposed || term.steps <= 0) return false;
     // Both sides are read as bf16 pairs.
-    if (M::PACK == 2 && (!left_readable() || term.right_row % M::PACK ||
-                         (uintptr_t)term.right % sizeof(operand))) return false;
+    if (M::PACK == 2 && (!left_readable() || term.right_row % M::PACK || (uintptr_t)term.right % sizeof(operand))) return false;
     return term.steps % (VL * M::PACK) == 0 && w.rows <= (term.steps >= LONG_STEPS ? MAX_DOT_ROWS : MAX_DOT_ROWS_SHORT);
   }
 
   // Allocates the panels of right that are packed at a time.
   bool allocate_panels(int64_t panel_steps) {
     panels_at_once = minimum(num_panels, maximum((int64_t)1, PACKED_OPERANDS / (panel_steps * PW + 1)));
-    packed = (operand*)scratch(clearhead::SLOT_SHARED,
-                               (size_t)(panels_at_once * panel_steps * PW) * sizeof(operand) + 64);
+    packed = (operand*)scratch(clearhead::SLOT_SHARED, (size_t)(panels_at_once * panel_steps * PW) * sizeof(operand) + 64);
     return packed != nullptr;
   }
 
@@ -255,8 +250,7 @@ template <class M, class IO> class Projection {
   // Very few rows by right in place, with steps as rows: each thread accumulates its stripes of columns.
   bool multiply_axpy(const Group& group) {
     const ch_term& term = w.terms[0];
-    const int64_t min_parts = (w.columns + STRIPE - 1) / STRIPE,
-        parts = minimum(num_panels, round_up(min_parts, threads));
+    const int64_t min_parts = (w.columns + STRIPE - 1) / STRIPE, parts = minimum(num_panels, round_up(min_parts, threads));
     const int64_t stripe = (num_panels + parts - 1) / parts * PW;
     Fault fault;
     parallel(threads, parts, [&](int64_t part) {
@@ -331,8 +325,7 @@ template <class M, class IO> class Projection {
     void draw(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
       if (column / GROUP_COLUMNS == group && row == first) return;
       group = column / GROUP_COLUMNS, first = row;
-      for (int64_t r = 0; r < rows; r++) keep_masks[r].draw(philox_row(w.seed, w.dropped, row + r, group),
-                                                            (uint32_t)group);
+      for (int64_t r = 0; r < rows; r++) keep_masks[r].draw(philox_row(w.seed, w.dropped, row + r, group), (uint32_t)group);
     }
     CH_INLINE vf of(int64_t r, int64_t column, vf value) const {
       return select_bits(keep_masks[r].from((int)(column % GROUP_COLUMNS)), value);
@@ -348,8 +341,7 @@ template <class M, class IO> class Projection {
   // A block of rows times a panel, over ranges of DEPTH steps; after the last range the epilogue runs while the tile is
   // in L1.
   void compute_tile(const Group& group, const operand* right, const operand* packed_left, int64_t row, int64_t rows,
-                    int64_t column,
-                    float* tile, const DropoutMask& mask) const {
+                    int64_t column, float* tile, const DropoutMask& mask) const {
     const int columns = (int)minimum((int64_t)PW, w.columns - column), vecs = vectors(column);
     float bias[PW] = {};
     const bool biased = group.last && w.bias != nullptr;
@@ -499,8 +491,7 @@ template <class M, class IO> class Projection {
     return position.mask.of(r, position.column + c, value * factor);
   }
 
-  // The epilogue of rows of a tile: to the partial sums, or the final sums through the epilogue, rounded, to the
-  // output.
+  // Stores rows of a tile as partial sums, or the final sums through the epilogue, rounded, in the output.
   void finish(const Group& group, const TilePosition& position, int64_t from, int64_t to, const float* tile) const {
     for (int64_t r = from; r < to; r++) {
       const int64_t row = position.row + r;
@@ -512,7 +503,7 @@ template <class M, class IO> class Projection {
       const type* slope_gate =
           w.slope_gate == nullptr ? nullptr : (const type*)w.slope_gate + row * w.slope_gate_row + position.column;
       for (int c = 0; c < position.columns; c += VL) {
-        vf value = load(tile_row + c), grows;
+        vf value = load(tile_row + c), derivative;
         if (!group.first) value += load(sum + c);
         if (!group.last) {
           store(sum + c, value);
@@ -528,17 +519,17 @@ template <class M, class IO> class Projection {
           get_row<IO>(from + c, columns, padded, VL);
           return load(padded);
         };
-        if (gate == nullptr) value = apply_activation(position, r, c, value, grows);
-        else value = apply_gate(value, read(gate), read(slope_gate), grows);
+        if (gate == nullptr) value = apply_activation(position, r, c, value, derivative);
+        else value = apply_gate(value, read(gate), read(slope_gate), derivative);
         if (whole) {
           put_vector<IO>(output + c, value);
-          if (slope != nullptr) put_vector<IO>(slope + c, grows);
+          if (slope != nullptr) put_vector<IO>(slope + c, derivative);
           continue;
         }
         store(padded, value);
         put_row<IO>(output + c, columns, padded, 1.0f);
         if (slope == nullptr) continue;
-        store(padded, grows);
+        store(padded, derivative);
         put_row<IO>(slope + c, columns, padded, 1.0f);
       }
     }
@@ -552,8 +543,7 @@ template <class M, class IO> class Projection {
       const type* left = (const type*)piece.term->left;
       const int64_t stride = piece.term->left_row;
       if (w.left_transposed) {
-        transpose_left(left + piece.from * stride + row, stride, piece.count, (int)rows, to + piece.first,
-                       left_row(group),
+        transpose_left(left + piece.from * stride + row, stride, piece.count, (int)rows, to + piece.first, left_row(group),
                        row_totals);
       } else {
         for (int64_t r = 0; r < rows; r++)
@@ -582,8 +572,7 @@ template <class M, class IO> class Projection {
       }
       for (int c = 0; c < padded_rows; c += VL) {
         vf sum = load(row_totals + c);
-        for (int64_t r = 0; r < VL; r++) sum = M::madd_broadcast(sum, M::broadcast(&one),
-                                                                 M::get(staged + r * padded_rows + c));
+        for (int64_t r = 0; r < VL; r++) sum = M::madd_broadcast(sum, M::broadcast(&one), M::get(staged + r * padded_rows + c));
         store(row_totals + c, sum);
         transpose_block((const uint32_t*)staged + c, padded_rows, (uint32_t*)to + c * to_row + s, to_row);
       }

@@ -4,13 +4,13 @@
 namespace clearhead {
 namespace {
 
-int64_t number_size(const ch_projection& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
+int64_t element_size(const ch_projection& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
 
 // A matrix of `rows` by `columns`, or its transpose.
 int check_matrix(const ch_projection& work, const void* data, int64_t rows, int64_t columns, int64_t row, bool transposed,
                  Access access) {
-  const int64_t lying = transposed ? columns : rows, last = transposed ? rows : columns;
-  return check_memory(data, {{{lying, row}, {1, 0}, {1, 0}}, last}, number_size(work), access);
+  const int64_t leading = transposed ? columns : rows, last = transposed ? rows : columns;
+  return check_memory(data, {{{leading, row}, {1, 0}, {1, 0}}, last}, element_size(work), access);
 }
 
 int check_vector(const ch_projection& work, const void* data, int64_t count) {
@@ -19,8 +19,7 @@ int check_vector(const ch_projection& work, const void* data, int64_t count) {
 
 // Activation, dropout and gate: each is valid, and so is the combination.
 int check_epilogue(const ch_projection& work) {
-  if (work.activation < CH_PLAIN || work.activation > CH_QUICK_GELU ||
-      !is_dropout_level(work.dropped)) return CH_BAD_OPTION;
+  if (work.activation < CH_PLAIN || work.activation > CH_QUICK_GELU || !is_dropout_level(work.dropped)) return CH_BAD_OPTION;
   if (work.gate == nullptr) return work.slope_gate == nullptr ? CH_OK : CH_BAD_OPTION;
   if (work.gate_kind != CH_GATE_OUTPUT && work.gate_kind != CH_GATE_SLOPE) return CH_BAD_OPTION;
   if (work.activation != CH_PLAIN || (work.slope == nullptr) != (work.slope_gate == nullptr)) return CH_BAD_OPTION;

@@ -11,7 +11,7 @@ template <class IO> class Rotating {
  public:
   explicit Rotating(const ch_rotation& work) : w(work), half(work.columns / 2) {}
 
-  // All heads of a row share its cos/sin, which are read once per row.
+  // All heads of a row share its cos/sin.
   int run() const {
     const double elements = (double)w.batch * (double)w.heads * (double)w.rows * (double)w.columns;
     const int64_t units = (w.rows + UNIT_ROWS - 1) / UNIT_ROWS;
@@ -50,8 +50,7 @@ template <class IO> class Rotating {
   }
 
   // Loads both before it stores either: the target may be the source.
-  static CH_INLINE void rotate_vector(const type* from_x, const type* from_y, type* to_x, type* to_y,
-                                      const float* cosines,
+  static CH_INLINE void rotate_vector(const type* from_x, const type* from_y, type* to_x, type* to_y, const float* cosines,
                                       const float* sines, vf direction) {
     const vf x = get_vector<IO>(from_x), y = get_vector<IO>(from_y);
     const vf cosine = load(cosines), sine = load(sines) * direction;

@@ -7,7 +7,7 @@
 namespace CH_NS {
 
 // One row of the mask: up to CH_MAX_INTERVALS intervals of keys, intersected with the band, and its rows of the tables.
-struct Row {
+struct MaskRow {
   int32_t intervals;
   int32_t start[CH_MAX_INTERVALS], stop[CH_MAX_INTERVALS];  // ascending, disjoint, not empty
   int32_t low, high;  // of all intervals; low = high = 0 if there is none
@@ -15,13 +15,13 @@ struct Row {
   const uint8_t* blocks;
 };
 
-// Clamps q_pos - bound and the like; bounds go up to INT64_MAX, and the caller avoids overflow.
+// Clamps a value. Callers handle a bound of INT64_MAX separately, so q_pos - bound cannot overflow.
 CH_INLINE int64_t clip(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
 // Writes into `row`: a returned struct would be copied with wider loads than its stores, which stalls store forwarding.
-inline void mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i, Row& row) {
+inline void mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i, MaskRow& row) {
   int64_t q_pos = w.query_offset + i, k_len = w.k_len;
   int64_t from = w.before == INT64_MAX ? 0 : clip(q_pos - w.before, 0, k_len);
   int64_t to = w.after == INT64_MAX ? k_len : clip(q_pos + w.after + 1, 0, k_len);
@@ -58,7 +58,7 @@ CH_INLINE bool is_masked(const ch_attention& w) {
   return has_tables(w) || w.start != nullptr || w.before != INT64_MAX || w.after != INT64_MAX;
 }
 
-CH_INLINE bool may_attend(const ch_attention& w, const Row& row, int64_t key) {
+CH_INLINE bool may_attend(const ch_attention& w, const MaskRow& row, int64_t key) {
   bool in_interval = false;
   for (int index = 0; index < row.intervals; index++) in_interval = in_interval ||
       (key >= row.start[index] && key < row.stop[index]);
@@ -78,7 +78,7 @@ CH_INLINE bool none_of_eight(const uint8_t* from) {
 }
 
 // The interval of keys in [first, last) that a row can attend to, tables included.
-inline Interval attended_interval(const ch_attention& w, const Row& row, int64_t first, int64_t last) {
+inline Interval attended_interval(const ch_attention& w, const MaskRow& row, int64_t first, int64_t last) {
   int64_t low = maximum((int64_t)row.low, first), high = minimum((int64_t)row.high, last);
   // Between two intervals many tiles may be empty.
   for (int index = 0; row.intervals > 1 && index < row.intervals; index++) {
@@ -136,7 +136,7 @@ CH_INLINE void mask_tail(float* scores, int count) {
 }
 
 // Writes -inf to the scores of keys [first, first + count) that the row may not attend to.
-inline void forbid(const ch_attention& w, const Row& row, int64_t first, int count, float* scores) {
+inline void mask_scores(const ch_attention& w, const MaskRow& row, int64_t first, int count, float* scores) {
   int64_t done = 0;
   for (int index = 0; index < row.intervals; index++) {
     fill(scores, done, clip(row.start[index] - first, done, count), -INF);
@@ -162,7 +162,7 @@ inline void forbid(const ch_attention& w, const Row& row, int64_t first, int cou
 }
 
 // Whether a row may attend to all keys [first, last).
-CH_INLINE bool sees_all(const Row& row, int64_t first, int64_t last) {
+CH_INLINE bool allows_all(const MaskRow& row, int64_t first, int64_t last) {
   return row.intervals == 1 && row.start[0] <= first && row.stop[0] >= last && row.allowed == nullptr &&
          row.blocks == nullptr;
 }

@@ -21,18 +21,17 @@ struct Candidate {
 };
 
 // Whether a ranks below b: a smaller score, or an equal score at a higher key.
-CH_INLINE bool ranks_below(Candidate a, Candidate b) { return a.score < b.score ||
-    (a.score == b.score && a.key > b.key); }
+CH_INLINE bool ranks_below(Candidate a, Candidate b) { return a.score < b.score || (a.score == b.score && a.key > b.key); }
 
 // The best candidates so far, in a heap with the worst on top.
-struct Best {
+struct TopK {
   Candidate* heap;
   int64_t capacity;
   int32_t* num_candidates;
 
-  CH_INLINE float bar() const { return *num_candidates < capacity ? -INF : heap[in_order() ? capacity - 1 : 0].score; }
+  CH_INLINE float threshold() const { return *num_candidates < capacity ? -INF : heap[in_order() ? capacity - 1 : 0].score; }
 
-  void sink_down(int64_t at, int64_t count) const {
+  void sift_down(int64_t at, int64_t count) const {
     Candidate moved = heap[at];
     for (int64_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
       if (child + 1 < count && ranks_below(heap[child + 1], heap[child])) child++;
@@ -43,10 +42,10 @@ struct Best {
     heap[at] = moved;
   }
 
-  void take(Candidate one) const {
+  void insert(Candidate one) const {
     if (*num_candidates == capacity) {
       heap[0] = one;
-      return sink_down(0, capacity);
+      return sift_down(0, capacity);
     }
     int64_t at = (*num_candidates)++;
     for (; at > 0 && ranks_below(one, heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
@@ -56,15 +55,15 @@ struct Best {
   // Keys are ascending, so a score that only equals the bar ranks below it.
   void scan(const float* scores, int count, int64_t first) const {
     if (in_order()) return scan_few(scores, count, first);
-    float min_score = bar();
+    float min_score = threshold();
     for (int c = 0; c < count; c += VL) {
       uint32_t bits = above(load(scores + c), all(min_score));
       while (bits != 0) {
         int lane = __builtin_ctz(bits);
         bits &= bits - 1;
         if (!(scores[c + lane] > min_score)) continue;
-        take(Candidate{scores[c + lane], (int32_t)(first + c + lane)});
-        min_score = bar();
+        insert(Candidate{scores[c + lane], (int32_t)(first + c + lane)});
+        min_score = threshold();
       }
     }
   }
@@ -90,13 +89,13 @@ struct Best {
           __m512i last = _mm512_set1_epi32(VL - 1);
           scores[1] = _mm512_mask_expand_ps(_mm512_permutexvar_ps(last, scores[0]), 0xfffe, scores[1]);
           keys[1] = _mm512_mask_expand_epi32(_mm512_permutexvar_epi32(last, keys[0]), 0xfffe, keys[1]);
-          return open(0, first, one, its);
+          return insert_at(0, first, one, its);
         }
       }
-      open(HALVES - 1, reached, one, its);
+      insert_at(HALVES - 1, reached, one, its);
     }
 
-    CH_INLINE void open(int half, uint32_t reached, __m512 one, __m512i its) {
+    CH_INLINE void insert_at(int half, uint32_t reached, __m512 one, __m512i its) {
       __mmask16 others = (__mmask16)~(reached + 1);
       scores[half] = _mm512_mask_expand_ps(one, others, scores[half]);
       keys[half] = _mm512_mask_expand_epi32(its, others, keys[half]);
@@ -119,15 +118,15 @@ struct Best {
     }
     __m512i last = _mm512_set1_epi32((int)(capacity - 1) % VL);
     int half = (int)(capacity - 1) / VL;
-    __m512 bar = _mm512_permutexvar_ps(last, best.scores[half]);
+    __m512 threshold = _mm512_permutexvar_ps(last, best.scores[half]);
     for (int c = 0; c < count; c += VL) {
-      uint32_t bits = above(load(scores + c), (vf)bar);
+      uint32_t bits = above(load(scores + c), (vf)threshold);
       if (bits == 0) continue;
       for (; bits != 0; bits &= bits - 1) {
         int lane = __builtin_ctz(bits);
         best.put(scores[c + lane], (int32_t)(first + c + lane));
       }
-      bar = _mm512_permutexvar_ps(last, best.scores[half]);
+      threshold = _mm512_permutexvar_ps(last, best.scores[half]);
     }
     for (int part = 0; part < HALVES; part++) {
       _mm512_storeu_ps(heap_scores + part * VL, best.scores[part]);
@@ -150,7 +149,7 @@ struct Best {
       Candidate last = heap[0];
       heap[0] = heap[count];
       heap[count] = last;
-      sink_down(0, count);
+      sift_down(0, count);
     }
   }
 };
@@ -297,7 +296,7 @@ struct BlockStatistics {
   int32_t* num_candidates;  // [rows]
   uint8_t* used;  // [top_k]
   float* strip;  // [rows][ld]
-  float* mark;  // [rows][tiles]: the row maximum that a tile's weights are relative to
+  float* tile_maxima;  // [rows][tiles]: the row maximum that a tile's weights are relative to
   Interval* extent;  // [rows / MR][tiles]: the columns that were computed
   float* dropped_weights;  // [MR][tile]: weights after dropout, if the strip has those before it
   WeightScale* weight_scale;  // [rows]
@@ -314,7 +313,7 @@ struct BlockStatistics {
     num_candidates = c.take<int32_t>(rows);
     used = c.take<uint8_t>(top);
     strip = c.take<float>(of.strip ? rows * of.ld : 0);
-    mark = c.take<float>(of.strip ? rows * of.tiles : 0);
+    tile_maxima = c.take<float>(of.strip ? rows * of.tiles : 0);
     extent = c.take<Interval>(of.strip ? (rows / MR + 1) * of.tiles : 0);
     dropped_weights = c.take<float>((int64_t)MR * of.tile);
     weight_scale = c.take<WeightScale>(rows);
@@ -332,11 +331,11 @@ struct BlockStatistics {
   }
 
   // Before the exponential: candidates and ties among the scores [c0, c1r) of a tile.
-  void look_at_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
-                      float before, float largest) const {
+  void scan_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
+                   float before, float largest) const {
     if (of.s->top_k > 0) {
-      Best row_heap{best + r * of.s->top_k, of.s->top_k, num_candidates + r};
-      if (peak > row_heap.bar()) row_heap.scan(scores + c0, c1r - c0, t0 + c0);
+      TopK row_heap{best + r * of.s->top_k, of.s->top_k, num_candidates + r};
+      if (peak > row_heap.threshold()) row_heap.scan(scores + c0, c1r - c0, t0 + c0);
     }
     if (!of.ties || !(peak == largest) || peak == -INF) return;
     int count = 0;
@@ -344,12 +343,11 @@ struct BlockStatistics {
     ties[r] = before == largest ? ties[r] + (float)count : (float)count;
   }
 
-  // Together with `weigh` and with the same arithmetic: the sums of weight times exponent, and of weight times
+  // Together with `softmax_row` and with the same arithmetic: the sums of weight times exponent, and of weight times
   // distance. `step` is the shift of the exponents of earlier tiles. `first_distance` is q_pos - k_pos of the first column.
   template <int DEGREE, class Put>
-  CH_INLINE void weigh(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2,
-                       float first_distance,
-                       int64_t sink_columns, float* total, const Put& put) const {
+  CH_INLINE void softmax_row(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2,
+                             float first_distance, int64_t sink_columns, float* total, const Put& put) const {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2), lowest = all(-1e4f);
     vf old = load(total), shrink = all(factor), sum = old * shrink;
     vf new_entropy = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;
@@ -374,7 +372,7 @@ struct BlockStatistics {
 
   // Finishes one row: `largest` is its maximum in raw scores, `top` in natural ones, `total` its normaliser without the
   // sink.
-  void end_row(const Statistics& of, int64_t place, int r, const Row& row, float largest, float top, float total,
+  void end_row(const Statistics& of, int64_t place, int r, const MaskRow& row, float largest, float top, float total,
                float base2) const {
     const ch_statistics& s = *of.s;
     WeightScale row_scale = weight_scale[r];
@@ -397,7 +395,7 @@ struct BlockStatistics {
     if (s.top_k > 0) end_best(of, place, r, row, largest, base2);
   }
 
-  void end_best(const Statistics& of, int64_t place, int r, const Row& row, float largest, float base2) const {
+  void end_best(const Statistics& of, int64_t place, int r, const MaskRow& row, float largest, float base2) const {
     int64_t k = of.s->top_k, filled = 0;
     float* weights = of.s->top_weights + place * k;
     int64_t* indices = of.s->top_indices + place * k;
@@ -411,7 +409,7 @@ struct BlockStatistics {
         if (key < k) used[key] = 1;
       }
     } else {
-      Best row_heap{best + r * k, k, num_candidates + r};
+      TopK row_heap{best + r * k, k, num_candidates + r};
       row_heap.sort();
       for (; filled < *row_heap.num_candidates; filled++) {
         Candidate one = row_heap.heap[filled];
@@ -422,7 +420,7 @@ struct BlockStatistics {
         if (one.key < k) used[one.key] = 1;
       }
     }
-    // At most `found` of the first k keys are used, so the remaining entries come from those k.
+    // At most `filled` of the first k keys are used, so they suffice for the remaining entries.
     for (int64_t key = 0; filled < k; key++) {
       if (used[key]) continue;
       weights[filled] = 0.0f;
@@ -431,7 +429,7 @@ struct BlockStatistics {
   }
 
   // One factor per row and tile normalises the strip's weights.
-  void end_strip(const Statistics& of, int count, const Row* row, const float* largest, float base2) const {
+  void end_strip(const Statistics& of, int count, const MaskRow* row, const float* largest, float base2) const {
     for (int r = 0; r < count; r++) {
       float row_factor = weight_scale[r].factor;
       const Interval* extents = extent + r / MR * of.tiles;
@@ -439,7 +437,7 @@ struct BlockStatistics {
         Interval interval = extents[t];
         if (interval.high <= interval.low) continue;
         float& f = factor[r * of.tiles + t];
-        float then = mark[r * of.tiles + t];
+        float then = tile_maxima[r * of.tiles + t];
         f = row_factor == 0.0f ? 0.0f : then == largest[r] ? row_factor
             : exp2_of<5>(all((then - largest[r]) * base2))[0] * row_factor;
         if (row_factor == row_factor) continue;
@@ -520,7 +518,7 @@ struct BlockStatistics {
   }
 
   // Finishes a block; `first` is its first row in its key head.
-  void end_block(const Statistics& of, int64_t b, int64_t kh, int64_t first, int count, const Row* row,
+  void end_block(const Statistics& of, int64_t b, int64_t kh, int64_t first, int count, const MaskRow* row,
                  const float* largest, float base2, ColumnSums* column_sums) const {
     if (!of.strip) return;
     end_strip(of, count, row, largest, base2);

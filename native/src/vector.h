@@ -85,8 +85,7 @@ CH_INLINE void interleave(vf& one, vf& other) {
   one = (vf)_mm512_permutex2var_ps(first, low, (__m512)other);
   other = (vf)_mm512_permutex2var_ps(first, high, (__m512)other);
 #elif defined(CH_AVX2)
-  const __m256 low = _mm256_unpacklo_ps((__m256)one, (__m256)other),
-      high = _mm256_unpackhi_ps((__m256)one, (__m256)other);
+  const __m256 low = _mm256_unpacklo_ps((__m256)one, (__m256)other), high = _mm256_unpackhi_ps((__m256)one, (__m256)other);
   one = (vf)_mm256_permute2f128_ps(low, high, 0x20);
   other = (vf)_mm256_permute2f128_ps(low, high, 0x31);
 #elif defined(CH_NEON)

@@ -17,14 +17,14 @@ struct Probability {
   double value, slope;  // and its derivative
 };
 
-inline Probability share_of(int kind, double x) {
+inline Probability probability_of(int kind, double x) {
   if (kind == CH_GELU) return {0.5 * std::erfc(-x / std::sqrt(2.0)), std::exp(-x * x / 2) / std::sqrt(2 * M_PI)};
   const double twice = 2 * std::sqrt(2 / M_PI), cubic = 0.044715;
   const double steep = kind == CH_SILU ? 1 : 1.702;
   const double of = kind == CH_GELU_TANH ? twice * x * (1 + cubic * x * x) : steep * x;
   const double inner = kind == CH_GELU_TANH ? twice * (1 + 3 * cubic * x * x) : steep;
   const double value = 1 / (1 + std::exp(-of));
-  // Not as a product with 1 - passes, which cancels far above 0.
+  // Not as a product with 1 - value, which cancels far above 0.
   return {value, inner / (2 + std::exp(of) + std::exp(-of))};
 }
 
@@ -37,7 +37,7 @@ inline double probability_error(double x) { return 1.6e-6 + std::ldexp(std::fmin
 inline Activated activated(int kind, double sum, double error) {
   if (kind == CH_PLAIN) return {sum, error};
   if (kind == CH_RELU) return {sum < 0 ? 0 : sum, error};
-  const double value = share_of(kind, sum).value;
+  const double value = probability_of(kind, sum).value;
   // No activation has a derivative above 1.13.
   return {sum * value, 1.13 * error + std::fabs(sum) * (value * probability_error(sum) + 1e-36)};
 }
@@ -45,11 +45,11 @@ inline Activated activated(int kind, double sum, double error) {
 inline Activated slope_of(int kind, double sum, double error) {
   if (kind == CH_PLAIN) return {1, 0};
   if (kind == CH_RELU) return {sum > 0 ? 1.0 : 0.0, error > 0 && std::fabs(sum) <= error ? 1.0 : 0.0};
-  const Probability share = share_of(kind, sum);
+  const Probability probability = probability_of(kind, sum);
   // Bound of the second derivative.
   const double growth = kind == CH_QUICK_GELU ? 0.86 : 0.8;
-  const double terms = share.value + std::fabs(sum * share.slope);
-  return {share.value + sum * share.slope, growth * error + terms * probability_error(sum) + std::fabs(sum) * 1e-36};
+  const double terms = probability.value + std::fabs(sum * probability.slope);
+  return {probability.value + sum * probability.slope, growth * error + terms * probability_error(sum) + std::fabs(sum) * 1e-36};
 }
 
 // Whether dropout keeps an activation.

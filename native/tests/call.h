@@ -34,7 +34,7 @@ class Call {
       fill(grad_lse, c.grad_lse);
     }
     lay_rules(random);
-    lay_mask(random);
+    place_mask(random);
     // Either is enough for backward in float32.
     with_output32 = c.dtype != CH_FLOAT32 || random.one_in(2);
     drops_output = c.k_len <= CH_TILE && c.allowed.empty() && c.blocks.empty() && random.one_in(2);
@@ -93,15 +93,14 @@ class Call {
   ch_attention work{};
   bool with_output32 = true;
   bool drops_output = false;  // where backward does not need it
-  Guarded query, key, value, output, output32, lse, softmax, delta, grad_query, grad_key, grad_value, grad_output,
-      grad_lse;
+  Guarded query, key, value, output, output32, lse, softmax, delta, grad_query, grad_key, grad_value, grad_output, grad_lse;
   Guarded sink, start, stop, allowed, blocks;
   std::vector<Guarded> tables, rule_grads;
 
   // Nothing was written outside the outputs, and nothing to the inputs.
   void margins(const std::vector<Guarded*>& written, const std::string& name) {
     for (const Guarded* one : written) check(one->margins_intact(), name + ": wrote outside a tensor");
-    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to an input");
   }
 
   const Case& c;
@@ -165,7 +164,7 @@ class Call {
     work.sink_head = sink.stride[1];
   }
 
-  void lay_mask(Random& random) {
+  void place_mask(Random& random) {
     work.before = c.before, work.after = c.after, work.intervals = c.intervals;
     if (c.intervals > 0) {
       const int64_t size[4] = {c.batch, c.heads, c.q_len, c.intervals};
@@ -175,8 +174,8 @@ class Call {
       start = Guarded();
       Random second(7);
       stop = put_plain(second, c.stop, size);
-      Random once_more(7);
-      start = put_plain(once_more, c.start, size);
+      Random same_random(7);
+      start = put_plain(same_random, c.start, size);
       work.start = static_cast<const int32_t*>(start.data()), work.stop = static_cast<const int32_t*>(stop.data());
       work.interval_batch = start.stride[0], work.interval_row = start.stride[2];
       work.interval_head = c.same_intervals ? 0 : start.stride[1];
@@ -213,11 +212,11 @@ class Call {
     std::vector<Guarded*> all = {&query, &key, &value, &grad_output, &grad_lse, &sink, &start, &stop, &allowed,
                                  &blocks};
     for (Guarded& table : tables) all.push_back(&table);
-    std::vector<Guarded*> laid;
+    std::vector<Guarded*> non_null;
     for (Guarded* one : all) {
-      if (one->data() != nullptr) laid.push_back(one);
+      if (one->data() != nullptr) non_null.push_back(one);
     }
-    return laid;
+    return non_null;
   }
 };
 

@@ -6,7 +6,7 @@
 
 namespace test {
 
-struct Drawn : Case {
+struct RandomCase : Case {
   bool gradient = true;
 };
 
@@ -154,9 +154,9 @@ inline void draw_rules(Random& random, Case& c) {
   }
 }
 
-inline Drawn draw(uint64_t number) {
+inline RandomCase draw(uint64_t number) {
   Random random(number);
-  Drawn c;
+  RandomCase c;
   draw_shape(random, c);
   draw_mask(random, c);
   draw_rules(random, c);

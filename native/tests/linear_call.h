@@ -53,7 +53,7 @@ class LinearCall {
     call.isa = isa, call.threads = threads;
     if (!with_states) call.grad_states = call.grad_sums = nullptr;
     const int code = ch_linear_backward(&call);
-    for (Guarded* one : saved()) check(one->unchanged(), "backward wrote to what forward left");
+    for (Guarded* one : saved()) check(one->unchanged(), "backward wrote to results of forward");
     return code;
   }
 
@@ -83,7 +83,7 @@ class LinearCall {
   void margins(const std::string& name) {
     for (const std::vector<Guarded*>& all : {written_forward(), written_backward()})
       for (const Guarded* one : all) check(one->margins_intact(), name + ": wrote outside a tensor");
-    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to an input");
   }
 
   void clear() {
@@ -138,7 +138,7 @@ class LinearCall {
     work.grad_states = floats(grad_states), work.grad_sums = floats(grad_sums);
   }
 
-  static std::vector<Guarded*> laid(const std::vector<Guarded*>& all) {
+  static std::vector<Guarded*> non_null(const std::vector<Guarded*>& all) {
     std::vector<Guarded*> list;
     for (Guarded* one : all) {
       if (one->data() != nullptr) list.push_back(one);
@@ -146,18 +146,17 @@ class LinearCall {
     return list;
   }
   std::vector<Guarded*> inputs() {
-    return laid({&query, &key, &value, &log_decay, &rate, &state, &normalizer, &grad_output, &grad_last_state,
-                 &grad_last_normalizer});
+    return non_null({&query, &key, &value, &log_decay, &rate, &state, &normalizer, &grad_output, &grad_last_state,
+                     &grad_last_normalizer});
   }
-  std::vector<Guarded*> saved() { return laid({&states, &sums, &output, &shares}); }
+  std::vector<Guarded*> saved() { return non_null({&states, &sums, &output, &shares}); }
   // Saved states come last.
   std::vector<Guarded*> written_forward() {
-    return laid({&output, &last_state, &last_normalizer, &shares, &states, &sums});
+    return non_null({&output, &last_state, &last_normalizer, &shares, &states, &sums});
   }
   std::vector<Guarded*> written_backward() {
-    return laid({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate,
-        &grad_states,
-                 &grad_sums});
+    return non_null({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate, &grad_states,
+                     &grad_sums});
   }
   std::vector<std::vector<uint8_t>> bits(const std::vector<Guarded*>& all, bool with_states) const {
     std::vector<std::vector<uint8_t>> all_bits;

@@ -34,7 +34,7 @@ class Recurrence {
     r.perturbed.resize(keys * f), r.perturbed_last.resize(static_cast<size_t>(c.units() * c.chunks()) * f);
     const size_t tokens = static_cast<size_t>(T), group = static_cast<size_t>(c.group());
     states.resize((tokens + 1) * f * d), faded.resize(tokens * f * d), sums.resize((tokens + 1) * f);
-    save_original.resize(tokens * f), k.resize(tokens * f), q.resize(group * tokens * f);
+    decay_factors.resize(tokens * f), k.resize(tokens * f), q.resize(group * tokens * f);
     written.resize(tokens * d), missing.resize(tokens * d), ups.resize(group * tokens * d);
     for (int64_t unit_at = 0; unit_at < c.units(); ++unit_at) {
       start(unit_at);
@@ -76,8 +76,7 @@ class Recurrence {
     for (int64_t f = 0; f < F; ++f) {
       for (int64_t t = 0; t < T; ++t) {
         const double here = c.gates == 0 ? 0 : c.log_decay[(unit * T + t) * c.gates + (c.gates > 1 ? f : 0)];
-        save_original[t * F + f] = c.gates == 0 ? 1
-            : rounded(std::exp(same_direction() ? here + here * u : rounded(here)));
+        decay_factors[t * F + f] = c.gates == 0 ? 1 : rounded(std::exp(same_direction() ? here + here * u : rounded(here)));
       }
     }
   }
@@ -97,7 +96,7 @@ class Recurrence {
   void perturb_state_back(int64_t first) {
     Values fade(static_cast<size_t>(F), 1.0);
     for (int64_t i = first; i < T && (i == first || i % c.chunk != 0) && u > 0; ++i) {
-      for (int64_t f = 0; f < F; ++f) fade[f] *= save_original[i * F + f];
+      for (int64_t f = 0; f < F; ++f) fade[f] *= decay_factors[i * F + f];
       for (int64_t g = 0; g < c.group() + c.delta(); ++g) {
         const double* row = g < c.group() ? &q[(g * T + i) * F] : &k[i * F];
         const double* gradient = g < c.group() ? &ups[(g * T + i) * D] : &r.grad_value[(unit * T + i) * D];
@@ -112,7 +111,7 @@ class Recurrence {
     if (u == 0) return;
     const int64_t first = t / c.chunk * c.chunk;
     Values fades(static_cast<size_t>((t - first + 1) * F), 1.0);
-    for (int64_t i = (t - first) * F; i-- > 0;) fades[i] = fades[i + F] * save_original[first * F + i + F];
+    for (int64_t i = (t - first) * F; i-- > 0;) fades[i] = fades[i + F] * decay_factors[first * F + i + F];
     for (int64_t j = first; j <= last; ++j) use(j, &fades[(j - first) * F]);
   }
 
@@ -154,7 +153,7 @@ class Recurrence {
     double *decayed = &faded[t * F * D], *to = &states[(t + 1) * F * D], *write = &written[t * D];
     Values result(static_cast<size_t>(D), 0.0);
     for (int64_t f = 0; f < F; ++f)
-      for (int64_t d = 0; d < D; ++d) decayed[f * D + d] = rounded(from[f * D + d] * save_original[t * F + f]);
+      for (int64_t d = 0; d < D; ++d) decayed[f * D + d] = rounded(from[f * D + d] * decay_factors[t * F + f]);
     for (int64_t d = 0; d < D && c.delta(); ++d)
       for (int64_t f = 0; f < F; ++f) add(result[d], key[f], decayed[f * D + d]);
     if (c.delta()) perturb_read(t, t - 1, key, result);
@@ -172,15 +171,15 @@ class Recurrence {
 
   void read(int64_t t, int64_t g, const double* state) {
     const double* query = &q[(g * T + t) * F];
-    double below = 0, share = 1;
+    double below = 0, inverse = 1;
     for (int64_t f = 0; f < F; ++f) add(below, query[f], sums[(t + 1) * F + f]);
     // A row without weight gives 0.
-    if (c.normalized) share = r.shares[head_of(g) * T + t] = std::fabs(below) < 1e-37 ? 0 : rounded(1 / below);
+    if (c.normalized) inverse = r.shares[head_of(g) * T + t] = std::fabs(below) < 1e-37 ? 0 : rounded(1 / below);
     Values result(static_cast<size_t>(D), 0.0);
     for (int64_t d = 0; d < D; ++d)
       for (int64_t f = 0; f < F; ++f) add(result[d], query[f], state[f * D + d]);
     perturb_read(t, t, query, result);
-    for (int64_t d = 0; d < D; ++d) r.output[(head_of(g) * T + t) * D + d] = rounded(result[d] * share);
+    for (int64_t d = 0; d < D; ++d) r.output[(head_of(g) * T + t) * D + d] = rounded(result[d] * inverse);
   }
 
   void finish() {
@@ -200,8 +199,7 @@ class Recurrence {
     if (ends_chunk(t)) {
       for (int64_t f = 0; f < F; ++f)
         for (int64_t d = 0; d < D; ++d)
-          add(r.perturbed_last[(unit * c.chunks() + t / c.chunk) * F + f], states[((t + 1) * F + f) * D + d],
-              ds[f * D + d]);
+          add(r.perturbed_last[(unit * c.chunks() + t / c.chunk) * F + f], states[((t + 1) * F + f) * D + d], ds[f * D + d]);
     }
     for (int64_t g = 0; g < c.group(); ++g) read_back(t, g);
     Values missing_grad(static_cast<size_t>(D), 0.0);  // gradient of what is written, then of the residual
@@ -216,17 +214,17 @@ class Recurrence {
     if (c.delta()) perturb_back(t, t - 1, key, missing_grad.data(), result);
     for (int64_t d = 0; d < D; ++d) r.grad_value[token * D + d] = missing_grad[d];
     for (int64_t f = 0; f < F; ++f) {
-      double wrote = late_key[t * F + f], asked = result[f], decay = 0;
+      double wrote = late_key[t * F + f], read_grad = result[f], decay = 0;
       for (int64_t d = 0; d < D; ++d) add(wrote, ds[f * D + d], write[d]);
       for (int64_t d = 0; d < D && c.delta(); ++d) {
-        add(asked, -decayed[f * D + d], missing_grad[d]);
+        add(read_grad, -decayed[f * D + d], missing_grad[d]);
         ds[f * D + d] = rounded(ds[f * D + d] - rounded(key[f] * missing_grad[d]));
       }
-      r.perturbed[token * F + f] += key[f] * (asked - wrote);
-      r.grad_key[token * F + f] = rounded(wrote + asked + dz[f]) * slope(c.map, c.key[token * F + f]);
+      r.perturbed[token * F + f] += key[f] * (read_grad - wrote);
+      r.grad_key[token * F + f] = rounded(wrote + read_grad + dz[f]) * slope(c.map, c.key[token * F + f]);
       for (int64_t d = 0; d < D; ++d) {
         add(decay, ds[f * D + d], decayed[f * D + d]);
-        ds[f * D + d] = rounded(ds[f * D + d] * save_original[t * F + f]);
+        ds[f * D + d] = rounded(ds[f * D + d] * decay_factors[t * F + f]);
       }
       if (c.gates > 0) r.grad_decay[token * c.gates + (c.gates > 1 ? f : 0)] += decay;
     }
@@ -237,11 +235,11 @@ class Recurrence {
     const double *state = &states[(t + 1) * F * D], *query = &q[(g * T + t) * F];
     const int64_t row = head_of(g) * T + t;
     const double *grad = &c.grad_output[row * D], *output = &r.output[row * D];
-    const double share = c.normalized ? r.shares[row] : 1;
+    const double inverse = c.normalized ? r.shares[row] : 1;
     double* up = &ups[(g * T + t) * D];
     double lower = 0;
     for (int64_t d = 0; d < D; ++d) {
-      up[d] = rounded(grad[d] * share);
+      up[d] = rounded(grad[d] * inverse);
       if (c.normalized) add(lower, -up[d], output[d]);
     }
     Values result(static_cast<size_t>(F), 0.0);
@@ -267,7 +265,7 @@ class Recurrence {
   int64_t F, D, T, unit = 0;
   // Of one key head: states before and after each token, the value read from the state, decays, features, what is
   // written.
-  Values states, faded, sums, save_original, k, q, written, missing, ds, dz;
+  Values states, faded, sums, decay_factors, k, q, written, missing, ds, dz;
   // Gradients of numerators; perturbations of gradients by later tokens, and the sums so far.
   Values ups, late_key, late_value, key_sums, value_sums;
 };

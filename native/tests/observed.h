@@ -140,12 +140,12 @@ class Observed {
       std::memcpy(&index, top_indices.at(b, h, i, x), 8);
       const double p = top_weights.get(b, h, i, x), best = -order[static_cast<size_t>(x)].first;
       near(p, best, best, "top weight", name);
-      if (index < 0 || index >= c.k_len) return fail(name + ": a top index is no key");
+      if (index < 0 || index >= c.k_len) return fail(name + ": a top index is not a key");
       near(p, weight(b, h, i, index), p, "weight at a top index", name);
       if (x > 0 && p == 0 && top_weights.get(b, h, i, x - 1) == 0) {
         int64_t before = 0;
         std::memcpy(&before, top_indices.at(b, h, i, x - 1), 8);
-        check(before < index, name + ": keys without weight are out of order");
+        check(before < index, name + ": keys of zero weight are not ascending");
       }
     }
   }

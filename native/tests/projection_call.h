@@ -16,7 +16,7 @@ struct ProjectionCase {
   bool has_gate = false, has_slopes = false;  // sloped: with slopes written
   uint64_t seed = 0;
   // Integers that float32 adds exactly: there is one correct answer, and no bound that could hide an error.
-  bool whole = false;
+  bool integers = false;
   int64_t rows = 1, columns = 1;
   std::vector<int64_t> steps;         // of every term
   std::vector<Values> left, right;  // [rows, steps] and [steps, columns], contiguous, never transposed
@@ -32,7 +32,7 @@ struct ProjectionCase {
 
 // Values that every dtype represents: eight bits, at several magnitudes.
 inline double draw_value(Random& random, const ProjectionCase& c) {
-  if (c.whole) return static_cast<double>(random.uniform(-8, 8));
+  if (c.integers) return static_cast<double>(random.uniform(-8, 8));
   if (c.dtype == CH_FLOAT32) return static_cast<float>(2 * random.uniform() - 1);
   const int exponent = static_cast<int>(random.uniform(-10, -7));
   const double size = std::ldexp(static_cast<double>(random.uniform(128, 255)), exponent);
@@ -70,7 +70,7 @@ struct ProjectionExpected {
 // which each term has at least one; each addition is a rounding, and so may be the product and the bias. The bounds are
 // those of reference.h.
 inline double sum_error(const ProjectionCase& c, double sizes, double chain) {
-  if (c.whole) return 0;
+  if (c.integers) return 0;
   const double steps = static_cast<double>(c.all_steps());
   const double roundings = std::fmin(steps, chain) + steps / chain + 2 * static_cast<double>(c.steps.size()) + 3;
   return 1.01 * roundings * std::ldexp(sizes, -24);
@@ -78,7 +78,7 @@ inline double sum_error(const ProjectionCase& c, double sizes, double chain) {
 
 // The bound after rounding to the dtype. An exact integer has one correct answer.
 inline double rounded_bound(const ProjectionCase& c, double number, double error) {
-  if (c.whole && error == 0) return 0;
+  if (c.integers && error == 0) return 0;
   if (c.dtype == CH_FLOAT32) return error;
   return error + std::ldexp(std::fabs(number) + error, c.dtype == CH_BFLOAT16 ? -8 : -11) + std::ldexp(1.0, -25);
 }
@@ -95,18 +95,17 @@ inline EpilogueResult epilogue_result(const ProjectionCase& c, size_t row, size_
     const double gate = c.gate[place];
     // The product with a slope is rounded, and so is a factor that is not a power of two.
     const auto through = [&](double times) {
-      return Activated{times * sum, c.whole ? 0 : std::fabs(times) * error + std::ldexp(std::fabs(times * sum), -22)};
+      return Activated{times * sum, c.integers ? 0 : std::fabs(times) * error + std::ldexp(std::fabs(times * sum), -22)};
     };
     const Activated slope = c.has_slopes ? through(c.slope_gate[place]) : Activated{0, 0};
     return {through(c.gate_kind == CH_GATE_SLOPE ? gate : gate <= 0 ? 0 : factor), slope};
   }
   EpilogueResult epilogue_result = {activated(c.activation, sum, error), slope_of(c.activation, sum, error)};
   if (c.dropped == 0) return epilogue_result;
-  const bool save_original = keeps(c.seed, c.dropped, static_cast<uint32_t>(row), static_cast<uint64_t>(column));
+  const bool keep = keeps(c.seed, c.dropped, static_cast<uint32_t>(row), static_cast<uint64_t>(column));
   for (Activated* one : {&epilogue_result.output, &epilogue_result.slope}) {
-    const double off = one->error == 0 && c.whole ? 0
-        : factor * one->error + std::ldexp(std::fabs(factor * one->number), -22);
-    *one = save_original ? Activated{factor * one->number, off} : Activated{0, 0};
+    const double off = one->error == 0 && c.integers ? 0 : factor * one->error + std::ldexp(std::fabs(factor * one->number), -22);
+    *one = keep ? Activated{factor * one->number, off} : Activated{0, 0};
   }
   return epilogue_result;
 }
@@ -128,14 +127,14 @@ inline ProjectionExpected expected(const ProjectionCase& c) {
         double* sum = sums.data();
         double* sized = sizes.data();
         for (size_t x = 0; x < columns; ++x) sum[x] += left * row[x];
-        for (size_t x = 0; x < columns && !c.whole; ++x) sized[x] += size * std::fabs(row[x]);
+        for (size_t x = 0; x < columns && !c.integers; ++x) sized[x] += size * std::fabs(row[x]);
         row_sum += left, row_size += size;
       }
     }
     for (size_t x = 0; x < columns; ++x) {
       const EpilogueResult sum_out = epilogue_result(c, r, x, sums[x], sum_error(c, sizes[x], 512));
       const auto set = [&](Result& to, const Activated& one) {
-        const bool exact = c.whole && one.error == 0;
+        const bool exact = c.integers && one.error == 0;
         to.number[r * columns + x] = exact ? nearest(c.dtype, one.number) : one.number;
         to.bound[r * columns + x] = rounded_bound(c, one.number, one.error);
       };
@@ -143,7 +142,7 @@ inline ProjectionExpected expected(const ProjectionCase& c) {
       if (c.has_slopes) set(right.slope, sum_out.slope);
     }
     if (!c.has_row_sums) continue;
-    right.row_sums.number[r] = c.whole ? nearest(c.dtype, row_sum) : row_sum;
+    right.row_sums.number[r] = c.integers ? nearest(c.dtype, row_sum) : row_sum;
     right.row_sums.bound[r] = rounded_bound(c, row_sum, sum_error(c, row_size, 1024));
   }
   return right;
@@ -161,8 +160,7 @@ class ProjectionCall {
     if (c.has_row_sums) row_sums = buffer(random, 1, c.rows, false);
     if (c.has_gate) gate = buffer(random, c.rows, c.columns, false), put(gate, c.gate, false);
     if (c.has_slopes) slope = buffer(random, c.rows, c.columns, false);
-    if (c.has_gate && c.has_slopes) slope_gate = buffer(random, c.rows, c.columns, false),
-        put(slope_gate, c.slope_gate, false);
+    if (c.has_gate && c.has_slopes) slope_gate = buffer(random, c.rows, c.columns, false), put(slope_gate, c.slope_gate, false);
     output = buffer(random, c.rows, c.columns, false);
     describe();
     for (Guarded* one : inputs()) one->save_original();
@@ -193,7 +191,7 @@ class ProjectionCall {
     check(output.margins_intact(), name + ": wrote outside the output");
     if (c.has_row_sums) check(row_sums.margins_intact(), name + ": wrote outside row_sums");
     if (c.has_slopes) check(slope.margins_intact(), name + ": wrote outside the slopes");
-    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to an input");
   }
 
   void clear() {
@@ -254,11 +252,11 @@ class ProjectionCall {
 inline ProjectionCase draw_projection(uint64_t number) {
   using Sizes = std::vector<int64_t>;
   static const Sizes few = {1, 2, 3, 5, 6, 7}, primes = {1, 2, 11, 23, 37, 53, 71, 97, 131};
-  static const Sizes rows = {5, 6, 7, 11, 13, 71, 72, 73, 77}, tall = {143, 145, 289, 359, 361, 500};
+  static const Sizes rows = {5, 6, 7, 11, 13, 71, 72, 73, 77}, many_rows = {143, 145, 289, 359, 361, 500};
   static const Sizes columns = {7, 8, 9, 15, 16, 17, 31, 33, 47, 49, 63, 64, 65, 127, 129};
-  static const Sizes wide = {191, 193, 257, 320};
+  static const Sizes many_columns = {191, 193, 257, 320};
   static const Sizes short_steps = {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 65}, deep = {511, 512, 513, 1023, 1024, 1025};
-  static const Sizes turned_groups = {1024, 1025, 2047, 2048, 2049, 3075, 4099};
+  static const Sizes transposed_groups = {1024, 1025, 2047, 2048, 2049, 3075, 4099};
   static const Sizes groups = {4095, 4096, 4097, 5001, 8191, 8192, 8193, 12289};
   static const Sizes parts = {0, 1, 7, 16, 100, 511, 512, 513};
   static const Sizes long_parts = {0, 5, 1000, 1024, 2048, 2049, 3000, 4096};
@@ -268,15 +266,15 @@ inline ProjectionCase draw_projection(uint64_t number) {
   };
   static const Shape shapes[] = {
       {few, few, few, 1, 4},         {rows, columns, short_steps, 1, 1}, {rows, columns, short_steps, 2, 4},
-      {few, columns, deep, 1, 1},    {few, columns, turned_groups, 1, 1}, {few, few, groups, 1, 1},
-      {rows, columns, parts, 1, 4},  {few, few, long_parts, 2, 4},       {tall, few, primes, 1, 1},
-      {few, wide, primes, 1, 2},     {primes, primes, primes, 1, 1},
+      {few, columns, deep, 1, 1},    {few, columns, transposed_groups, 1, 1}, {few, few, groups, 1, 1},
+      {rows, columns, parts, 1, 4},  {few, few, long_parts, 2, 4},       {many_rows, few, primes, 1, 1},
+      {few, many_columns, primes, 1, 2},     {primes, primes, primes, 1, 1},
   };
   Random random(number + 501);
   ProjectionCase c;
   // In sequence, so that every shape meets every dtype, plain and transposed, in integers and others.
   const uint64_t form = number % 24;
-  c.dtype = static_cast<int>(form % 3), c.whole = form / 12;
+  c.dtype = static_cast<int>(form % 3), c.integers = form / 12;
   c.left_transposed = form / 3 % 2, c.right_transposed = form / 6 % 2;
   const Shape& shape = shapes[number / 24 % (sizeof(shapes) / sizeof(*shapes))];
   c.rows = random.pick(shape.rows), c.columns = random.pick(shape.columns);
@@ -287,7 +285,7 @@ inline ProjectionCase draw_projection(uint64_t number) {
   c.has_slopes = random.one_in(2) && (!c.has_gate || c.gate_kind == CH_GATE_SLOPE);
   const bool may_drop = !c.has_gate || c.gate_kind == CH_GATE_OUTPUT;
   // Dropping half doubles the rest, which is exact.
-  if (may_drop && random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
+  if (may_drop && random.one_in(2)) c.dropped = c.integers ? 32768 : static_cast<int>(random.uniform(1, 65535));
   c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
   c.has_bias = random.one_in(2), c.has_row_sums = c.left_transposed && terms == 1 && !random.one_in(4);
   draw_values(random, c);

@@ -106,10 +106,10 @@ struct Precision {
   double weight, out;  // rounding of weights before the second GEMM, and of results
   double tiny;  // absolute, for subnormal results
   explicit Precision(int dtype) {
-    const bool wide = dtype == CH_FLOAT32;
-    exp = wide ? 4e-7 : 8e-6;
-    weight = wide ? 0.0 : 0x1p-8;
-    out = wide ? 0x1p-24 : dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
+    const bool is_float32 = dtype == CH_FLOAT32;
+    exp = is_float32 ? 4e-7 : 8e-6;
+    weight = is_float32 ? 0.0 : 0x1p-8;
+    out = is_float32 ? 0x1p-24 : dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
     tiny = dtype == CH_FLOAT16 ? 0x1p-24 : 1e-30;
   }
 };

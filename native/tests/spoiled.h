@@ -35,7 +35,7 @@ int expect_refused(const Work& right, const std::vector<Bad<Work>>& all, const s
   for (const Bad<Work>& bad : all) {
     Work work = right;
     bad.spoil(work);
-    const std::string line = name + " with a bad description (" + bad.what + ")";
+    const std::string line = name + " with an invalid description (" + bad.what + ")";
     expect(enter(&work), bad.code, line);
     check(untouched(), line + ": something was written");
   }

@@ -43,10 +43,8 @@ struct AppendCall {
 };
 
 int every_size() {
-  static const int64_t sizes[][6] = {{1, 1, 1, 1, 0, 0},  {2, 3, 1, 16, 9, 6},    {1, 4, 1, 64, 0, 15},
-      {3, 2, 5, 33, 4, 0},
-                                     {17, 2, 1, 7, 1, 1}, {1, 8, 129, 96, 40, 3}, {0, 2, 3, 4, 1, 1},
-                                         {2, 0, 3, 4, 1, 1},
+  static const int64_t sizes[][6] = {{1, 1, 1, 1, 0, 0},  {2, 3, 1, 16, 9, 6},    {1, 4, 1, 64, 0, 15}, {3, 2, 5, 33, 4, 0},
+                                     {17, 2, 1, 7, 1, 1}, {1, 8, 129, 96, 40, 3}, {0, 2, 3, 4, 1, 1},   {2, 0, 3, 4, 1, 1},
                                      {2, 2, 0, 4, 1, 1},  {2, 2, 3, 0, 1, 1}};
   int cases = 0;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
@@ -59,7 +57,7 @@ int every_size() {
           const std::string name = "append " + std::to_string(dtype) + ", size " + std::to_string(&s - sizes) + ", " +
                                    ch_isa_name(isa) + ", threads " + std::to_string(threads);
           expect(ch_append_rows(&call.work), CH_OK, name);
-          check(call.done(), name + ": other bytes than those of the new rows");
+          check(call.done(), name + ": bytes outside the new rows were written");
         }
   return cases;
 }
@@ -75,7 +73,7 @@ int bad_descriptions() {
       {"negative first", CH_BAD_SHAPE, [](W& w) { w.first = -1; }},
       {"huge first", CH_BAD_SHAPE, [](W& w) { w.first = INT64_MAX; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
-      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
       {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
       {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
       {"odd source", CH_BAD_POINTER, [](W& w) { make_odd(w.source.data); }},
@@ -89,11 +87,11 @@ int bad_descriptions() {
   Random random(4);
   AppendCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1);
   const int count = expect_refused(call.work, all, "append", ch_append_rows, [&] { return call.target.untouched(); });
-  expect(ch_append_rows(nullptr), CH_BAD_POINTER, "append of nothing");
+  expect(ch_append_rows(nullptr), CH_BAD_POINTER, "append of a null description");
   // Inputs may alias themselves: the same row for every head.
   ch_append shared = call.work;
   shared.source.head = 0;
-  expect(ch_append_rows(&shared), CH_OK, "append of what heads share");
+  expect(ch_append_rows(&shared), CH_OK, "append of rows shared by heads");
   return count;
 }
 

@@ -41,14 +41,14 @@ void on_set(int isa, Call& call, Observed& observed, const Expected& right, cons
     if (threads == 1) call.compare_forward(right, name);
     observed.run(isa, threads, right, name);
     if (threads == 1) first_statistics = observed.results();
-    check(observed.results() == first_statistics, name + ": other bits of statistics than with one thread");
+    check(observed.results() == first_statistics, name + ": statistics differ from those with one thread");
     expect_done(call.backward(), name + " backward");
     if (failures != before) return;
     if (threads == 1) {
       call.compare_backward(right, name);
       first = call.results();
     } else {
-      check(call.results() == first, name + ": other bits than with one thread");
+      check(call.results() == first, name + ": bits differ from those with one thread");
     }
   }
 }
@@ -93,7 +93,7 @@ void containment() {
                                  std::to_string(dtype);
         expect_done(call.forward(isa, 2), name);
         call.compare_forward(right, name);
-        check(call.backward() == CH_NOT_FINITE, name + ": backward must say CH_NOT_FINITE");
+        check(call.backward() == CH_NOT_FINITE, name + ": backward must return CH_NOT_FINITE");
         check(call.gradients_untouched(), name + ": backward must not write");
       }
     }
@@ -113,10 +113,10 @@ void nonfinite_output_gradients() {
       else spoiled.grad_output[static_cast<size_t>(79 * 40 + 39)] = NAN;
       Call call(spoiled, random);
       for (int isa : usable_sets()) {
-        const std::string name = std::string("NaN that arrives, ") + ch_isa_name(isa) + ", dtype " +
+        const std::string name = std::string("NaN in an output gradient, ") + ch_isa_name(isa) + ", dtype " +
                                  std::to_string(dtype);
         expect_done(call.forward(isa, 2), name);
-        check(call.backward() == CH_NOT_FINITE, name + ": backward must say CH_NOT_FINITE");
+        check(call.backward() == CH_NOT_FINITE, name + ": backward must return CH_NOT_FINITE");
         check(call.gradients_untouched(), name + ": backward must not write");
       }
     }
@@ -143,7 +143,7 @@ void nan_padding() {
       }
     Call call(spoiled, random);
     for (int isa : usable_sets()) {
-      const std::string name = std::string("NaN behind documents, ") + ch_isa_name(isa) + ", dtype " +
+      const std::string name = std::string("NaN in padding, ") + ch_isa_name(isa) + ", dtype " +
                                std::to_string(dtype);
       expect_done(call.forward(isa, 2), name);
       call.compare_forward(right, name);
@@ -158,8 +158,7 @@ void queries_without_keys() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     for (int64_t k_len : {0, 90}) {
       Case c;
-      c.dtype = dtype, c.q_len = 700, c.k_len = k_len, c.dim = 24, c.value_dim = 40, c.intervals = 1,
-          c.same_intervals = true;
+      c.dtype = dtype, c.q_len = 700, c.k_len = k_len, c.dim = 24, c.value_dim = 40, c.intervals = 1, c.same_intervals = true;
       Random random(static_cast<uint64_t>(dtype) + 17);
       draw_values(random, c, c.query, 700 * 24, 2.0);
       draw_values(random, c, c.key, k_len * 24, 2.0);
@@ -169,7 +168,7 @@ void queries_without_keys() {
       const Expected right = Reference(c).r;
       Call call(c, random);
       for (int isa : usable_sets()) {
-        const std::string name = std::string("nothing to see, ") + ch_isa_name(isa) + ", keys " +
+        const std::string name = std::string("queries without keys, ") + ch_isa_name(isa) + ", keys " +
                                  std::to_string(k_len) + ", dtype " + std::to_string(dtype);
         on_new_thread([&] {
           expect_done(call.forward(isa, 1), name);
@@ -218,15 +217,14 @@ void scales() {
 void subnormal_halves() {
   for (int64_t dim : {3, 16, 19}) {
     Case c;
-    c.dtype = CH_FLOAT16, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = dim, c.value_dim = 40,
-        c.scale = 256;
+    c.dtype = CH_FLOAT16, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = dim, c.value_dim = 40, c.scale = 256;
     Random random(static_cast<uint64_t>(dim) + 41);
     draw_values(random, c, c.query, 2 * 13 * dim, 2.0);
     draw_values(random, c, c.key, 2 * 70 * dim, 2.0);
     draw_values(random, c, c.value, 2 * 70 * 40, 2.0);
     draw_values(random, c, c.grad_output, 2 * 13 * 40, 0.125);
     for (double& number : c.query) number = std::ldexp(number, -16);  // multiples of 2^-21, all below 2^-14
-    both_ways(c, random, "halves that are not normal");
+    both_ways(c, random, "subnormal halves");
   }
 }
 
@@ -244,7 +242,7 @@ void masked_nan_under_cap() {
       for (int place = 0; place < 90 * 90; ++place) bias.table.push_back(place % 90 > place / 90 ? bad : 0.5);
       cap.kind = CH_RULE_SOFTCAP, cap.value = 5;
       c.rules = {bias, cap};
-      both_ways(c, random, "a cap of no number");
+      both_ways(c, random, "masked NaN under a soft-cap");
     }
 }
 
@@ -257,15 +255,14 @@ void nan_sink_logits() {
     draw_values(random, c, c.query, 20 * 8, 2.0);
     for (Values* one : {&c.key, &c.value}) draw_values(random, c, *one, 30 * 8, 2.0);
     if (in_intervals) c.intervals = 1, c.same_intervals = true, c.start.assign(20, 0), c.stop.assign(20, 0);
-    else c.allowed.assign(20 * 30, 0), c.allowed_size[0] = c.allowed_size[1] = 1, c.allowed_size[2] = 20,
-        c.allowed_size[3] = 30;
+    else c.allowed.assign(20 * 30, 0), c.allowed_size[0] = c.allowed_size[1] = 1, c.allowed_size[2] = 20, c.allowed_size[3] = 30;
     Call call(c, random);
     for (int isa : usable_sets()) {
-      expect_done(call.forward(isa, 1), "a sink that is NaN");
+      expect_done(call.forward(isa, 1), "a NaN sink");
       bool all = true;
       for (int64_t i = 0; i < 20; ++i) all = all && std::isnan(call.output.get(0, 0, i, 3)) &&
           std::isnan(call.lse.get(0, 0, i, 0));
-      check(all, std::string("a sink that is NaN is hidden beside an empty row, ") + ch_isa_name(isa));
+      check(all, std::string("a NaN sink does not propagate to an empty row, ") + ch_isa_name(isa));
     }
   }
 }
@@ -308,7 +305,7 @@ void workers_free_large_workspaces() {
   const size_t before = __sanitizer_get_current_allocated_bytes();
   expect_done(ch_backward(&work), "a long backward");
   const size_t after = __sanitizer_get_current_allocated_bytes();
-  check(after < before + rows * dim * sizeof(float), "threads keep what a long backward needed");
+  check(after < before + rows * dim * sizeof(float), "threads cache the workspace of a long backward");
 }
 
 struct Caller {
@@ -323,7 +320,7 @@ void* call_often(void* argument) {
   Random random(caller.number);
   Call call(*caller.c, random);
   for (int round = 0; round < 6; ++round) {
-    const std::string name = describe(caller.number, *caller.c) + " beside others";
+    const std::string name = describe(caller.number, *caller.c) + " with concurrent callers";
     expect_done(call.forward(caller.isa, 1 + round % 3), name);
     call.compare_forward(*caller.right, name);
     expect_done(call.backward(), name);
@@ -369,7 +366,7 @@ int main(int arguments, char** argument) {
     test::concurrent_callers();
     others = test::entry_tests();
   }
-  std::printf("%llu cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
+  std::printf("%llu cases and %d invalid descriptions on", static_cast<unsigned long long>(count), others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;

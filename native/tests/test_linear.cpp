@@ -32,16 +32,16 @@ void one_case(uint64_t number) {
       const int before = failures;
       expect_done_first([&] { return call.forward(isa, threads, false); }, name + " forward without states");
       if (threads == 1) forward = call.forward_bits(false);
-      check(call.forward_bits(false) == forward, name + ": other bits without states than with one thread");
+      check(call.forward_bits(false) == forward, name + ": bits without states differ from those with one thread");
       expect_done_first([&] { return call.forward(isa, threads); }, name + " forward");
       if (threads == 1) call.compare_forward(right, name), state_bits = call.forward_bits(true);
-      check(call.forward_bits(false) == forward, name + ": other bits with states than without");
-      check(call.forward_bits(true) == state_bits, name + ": other states than with one thread");
-      expect_done_first([&] { return call.backward(isa, threads, false); }, name + " backward without room");
+      check(call.forward_bits(false) == forward, name + ": bits with states differ from those without");
+      check(call.forward_bits(true) == state_bits, name + ": states differ from those with one thread");
+      expect_done_first([&] { return call.backward(isa, threads, false); }, name + " backward without workspace");
       if (threads == 1) call.compare_backward(right, name), backward = call.backward_bits();
-      check(call.backward_bits() == backward, name + ": other gradients without room than with one thread");
+      check(call.backward_bits() == backward, name + ": gradients without workspace differ from those with one thread");
       expect_done_first([&] { return call.backward(isa, threads); }, name + " backward");
-      check(call.backward_bits() == backward, name + ": other gradients with room than with one thread");
+      check(call.backward_bits() == backward, name + ": gradients with workspace differ from those with one thread");
       call.margins(name);
       if (failures != before) return;
     }
@@ -65,7 +65,7 @@ void extremes() {
     for (int64_t i = gates; i < 3 * gates; ++i) c.log_decay[static_cast<size_t>(i)] = lowest;
     LinearCall call(c, random);
     for (int isa : usable_sets()) {
-      const std::string name = std::string("the lowest numbers, ") + ch_isa_name(isa) + ", gates " + std::to_string(gates);
+      const std::string name = std::string("the lowest values, ") + ch_isa_name(isa) + ", gates " + std::to_string(gates);
       expect_done(call.forward(isa, 1), name);
       call.compare_forward(right, name);
       expect_done(call.backward(isa, 1), name);
@@ -121,7 +121,7 @@ int main(int arguments, char** argument) {
     test::tiny_scales();
     others = test::linear_entry_tests();
   }
-  std::printf("%llu linear cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
+  std::printf("%llu linear cases and %d invalid descriptions on", static_cast<unsigned long long>(count), others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;

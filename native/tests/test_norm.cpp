@@ -55,7 +55,7 @@ struct NormCase {
 std::string describe(const NormCase& c) {
   const std::pair<bool, const char*> has[] = {
       {c.weight, "weight"},   {c.bias, "bias"},       {c.added, "added"},           {c.sum, "sum"},
-      {c.moments, "moments"}, {c.more, "more"},       {c.residual, "arrived"},       {c.grad_input, "grad_input"},
+      {c.moments, "moments"}, {c.more, "more"},       {c.residual, "residual gradient"},       {c.grad_input, "grad_input"},
       {c.grad_weight, "grad_weight"}, {c.grad_bias, "grad_bias"}};
   char numbers[96];
   std::snprintf(numbers, sizeof(numbers), "epsilon %g, shift %g, grain %g", c.epsilon, c.shift, c.grain);
@@ -129,7 +129,7 @@ class NormCall {
   }
   void contained(const std::string& name) const {
     for (const Guarded* one : writes) check(one->margins_intact(), name + ": wrote outside its results");
-    for (const Guarded* one : reads) check(one->unchanged(), name + ": wrote to what is read");
+    for (const Guarded* one : reads) check(one->unchanged(), name + ": wrote to an input");
   }
   bool untouched() const {
     for (const Guarded* one : writes) {
@@ -202,13 +202,13 @@ struct ForwardCall : NormCall {
     right.size(c.rows * c.columns);
     for (int64_t r = 0; r < c.rows; ++r)
       for (int64_t x = 0; x < c.columns; ++x) {
-        const bool save_original = c.keeps_at(work.seed, r, x);
-        const double part = save_original ? input.get(0, 0, r, x) * c.factor() : 0;
+        const bool keep = c.keeps_at(work.seed, r, x);
+        const double part = keep ? input.get(0, 0, r, x) * c.factor() : 0;
         const double number = part + (c.added ? added.get(0, 0, r, x) : 0);
         right.number[c.at(r, x)] = number;
         // The factor, the product and the addition.
         const double error = unit * (2 * std::fabs(part) + std::fabs(number));
-        if (save_original && !c.exact()) right.bound[c.at(r, x)] = error + rounding(c.dtype, std::fabs(number) + error);
+        if (keep && !c.exact()) right.bound[c.at(r, x)] = error + rounding(c.dtype, std::fabs(number) + error);
       }
     return right;
   }
@@ -244,8 +244,7 @@ struct ForwardCall : NormCall {
 // Backward's moments are inputs, rounded as given. Results are checked against the given scale, and the mean is taken
 // as given.
 struct BackwardCall : NormCall {
-  Guarded sum, moments, weight, grad_output, grad_output_second, grad_residual, grad_sum, grad_input, grad_weight,
-      grad_bias;
+  Guarded sum, moments, weight, grad_output, grad_output_second, grad_residual, grad_sum, grad_input, grad_weight, grad_bias;
 
   static constexpr double grain = 0.25, grain_of_more = grain / 512;
 
@@ -283,8 +282,8 @@ struct BackwardCall : NormCall {
     const bool layer = c.kind == CH_NORM_LAYER;
     const Values sums = values(sum);
     right.sum.size(c.rows * c.columns), right.weight.size(c.columns), right.bias.size(c.columns);
-    Values residual(static_cast<size_t>(c.columns)), normal = residual, weighted = residual, normal_error = residual;
-    Values weight_error = residual, weight_size = residual, bias_size = residual;
+    Values grad(static_cast<size_t>(c.columns)), normal = grad, weighted = grad, normal_error = grad;
+    Values weight_error = grad, weight_size = grad, bias_size = grad;
     for (int64_t r = 0; r < c.rows; ++r) {
       const Moments m = moments_of(c, sums.data() + c.at(r, 0), true);
       const double scale = moments.get(0, 0, r, 1);
@@ -292,18 +291,18 @@ struct BackwardCall : NormCall {
       for (int64_t x = 0; x < c.columns; ++x) {
         const size_t i = static_cast<size_t>(x);
         const double from_mean = sums[c.at(r, x)] - m.mean;
-        residual[i] = grad_output.get(0, 0, r, x) + (c.more ? grad_output_second.get(0, 0, r, x) : 0);
+        grad[i] = grad_output.get(0, 0, r, x) + (c.more ? grad_output_second.get(0, 0, r, x) : 0);
         normal[i] = from_mean * scale;
         normal_error[i] = scale * error_from_mean(m, from_mean) + unit * std::fabs(normal[i]);
-        weighted[i] = residual[i] * factor_of(c, weight, x);
-        const double both = weighted[i] * normal[i], term = residual[i] * normal[i];
+        weighted[i] = grad[i] * factor_of(c, weight, x);
+        const double both = weighted[i] * normal[i], term = grad[i] * normal[i];
         // Gradients are summed and multiplied, and multiplied again.
         of_weighted += weighted[i], error_of_weighted += (roundings + 2 * unit) * std::fabs(weighted[i]) / n;
         of_both += both, error_of_both += (roundings + 3 * unit) * std::fabs(both) / n;
         error_of_both += std::fabs(weighted[i]) * normal_error[i] / n;
         right.weight.number[i] += term, weight_size[i] += std::fabs(term);
-        weight_error[i] += std::fabs(residual[i]) * normal_error[i];
-        right.bias.number[i] += residual[i], bias_size[i] += std::fabs(residual[i]);
+        weight_error[i] += std::fabs(grad[i]) * normal_error[i];
+        right.bias.number[i] += grad[i], bias_size[i] += std::fabs(grad[i]);
       }
       if (!layer) of_weighted = error_of_weighted = 0;
       // Both means are rounded.
@@ -361,7 +360,7 @@ template <class Call, class Compare> void at_every_set(Call& call, const char* w
       const std::string name = name_of(what, call.c, isa, threads);
       expect_done_first([&] { return call.run(isa, threads); }, name);
       if (threads == 1) compare_one(name), bits = call.bits();
-      check(call.bits() == bits, name + ": other bits than with one thread");
+      check(call.bits() == bits, name + ": bits differ from those with one thread");
       call.contained(name);
     }
   }
@@ -383,7 +382,7 @@ void forward_case(const NormCase& c, uint64_t seed) {
     alone.sum = nullptr, alone.moments = nullptr;
     call.output.clear();
     expect(call.run(alone), CH_OK, name + " alone");
-    check(call.output.copy() == bits, name + ": another output where nothing else is asked for");
+    check(call.output.copy() == bits, name + ": another output without optional results");
   });
 }
 
@@ -466,7 +465,7 @@ void huge_values() {
       Random random(6);
       ForwardCall call(c, random);
       for (int isa : usable_sets()) {
-        const std::string name = name_of("norm of huge numbers", c, isa, 1);
+        const std::string name = name_of("norm of huge values", c, isa, 1);
         expect(call.run(isa, 1), CH_OK, name);
         for (double number : values(call.output)) check(std::isfinite(number), name + ": " + std::to_string(number));
         for (double number : values(call.moments)) check(std::isfinite(number), name + ": " + std::to_string(number));
@@ -486,7 +485,7 @@ void compare_clean(const Guarded& clean, const Guarded& got, const std::string& 
         return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(actual) +
                     ", not " + std::to_string(right));
     }
-  check(!must_differ || !reached || shown, name + ": nothing shows what is not finite");
+  check(!must_differ || !reached || shown, name + ": no result has NaN or infinity");
 }
 
 constexpr int64_t bad_row = 17, bad_column = 66;
@@ -526,9 +525,9 @@ void containment_forward(const NormCase& c, double bad) {
     // The scale of such a row is NaN as well, and so is everything that it scales.
     bool all = std::isnan(got.moments.get(0, 0, bad_row, 1));
     for (int64_t x = 0; x < c.columns; ++x) all = all && std::isnan(got.output.get(0, 0, bad_row, x));
-    check(all, name + ": a number among NaN");
+    check(all, name + ": a finite value among NaN");
   };
-  spoiled_pair<ForwardCall>(c, std::to_string(bad) + " in what is added",
+  spoiled_pair<ForwardCall>(c, std::to_string(bad) + " in the residual",
                             [&](ForwardCall& call) { encode(c.dtype, bad, call.added.at(0, 0, bad_row, bad_column)); },
                             everywhere_else);
   NormCase without_dropout = c;
@@ -537,7 +536,7 @@ void containment_forward(const NormCase& c, double bad) {
                             [&](ForwardCall& call) { encode(c.dtype, bad, call.input.at(0, 0, bad_row, bad_column)); },
                             everywhere_else);
   spoiled_pair<ForwardCall>(
-      c, std::to_string(bad) + " where it is dropped",
+      c, std::to_string(bad) + " in a dropped element",
       [&](ForwardCall& call) {
         for (int64_t r = 0; r < c.rows; ++r)
           for (int64_t x = 0; x < c.columns; ++x) {
@@ -547,7 +546,7 @@ void containment_forward(const NormCase& c, double bad) {
       [](ForwardCall& clean, ForwardCall& got, const std::string& name) {
         check(values(clean.sum) == values(got.sum) && values(clean.output) == values(got.output) &&
                   values(clean.moments) == values(got.moments),
-              name + ": it is there");
+              name + ": it propagates");
       });
 }
 
@@ -562,8 +561,8 @@ void containment_backward(const NormCase& c, double bad) {
   // If the sum has NaN or infinity, no element of its row has a distance from the mean.
   static const Place places[] = {{"the sum", &BackwardCall::sum, true, anywhere, nowhere},
                                  {"grad_output", &BackwardCall::grad_output, true, one_column, one_column},
-                                 {"grad_more", &BackwardCall::grad_output_second, true, one_column, one_column},
-                                 {"grad_arrived", &BackwardCall::grad_residual, false, nowhere, nowhere}};
+                                 {"grad_output_second", &BackwardCall::grad_output_second, true, one_column, one_column},
+                                 {"grad_residual", &BackwardCall::grad_residual, false, nowhere, nowhere}};
   for (const Place& place : places) {
     const auto reaches = [&](int64_t r, int64_t x) { return r == bad_row && (place.whole_row || x == bad_column); };
     const auto columns = [](Reach reach) {
@@ -613,7 +612,7 @@ void no_rows() {
             const std::string name = name_of("no rows", c, isa, threads);
             expect(forward.run(isa, threads), CH_OK, name), expect(backward.run(isa, threads), CH_OK, name);
             for (const Guarded* sums : {&backward.grad_weight, &backward.grad_bias})
-              for (double number : values(*sums)) check(number == 0, name + ": sums of nothing are not 0");
+              for (double number : values(*sums)) check(number == 0, name + ": sums over no rows are not 0");
             backward.contained(name);
           }
       }
@@ -645,9 +644,9 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
       {"no columns", CH_BAD_SHAPE, [](W& w) { w.columns = 0; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"huge columns", CH_BAD_SHAPE, [](W& w) { w.columns = INT64_MAX; }},
-      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
-      {"a negative share", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
+      {"a negative probability", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
       {"kind", CH_BAD_OPTION, [](W& w) { w.kind = 3; }},
       {"negative kind", CH_BAD_OPTION, [](W& w) { w.kind = -1; }},
       {"negative epsilon", CH_BAD_OPTION, [](W& w) { w.epsilon = -1e-5; }},
@@ -661,7 +660,7 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
                    [&f](W& w) { f.set(w, UINTPTR_MAX - 7); }});
   }
   // Moments are float32 with any dtype.
-  all.push_back({"moments between two", CH_BAD_POINTER,
+  all.push_back({"unaligned moments", CH_BAD_POINTER,
                  [](W& w) { w.moments = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(w.moments) + 2); }});
   const int count = expect_refused(
       call.work, all, which, [&](const ch_norm* work) { return call.run(*work); },
@@ -669,7 +668,7 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
         call.contained(which);
         return call.untouched();
       });
-  expect(call.run(call.work), CH_OK, which + " before it is spoiled");
+  expect(call.run(call.work), CH_OK, which + " with a valid description");
   return count;
 }
 
@@ -687,8 +686,8 @@ int bad_descriptions() {
                                        {"grad_output", offsetof(W, grad_output), true},
                                        {"grad_sum", offsetof(W, grad_sum), true},
                                        {"weight", offsetof(W, weight), false},
-                                       {"grad_more", offsetof(W, grad_output_second), false},
-                                       {"grad_arrived", offsetof(W, grad_residual), false},
+                                       {"grad_output_second", offsetof(W, grad_output_second), false},
+                                       {"grad_residual", offsetof(W, grad_residual), false},
                                        {"grad_input", offsetof(W, grad_input), false},
                                        {"grad_weight", offsetof(W, grad_weight), false},
                                        {"grad_bias", offsetof(W, grad_bias), false}};
@@ -699,8 +698,8 @@ int bad_descriptions() {
     BackwardCall back(with_everything(dtype, CH_NORM_LAYER), random);
     count += spoil_all(there, "norm", forward) + spoil_all(back, "norm backward", backward);
   }
-  expect(ch_norm_forward(nullptr), CH_BAD_POINTER, "a norm of nothing");
-  expect(ch_norm_backward(nullptr), CH_BAD_POINTER, "the gradient of no norm");
+  expect(ch_norm_forward(nullptr), CH_BAD_POINTER, "a norm of a null description");
+  expect(ch_norm_backward(nullptr), CH_BAD_POINTER, "a norm gradient of a null description");
   return count;
 }
 

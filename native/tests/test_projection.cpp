@@ -15,8 +15,8 @@ int norm_tests();
 namespace {
 
 std::string describe(const ProjectionCase& c, int isa, int threads) {
-  std::string line = "dtype " + std::to_string(c.dtype) + (c.left_transposed ? ", left turned" : "") +
-                     (c.right_transposed ? ", right turned" : "") + ", " + std::to_string(c.rows) + "x" +
+  std::string line = "dtype " + std::to_string(c.dtype) + (c.left_transposed ? ", left transposed" : "") +
+                     (c.right_transposed ? ", right transposed" : "") + ", " + std::to_string(c.rows) + "x" +
                      std::to_string(c.columns) + " of";
   for (int64_t steps : c.steps) line += " " + std::to_string(steps);
   return line + " steps" + (c.has_bias ? ", bias" : "") + ", activation " + std::to_string(c.activation) +
@@ -37,7 +37,7 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
       const int before = failures;
       expect_done_first([&] { return call.run(isa, threads); }, name);
       if (threads == 1) call.compare_with(right, name), bits = call.bits();
-      check(call.bits() == bits, name + ": other bits than with one thread");
+      check(call.bits() == bits, name + ": bits differ from those with one thread");
       call.margins(name);
       if (failures != before) return;
     }
@@ -49,7 +49,7 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
 int several_passes() {
   struct Shape {
     int dtype;
-    bool left_transposed, right_transposed, whole;
+    bool left_transposed, right_transposed, integers;
     int64_t rows, columns;
     std::vector<int64_t> steps;
   };
@@ -66,7 +66,7 @@ int several_passes() {
     ProjectionCase c;
     Random random(++number + 17);
     c.dtype = shape.dtype, c.left_transposed = shape.left_transposed, c.right_transposed = shape.right_transposed;
-    c.whole = shape.whole, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
+    c.integers = shape.integers, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
     c.has_bias = true, c.has_row_sums = c.left_transposed;
     draw_values(random, c);
     // With this many threads right is packed and shared even for few rows.
@@ -83,9 +83,9 @@ int very_few_rows() {
     Random random(++number + 977);
     c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
     c.right_transposed = right_transposed, c.rows = rows, c.columns = columns, c.steps = {steps};
-    c.has_bias = random.one_in(2), c.whole = random.one_in(4);
+    c.has_bias = random.one_in(2), c.integers = random.one_in(4);
     c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU)), c.has_slopes = random.one_in(2);
-    if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
+    if (random.one_in(2)) c.dropped = c.integers ? 32768 : static_cast<int>(random.uniform(1, 65535));
     c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
     draw_values(random, c);
     // After some hundred thousand threads of a process, the leak checker loses track of the last one.
@@ -116,7 +116,7 @@ void each_form(const std::function<void(ProjectionCase&)>& use) {
 // needed either.
 void empty_sums() {
   each_form([](ProjectionCase& c) {
-    c.rows = 13, c.columns = 67, c.has_bias = c.right_transposed, c.whole = true;
+    c.rows = 13, c.columns = 67, c.has_bias = c.right_transposed, c.integers = true;
     c.steps.assign(c.left_transposed ? 1 : 3, 0), c.has_row_sums = c.left_transposed;
     Random random(5);
     draw_values(random, c);
@@ -140,14 +140,14 @@ void empty_sums() {
     work = call.work;
     work.columns = 0, work.output = work.row_sums = nullptr, work.bias = nullptr, work.terms[0].right = nullptr;
     expect(ch_project(&work), CH_OK, "no columns");
-    check(call.untouched(), "work on nothing wrote something");
+    check(call.untouched(), "a call without elements wrote something");
   });
 }
 
 // A stride of an input may be 0, and the stride of a single row is unused.
 void zero_strides() {
   each_form([](ProjectionCase& c) {
-    c.rows = 7, c.columns = 19, c.steps = {37}, c.whole = true;
+    c.rows = 7, c.columns = 19, c.steps = {37}, c.integers = true;
     Random random(8);
     draw_values(random, c);
     // The first row stands for all of them.
@@ -160,13 +160,13 @@ void zero_strides() {
     ProjectionCall call(c, random);
     call.work.terms[0].left_row = call.work.terms[0].right_row = 0;
     for (int isa : usable_sets()) {
-      const std::string name = "rows in one place (" + describe(c, isa, 1) + ")";
+      const std::string name = "a row stride of 0 (" + describe(c, isa, 1) + ")";
       expect(call.run(isa, 1), CH_OK, name);
       call.compare_with(expected(c), name);
     }
   });
   each_form([](ProjectionCase& c) {
-    c.rows = 1, c.columns = c.right_transposed ? 1 : 19, c.whole = true;
+    c.rows = 1, c.columns = c.right_transposed ? 1 : 19, c.integers = true;
     c.steps = {c.left_transposed || !c.right_transposed ? 1 : 37};
     Random random(8);
     draw_values(random, c);
@@ -206,7 +206,7 @@ void bf16_pairs_in_place() {
           ProjectionCall call(c, random);
           call.work.terms[0] = {a, b, stride, stride, steps};
           for (int isa : usable_sets()) {
-            const std::string name = "pairs at " + std::to_string(odd) + ", " + std::to_string(stride) + " apart (" +
+            const std::string name = "bf16 pairs at " + std::to_string(odd) + ", stride " + std::to_string(stride) + " (" +
                                      describe(c, isa, 1) + ")";
             expect(call.run(isa, 1), CH_OK, name);
             call.compare_with(expected(c), name);
@@ -282,7 +282,7 @@ int main(int arguments, char** argument) {
     others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests() +
              test::rotation_tests();
   }
-  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, positions and bad descriptions on",
+  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, RoPE and invalid descriptions on",
               static_cast<unsigned long long>(count), large, others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);

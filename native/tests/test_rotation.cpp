@@ -69,7 +69,7 @@ struct RotationCall {
             within(written.get(b, h, r, c), x * cosine - y * sine, error, unit, name);
             within(written.get(b, h, r, c + half), y * cosine + x * sine, error, unit, name);
           }
-    check(table.unchanged() && written.margins_intact(), name + ": something beside the numbers was written");
+    check(table.unchanged() && written.margins_intact(), name + ": wrote outside the target");
     check(in_place || source.unchanged(), name + ": the source was written");
   }
 
@@ -81,12 +81,9 @@ struct RotationCall {
 };
 
 int every_size() {
-  static const int64_t sizes[][6] = {{1, 1, 1, 2, 0, 0},   {2, 3, 1, 16, 9, 6},   {1, 4, 1, 64, 0, 15},
-      {3, 2, 5, 34, 4, 0},
-                                     {17, 2, 1, 6, 1, 1},  {1, 8, 129, 96, 3, 3}, {2, 2, 18, 80, 0, 1},
-                                         {1, 2, 3, 256, 1, 0},
-                                     {1, 3, 1700, 64, 0, 0}, {0, 2, 3, 4, 1, 1},  {2, 0, 3, 4, 1, 1},
-                                         {2, 2, 0, 4, 1, 1},
+  static const int64_t sizes[][6] = {{1, 1, 1, 2, 0, 0},   {2, 3, 1, 16, 9, 6},   {1, 4, 1, 64, 0, 15}, {3, 2, 5, 34, 4, 0},
+                                     {17, 2, 1, 6, 1, 1},  {1, 8, 129, 96, 3, 3}, {2, 2, 18, 80, 0, 1}, {1, 2, 3, 256, 1, 0},
+                                     {1, 3, 1700, 64, 0, 0}, {0, 2, 3, 4, 1, 1},  {2, 0, 3, 4, 1, 1},   {2, 2, 0, 4, 1, 1},
                                      {2, 2, 3, 0, 1, 1}};
   int cases = 0;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
@@ -106,7 +103,7 @@ int every_size() {
             call.compare_with_formula(before, name);
             const std::vector<double> result = call.all_of(in_place ? call.source : call.target);
             if (threads == 1) one = result;
-            check(result == one, name + ": other bits than with one thread");
+            check(result == one, name + ": bits differ from those with one thread");
             ++cases;
           }
         }
@@ -125,7 +122,7 @@ void containment() {
       for (int64_t r = 0; r < 5; ++r)
         for (int64_t x = 0; x < 40; ++x) {
           const bool reached = h == 1 && r == 3 && x % 20 == 7;
-          check(std::isnan(call.target.get(0, h, r, x)) == reached, "NaN beside its pair");
+          check(std::isnan(call.target.get(0, h, r, x)) == reached, "NaN outside its pair");
         }
   }
 }
@@ -144,8 +141,8 @@ int bad_descriptions() {
       {"a table that ends before the rows do", CH_BAD_SHAPE, [](W& w) { w.positions = w.first + w.rows - 1; }},
       {"negative positions", CH_BAD_SHAPE, [](W& w) { w.positions = -1; }},
       {"huge positions", CH_BAD_SHAPE, [](W& w) { w.positions = INT64_MAX; }},
-      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
-      {"neither there nor back", CH_BAD_OPTION, [](W& w) { w.back = 2; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
+      {"back 2", CH_BAD_OPTION, [](W& w) { w.back = 2; }},
       {"no table", CH_BAD_POINTER, [](W& w) { w.table = nullptr; }},
       {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
       {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
@@ -160,7 +157,7 @@ int bad_descriptions() {
   Random random(4);
   RotationCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1, false);
   const int count = expect_refused(call.work, all, "rotation", ch_rotate, [&] { return call.target.untouched(); });
-  expect(ch_rotate(nullptr), CH_BAD_POINTER, "rotation of nothing");
+  expect(ch_rotate(nullptr), CH_BAD_POINTER, "rotation of a null description");
   return count;
 }
 

@@ -49,8 +49,7 @@ class Arguments {
   }
   // Lists that are not optional: the dispatcher looks for tensors, and so for the device, in such lists only.
   std::vector<Tensor> required_tensors() {
-    return elements<Tensor>(take<StableListHandle>(),
-                            [](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
+    return elements<Tensor>(take<StableListHandle>(), [](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
   }
   std::vector<int64_t> required_integers() { return elements<int64_t>(take<StableListHandle>(), as<int64_t>); }
   std::vector<double> required_numbers() { return elements<double>(take<StableListHandle>(), as<double>); }

@@ -24,7 +24,7 @@ enum Returned : int64_t {
   ROW_WEIGHTS = 1 << 11,
   ROWS = 1 << 12,
 };
-constexpr int64_t gathered = MAX_SCORE | TIES | ENTROPY | DISTANCE | SINK_MASS | TOP_K | RECEIVED | ROW_WEIGHTS | HEATMAP | ROWS;
+constexpr int64_t any_statistic = MAX_SCORE | TIES | ENTROPY | DISTANCE | SINK_MASS | TOP_K | RECEIVED | ROW_WEIGHTS | HEATMAP | ROWS;
 
 // Sizes of statistics: keys of the sink mass, entries of top-k, tile side of the heatmap, single rows.
 struct StatisticSizes {
@@ -40,11 +40,9 @@ void check_qkv(const Tensor& query, const Tensor& key, const Tensor& value) {
   } given[] = {{"query", query}, {"key", key}, {"value", value}};
   for (const auto& [argument, tensor] : given) {
     if (tensor.dim() != 4)
-      fail(name, argument, "have axes [batch, heads, len, head_dim]", tensor.shape(),
-           "Add the missing axes with .unsqueeze.");
+      fail(name, argument, "have axes [batch, heads, len, head_dim]", tensor.shape(), "Add the missing axes with .unsqueeze.");
     if (tensor.dtype() > Dtype::float16 || tensor.dtype() != query.dtype())
-      fail(name, argument, "be float32, bfloat16 or float16, all three alike", tensor.shape(),
-           "Convert with .to(dtype).");
+      fail(name, argument, "be float32, bfloat16 or float16, all three alike", tensor.shape(), "Convert with .to(dtype).");
     if (tensor.size(3) < 1 || tensor.size(3) > CH_MAX_HEAD_DIM)
       fail(name, argument, "have 1 to " + words(CH_MAX_HEAD_DIM) + " channels", tensor.shape(), "Use another backend.");
     if (tensor.size(0) != query.size(0))
@@ -79,8 +77,7 @@ void describe_mask(const char* function, ch_attention& work, const Mask& mask) {
   if (mask.start) {
     const Tensor &start = mask.start, &stop = mask.stop;
     const int64_t count = start.dim() == 4 ? start.size(3) : -1;
-    if (!stop || count < 1 || count > CH_MAX_INTERVALS ||
-        !broadcasts(start, {work.batch, work.heads, work.q_len, count}) ||
+    if (!stop || count < 1 || count > CH_MAX_INTERVALS || !broadcasts(start, {work.batch, work.heads, work.q_len, count}) ||
         !stop.is_shaped({start.size(0), start.size(1), start.size(2), count}) || start.dtype() != Dtype::int32 ||
         stop.dtype() != Dtype::int32 || !start.contiguous() || !stop.contiguous())
       fail(function, "start and stop", "be contiguous int32 intervals [batch, heads, q_len, 1 to " + words(CH_MAX_INTERVALS) + "]",
@@ -89,8 +86,7 @@ void describe_mask(const char* function, ch_attention& work, const Mask& mask) {
     work.interval_batch = start.step(0), work.interval_head = start.step(1), work.interval_row = start.step(2);
   }
   if (mask.allowed) {
-    if (mask.allowed.dtype() != Dtype::byte || !broadcasts(mask.allowed,
-                                                           {work.batch, work.heads, work.q_len, work.k_len}))
+    if (mask.allowed.dtype() != Dtype::byte || !broadcasts(mask.allowed, {work.batch, work.heads, work.q_len, work.k_len}))
       fail(function, "allowed", "be bool [batch, heads, q_len, k_len]", mask.allowed.shape(), "Use ch.Dense.");
     work.allowed = table_of(mask.allowed);
   }
@@ -128,8 +124,7 @@ void describe_rule(const char* function, ch_attention& work, ch_rule& rule, int6
 void describe_rules(const char* function, ch_attention& work, const Rules& rules) {
   if (rules.kinds.size() > CH_MAX_RULES)
     fail(function, "rule_kinds", "have at most " + words(CH_MAX_RULES) + " rules",
-         words(static_cast<int64_t>(rules.kinds.size())),
-         "Add rules up, or use another backend.");
+         words(static_cast<int64_t>(rules.kinds.size())), "Add rules up, or use another backend.");
   size_t value = 0, table = 0;
   for (size_t index = 0; index < rules.kinds.size(); ++index) {
     const int64_t kind = rules.kinds[index];
@@ -171,7 +166,7 @@ class Forward {
     work.lse = rows(LSE, 1);
     work.softmax = rows(SOFTMAX, 2);
     work.output32 = rows(OUTPUT32, work.value_dim);
-    if (returns & gathered) gather(sizes);
+    if (returns & any_statistic) set_statistics(sizes);
   }
   std::vector<Tensor> take() { return std::move(results_); }
 
@@ -189,7 +184,7 @@ class Forward {
   }
   float* keys(int64_t count) { return result(Dtype::float32, {work_.batch, work_.heads, count, work_.k_len}); }
 
-  void gather(const StatisticSizes& sizes) {
+  void set_statistics(const StatisticSizes& sizes) {
     statistics_.max_score = rows(MAX_SCORE, 1);
     statistics_.ties = rows(TIES, 2);
     statistics_.entropy = rows(ENTROPY, 1);
@@ -221,7 +216,7 @@ class Forward {
     statistics_.weight_batch = weights.step(0), statistics_.weight_head = weights.step(1);
     statistics_.weighted = keys(weights.size(2));
   }
-  void keep_rows(const Tensor& slots, int64_t count) {
+  void select_rows(const Tensor& slots, int64_t count) {
     if (!slots.is_shaped({work_.q_len}) || slots.dtype() != Dtype::int32 || !slots.contiguous() || count < 0)
       fail(name, "row_slots", "be contiguous int32 [q_len]", slots.shape(), "See ch.Want.");
     statistics_.row_slots = slots.as<int32_t>(), statistics_.num_rows = count;
@@ -238,9 +233,8 @@ class Forward {
 void check_sizes(int64_t returns, const std::vector<int64_t>& sizes) {
   const bool side = !(returns & HEATMAP) || (sizes.size() == 4 && sizes[2] >= 1);
   const bool top = !(returns & TOP_K) || (sizes.size() == 4 && sizes[1] >= 0);
-  if (returns < 0 || !side || !top || ((returns & gathered) && sizes.size() != 4))
-    fail(name, "statistic_sizes", "give sink_keys, top_k, heatmap and rows",
-         words(static_cast<int64_t>(sizes.size())) + " sizes",
+  if (returns < 0 || !side || !top || ((returns & any_statistic) && sizes.size() != 4))
+    fail(name, "statistic_sizes", "give sink_keys, top_k, heatmap and rows", words(static_cast<int64_t>(sizes.size())) + " sizes",
          "See ch.Want.");
 }
 
@@ -274,11 +268,9 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
 
 const float* contiguous_rows(const char* argument, const Tensor& tensor, const Sizes& sizes) {
   if (!tensor) return nullptr;
-  bool fits = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.dtype() == Dtype::float32 &&
-      tensor.contiguous();
+  bool fits = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.dtype() == Dtype::float32 && tensor.contiguous();
   for (size_t axis = 0; fits && axis < sizes.size(); ++axis) fits = tensor.size(static_cast<int64_t>(axis)) == sizes[axis];
-  if (!fits) fail(name, argument, "be contiguous float32 of the call's rows", tensor.shape(),
-                  "Pass what forward returned.");
+  if (!fits) fail(name, argument, "be contiguous float32 of the call's rows", tensor.shape(), "Pass what forward returned.");
   return tensor.as<float>();
 }
 
@@ -311,8 +303,7 @@ AttentionOptions read_options(Arguments& arguments, double scale) {
 }
 
 void describe_options(const char* function, ch_attention& work, const AttentionOptions& options) {
-  if (!std::isfinite(options.scale)) fail(function, "scale", "be finite", std::to_string(options.scale),
-                                          "Scale the query.");
+  if (!std::isfinite(options.scale)) fail(function, "scale", "be finite", std::to_string(options.scale), "Scale the query.");
   if (!(options.dropout >= 0.0 && options.dropout < 1.0))
     fail(function, "dropout", "be a probability below 1", std::to_string(options.dropout), "0 switches dropout off.");
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
@@ -337,15 +328,14 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
       : StatisticSizes{};
   Forward forward(work, query, returns, statistic_sizes);
   if (returns & ROW_WEIGHTS) forward.weigh_rows(row_weights);
-  if (returns & ROWS) forward.keep_rows(row_slots, statistic_sizes.rows);
+  if (returns & ROWS) forward.select_rows(row_slots, statistic_sizes.rows);
   check_kernel(ch_forward(&work), name);
   Results(stack).tensors(forward.take());
 }
 
 void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor grad_output = arguments.tensor(), query = arguments.tensor(), key = arguments.tensor(),
-      value = arguments.tensor();
+  Tensor grad_output = arguments.tensor(), query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
   const Tensor softmax = arguments.tensor(), output = arguments.optional_tensor();
   const double scale = arguments.number();
   const AttentionOptions options = read_options(arguments, scale);
@@ -357,10 +347,8 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
-  if (!grad_output.is_shaped({work.batch, work.heads, work.q_len, work.value_dim}) ||
-      grad_output.dtype() != query.dtype())
-    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(),
-         "Pass the gradient as it arrived.");
+  if (!grad_output.is_shaped({work.batch, work.heads, work.q_len, work.value_dim}) || grad_output.dtype() != query.dtype())
+    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(), "Pass the gradient as it arrived.");
   work.grad_output = view_of(grad_output);
   const Sizes rows = {work.batch, work.heads, work.q_len};
   work.softmax = const_cast<float*>(contiguous_rows("softmax", softmax, {work.batch, work.heads, work.q_len, 2}));

@@ -11,8 +11,7 @@ class Saved {
   explicit Saved(const std::vector<Tensor>& tensors) : tensors_(tensors) {}
 
   const Tensor& next(const Sizes& sizes, Dtype dtype) {
-    if (next_ >= tensors_.size()) fail("block", "saved", "be what forward saved", "too few tensors",
-                                       "Use clearhead.ops.block.");
+    if (next_ >= tensors_.size()) fail("block", "saved", "be what forward saved", "too few tensors", "Use clearhead.ops.block.");
     const Tensor& tensor = tensors_[next_++];
     bool fits = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.dtype() == dtype && tensor.contiguous();
     for (size_t axis = 0; fits && axis < sizes.size(); ++axis) fits = tensor.size(static_cast<int64_t>(axis)) == sizes[axis];
@@ -50,8 +49,7 @@ class Gradients {
   Gradients(const BlockCall& call, const std::vector<int64_t>& needs)
       : needs_(needs), results_(needs.size()), tokens_(call.tokens.size()) {
     if (needs.size() != call.tokens.size() + call.tensors.size())
-      fail("block", "needs", "be one for each token and tensor", std::to_string(needs.size()),
-           "Use clearhead.ops.block.");
+      fail("block", "needs", "be one for each token and tensor", std::to_string(needs.size()), "Use clearhead.ops.block.");
   }
   bool tokens(size_t which) const { return needs_[which] != 0; }
   bool needs(const Slot& slot) const { return slot.index >= 0 && needs_[tokens_ + static_cast<size_t>(slot.index)] != 0; }
@@ -140,10 +138,10 @@ class Backward {
     if (index >= block_.attentions.size()) {
       const FeedForwardSpec& spec = block_.feedforward;
       const int64_t width = spec.layers.back().layer.in;
-      SavedFeedForward& fed = sublayer.feedforward;
-      if (spec.gated()) fed.activated = saved.matrix(rows_, width, dtype_);
-      fed.hidden = saved.matrix(rows_, width, dtype_);
-      if (spec.gated() || !activation_saves_output(spec.activation)) fed.slope = saved.matrix(rows_, width, dtype_);
+      SavedFeedForward& activations = sublayer.feedforward;
+      if (spec.gated()) activations.activated = saved.matrix(rows_, width, dtype_);
+      activations.hidden = saved.matrix(rows_, width, dtype_);
+      if (spec.gated() || !activation_saves_output(spec.activation)) activations.slope = saved.matrix(rows_, width, dtype_);
       return;
     }
     const AttentionSpec& spec = block_.attentions[index];
@@ -252,24 +250,24 @@ class Backward {
 
   void backward_feedforward(size_t index, const Matrix& incoming, const Matrix& x, const Matrix& grad_x) {
     const FeedForwardSpec& spec = block_.feedforward;
-    const SavedFeedForward& fed = saved_[index].feedforward;
+    const SavedFeedForward& activations = saved_[index].feedforward;
     const LinearSpec& contract = spec.layers.back();
-    layer_gradients(contract, incoming, fed.hidden);
+    layer_gradients(contract, incoming, activations.hidden);
     bool first = static_cast<bool>(grad_x);
     for (size_t which = 0; which + 1 < spec.layers.size(); ++which) first = first || gradients_.needs(spec.layers[which]);
     if (!first) return;
-    const int64_t width = fed.hidden.columns;
+    const int64_t width = activations.hidden.columns;
     std::vector<Matrix> grad_layers = {scratch(x.rows, width)};
     Epilogue epilogue;
     if (spec.gated()) {
       grad_layers.push_back(scratch(x.rows, width));
-      epilogue.gate = fed.activated, epilogue.gate_kind = CH_GATE_SLOPE;
-      epilogue.slope_gate = fed.slope, epilogue.slope = grad_layers[0];
+      epilogue.gate = activations.activated, epilogue.gate_kind = CH_GATE_SLOPE;
+      epilogue.slope_gate = activations.slope, epilogue.slope = grad_layers[0];
     } else if (activation_saves_output(spec.activation)) {
       // Saved slopes include dropout; a saved output does not.
-      epilogue.gate = fed.hidden, epilogue.gate_kind = CH_GATE_OUTPUT, epilogue.dropped = spec.dropped;
+      epilogue.gate = activations.hidden, epilogue.gate_kind = CH_GATE_OUTPUT, epilogue.dropped = spec.dropped;
     } else {
-      epilogue.gate = fed.slope, epilogue.gate_kind = CH_GATE_SLOPE;
+      epilogue.gate = activations.slope, epilogue.gate_kind = CH_GATE_SLOPE;
     }
     input_gradient(dtype_, {{incoming, contract.layer}}, grad_layers.back(), epilogue);
     std::vector<InputTerm> terms;
@@ -292,8 +290,7 @@ class Backward {
     if (!before) return;
     const std::vector<Source> sources = sources_of(spec, memory ? 2 : 1, dtype_);
     std::vector<Matrix> grad_projected;
-    for (const Matrix& projected : attended.projected) grad_projected.push_back(scratch(projected.rows,
-        projected.columns));
+    for (const Matrix& projected : attended.projected) grad_projected.push_back(scratch(projected.rows, projected.columns));
     attention_gradients(spec, attended, incoming, grad_projected, memory ? call_.tokens[1].size(1) : call_.length);
     std::vector<InputTerm> terms[2];
     for (size_t which = 0; which < sources.size(); ++which) {

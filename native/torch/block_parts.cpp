@@ -12,8 +12,7 @@ std::vector<Source> sources_of(const AttentionSpec& spec, size_t sequences, Dtyp
     const Linear& layer = spec.sources[0].layer;
     const int64_t of_queries = spec.heads * spec.head_dim;
     sources.push_back({0, 0, 0, layer.outputs_from(0, of_queries, dtype)});
-    if (!queries_alone) sources.push_back({0, 1, of_queries,
-        layer.outputs_from(of_queries, layer.out - of_queries, dtype)});
+    if (!queries_alone) sources.push_back({0, 1, of_queries, layer.outputs_from(of_queries, layer.out - of_queries, dtype)});
     return sources;
   }
   for (size_t index = 0; index < (queries_alone ? 1 : spec.sources.size()); ++index)

@@ -17,8 +17,7 @@ class Reader {
       : call_(call), integers_(integers), numbers_(numbers) {}
 
   int64_t integer() {
-    if (integer_ >= integers_.size()) fail(name, "integers", "say what every block is", "too few",
-                                           "Use clearhead.ops.block.");
+    if (integer_ >= integers_.size()) fail(name, "integers", "say what every block is", "too few", "Use clearhead.ops.block.");
     return integers_[integer_++];
   }
   int64_t integer(int64_t low, int64_t high, const char* what) {
@@ -29,13 +28,11 @@ class Reader {
   }
   bool flag() { return integer(0, 1, "a flag") == 1; }
   double number() {
-    if (number_ >= numbers_.size()) fail(name, "numbers", "say what every block is", "too few",
-                                         "Use clearhead.ops.block.");
+    if (number_ >= numbers_.size()) fail(name, "numbers", "say what every block is", "too few", "Use clearhead.ops.block.");
     return numbers_[number_++];
   }
   Slot slot() {
-    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "be those of every block", "too few",
-                                              "Use clearhead.ops.block.");
+    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "be those of every block", "too few", "Use clearhead.ops.block.");
     const int64_t index = static_cast<int64_t>(tensor_++);
     return {&call_.tensors[static_cast<size_t>(index)], index};
   }
@@ -50,8 +47,7 @@ class Reader {
   void check_end() const {
     if (integer_ != integers_.size() || number_ != numbers_.size() || tensor_ != call_.tensors.size() ||
         cache_ != call_.caches.size())
-      fail(name, "integers, numbers, tensors and caches", "be those of the blocks alone", "more",
-           "Use clearhead.ops.block.");
+      fail(name, "integers, numbers, tensors and caches", "be those of the blocks alone", "more", "Use clearhead.ops.block.");
   }
 
  private:
@@ -107,13 +103,11 @@ void check_cache(const BlockCall& call, const AttentionSpec& spec) {
   for (const Tensor* part : {spec.cached_key, spec.cached_value}) {
     if (part->dim() != 4 || part->size(0) != call.batch || part->size(1) != spec.kv_heads ||
         part->size(3) != spec.head_dim || part->dtype() != call.dtype || part->stride(3) != 1)
-      fail(name, "a cache", "hold keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype",
-           part->shape(),
+      fail(name, "a cache", "hold keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
            "Use ch.KVCache.");
     const int64_t more = spec.cache == Cache::grows ? call.length : 0;
     if (spec.cached < 0 || spec.cached > part->size(2) - more)
-      fail(name, "a cache", "have capacity for " + words(spec.cached) + " and " + words(more) + " more tokens",
-           part->shape(),
+      fail(name, "a cache", "have capacity for " + words(spec.cached) + " and " + words(more) + " more tokens", part->shape(),
            "Use ch.KVCache.");
   }
 }
@@ -200,22 +194,20 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
   spec.has_feedforward = reader.flag();
   if (spec.has_feedforward) spec.feedforward = read_feedforward(reader, call);
   if (spec.sublayers() == 0 || (!spec.residual && spec.sublayers() != 1))
-    fail(name, "a block", "have sublayers, and one alone without residuals",
-         words(static_cast<int64_t>(spec.sublayers())),
+    fail(name, "a block", "have sublayers, and one alone without residuals", words(static_cast<int64_t>(spec.sublayers())),
          "Use clearhead.ops.block.");
   if (!spec.residual) return spec;
   for (size_t index = 0; index < spec.sublayers(); ++index) {
-    ConnectionSpec connections;
-    connections.norm = read_norm(reader, call, call.width);
-    connections.has_result_norm = reader.flag();
-    if (connections.has_result_norm) connections.result_norm = read_norm(reader, call, call.width);
-    connections.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
+    ConnectionSpec connection;
+    connection.norm = read_norm(reader, call, call.width);
+    connection.has_result_norm = reader.flag();
+    if (connection.has_result_norm) connection.result_norm = read_norm(reader, call, call.width);
+    connection.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
     const Linear& last = index < spec.attentions.size() ? spec.attentions[index].last.layer
         : spec.feedforward.layers.back().layer;
     if (last.out != call.width)
-      fail(name, "a sublayer", "give the tokens' width " + words(call.width), words(last.out),
-           "Use clearhead.ops.block.");
-    spec.connections.push_back(std::move(connections));
+      fail(name, "a sublayer", "give the tokens' width " + words(call.width), words(last.out), "Use clearhead.ops.block.");
+    spec.connections.push_back(std::move(connection));
   }
   return spec;
 }
@@ -224,7 +216,7 @@ void read_block_call(Reader& reader, BlockCall& call, BlockSpec& spec) {
   for (AttentionSpec& attention : spec.attentions)
     read_attention_call(reader, call, attention, call.tokens.size() > 1 && &attention == &spec.attentions.back());
   if (spec.has_feedforward) spec.feedforward.seed = static_cast<uint64_t>(reader.integer());
-  for (ConnectionSpec& connections : spec.connections) connections.seed = static_cast<uint64_t>(reader.integer());
+  for (ConnectionSpec& connection : spec.connections) connection.seed = static_cast<uint64_t>(reader.integer());
 }
 
 }  // namespace
@@ -252,7 +244,7 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
 void check_training(const BlockCall& call) {
   bool saves = call.blocks.size() == 1 && call.caches.empty();
   for (const AttentionSpec& spec : call.blocks[0].attentions) saves = saves && spec.head_norms.empty();
-  for (const ConnectionSpec& connections : call.blocks[0].connections) saves = saves && !connections.has_result_norm;
+  for (const ConnectionSpec& connection : call.blocks[0].connections) saves = saves && !connection.has_result_norm;
   if (!saves)
     fail(name, "training", "be of one block without caches, norms of heads and norms of results",
          words(static_cast<int64_t>(call.blocks.size())) + " blocks and " + words(static_cast<int64_t>(call.caches.size())) +

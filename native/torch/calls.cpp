@@ -45,11 +45,9 @@ Linear Linear::outputs_from(int64_t first, int64_t count, Dtype dtype) const {
   return part;
 }
 
-Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype,
-                 std::vector<Tensor>& copies) {
+Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies) {
   if (weight.dim() != 2 || weight.dtype() != dtype)
-    fail(function, "weight", std::string("be [out, in] of ") + name_of(dtype), weight.shape(),
-         "Convert with .to(dtype).");
+    fail(function, "weight", std::string("be [out, in] of ") + name_of(dtype), weight.shape(), "Convert with .to(dtype).");
   if (bias && (!bias.is_shaped({weight.size(0)}) || bias.dtype() != dtype))
     fail(function, "bias", "be [out] in the weight's dtype", bias.shape(), "Pass None for no bias.");
   Linear layer;
@@ -156,8 +154,7 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
   work.rows = call.sum.rows, work.columns = call.sum.columns;
   work.dropped = call.dropped, work.seed = call.seed;
   work.sum = call.sum.data, work.moments = const_cast<float*>(call.moments);
-  work.grad_output = call.grad_output, work.grad_output_second = call.grad_output_second,
-      work.grad_residual = call.grad_residual;
+  work.grad_output = call.grad_output, work.grad_output_second = call.grad_output_second, work.grad_residual = call.grad_residual;
   work.grad_sum = call.grad_sum, work.grad_input = call.grad_input;
   work.grad_weight = call.grad_weight, work.grad_bias = call.grad_bias;
   check_kernel(ch_norm_backward(&work), "norm");

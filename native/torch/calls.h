@@ -29,8 +29,7 @@ struct Linear {
 
 // Reads a weight [out, in] and a bias [out], which may be undefined. Tensors that the kernels cannot read in place are
 // copied into `copies`, which must outlive the result.
-Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype,
-                 std::vector<Tensor>& copies);
+Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies);
 
 // The epilogue of a forward GEMM, besides the bias.
 struct Epilogue {
@@ -53,8 +52,7 @@ struct InputTerm {
 };
 
 // output = epilogue(sum over terms of grad weight); at most CH_MAX_TERMS terms.
-void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output,
-                    const Epilogue& epilogue = {});
+void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output, const Epilogue& epilogue = {});
 
 // weight = grad^T x, and bias = the column sums of grad unless it is null.
 void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias);

@@ -63,8 +63,7 @@ void check_inputs(const Inputs& inputs) {
   } given[] = {{"query", query}, {"key", inputs.key}, {"value", inputs.value}};
   for (const auto& [argument, tensor] : given) {
     if (tensor.dim() != 4 || tensor.dtype() != Dtype::float32)
-      fail(name, argument, "be float32 [batch, heads, len, head_dim]", tensor.shape(),
-           "Convert with .to(torch.float32).");
+      fail(name, argument, "be float32 [batch, heads, len, head_dim]", tensor.shape(), "Convert with .to(torch.float32).");
     if (tensor.size(3) < 1 || tensor.size(3) > CH_MAX_HEAD_DIM)
       fail(name, argument, "have 1 to " + std::to_string(CH_MAX_HEAD_DIM) + " channels", tensor.shape(),
            "Use torch's operations.");
@@ -133,8 +132,7 @@ class Call {
   }
 
   void describe(const Options& options) {
-    inputs.query = std::move(inputs.query).with_contiguous_rows(),
-        inputs.key = std::move(inputs.key).with_contiguous_rows();
+    inputs.query = std::move(inputs.query).with_contiguous_rows(), inputs.key = std::move(inputs.key).with_contiguous_rows();
     inputs.value = std::move(inputs.value).with_contiguous_rows();
     inputs.log_decay = contiguous_or_absent(std::move(inputs.log_decay));
     inputs.rate = contiguous_or_absent(std::move(inputs.rate));
