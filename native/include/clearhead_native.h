@@ -45,7 +45,7 @@ enum ch_code {
   CH_BAD_SIZE = 1,      /* `size` or `abi` differs from this library's                                      */
   CH_BAD_SHAPE = 2,     /* a count is negative, too large, or does not divide                               */
   CH_BAD_DTYPE = 3,     /* no such dtype                                                                    */
-  CH_BAD_POINTER = 4,   /* a tensor that is needed is null                                                  */
+  CH_BAD_POINTER = 4,   /* a required tensor is null or misaligned                                           */
   CH_BAD_STRIDE = 5,    /* a stride is negative, or rows that are written overlap                           */
   CH_BAD_MASK = 6,      /* intervals, bounds, tables or block size do not fit the call                      */
   CH_BAD_RULE = 7,      /* no such rule, or its parameters do not fit                                       */

@@ -27,8 +27,7 @@ CH_INLINE void normal_of(vf x, vf& below, vf& density) {
   density = bell * all(0.3989422804014327f);
 }
 
-// 1 / (1 + exp(-x)). Exactly 0 for very negative x, where the exponential of some sets overflows to inf and others do
-// not.
+// 1 / (1 + exp(-x)). Exactly 0 below -87, where only some sets' exp2_of overflows to inf.
 CH_INLINE vf sigmoid_of(vf x) {
   const vf sigmoid = all(1.0f) / (all(1.0f) + exp2_of<5>(x * all(-LOG2E)));
   return x < all(-87.0f) ? (vf){} : sigmoid;

@@ -212,7 +212,7 @@ template <class M, class IO> struct Backward {
     memset(d.sums_v, 0, (size_t)count * v_out * sizeof(float));
   }
 
-  // Where a tile's gradients accumulate: in the workspace, or in the result if a single GEMM computes them.
+  // The buffer that a tile's gradients accumulate in: the workspace, or the result if a single GEMM computes them.
   Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile, int64_t ld) const {
     const bool single_gemm = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
     return single_gemm ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};

@@ -168,14 +168,14 @@ const char* ch_message(int code) {
     case CH_BAD_SIZE: return "the description is not of this library's version";
     case CH_BAD_SHAPE: return "a count is negative, too large, or does not divide";
     case CH_BAD_DTYPE: return "no such dtype";
-    case CH_BAD_POINTER: return "a tensor that is needed is null or not aligned to its elements";
+    case CH_BAD_POINTER: return "a required tensor is null or not aligned to its elements";
     case CH_BAD_STRIDE: return "a stride is negative or too large, or rows that are written overlap";
-    case CH_BAD_MASK: return "the runs, bounds or tables of the mask do not fit the call";
-    case CH_BAD_RULE: return "no such score rule, or its numbers do not fit the call";
+    case CH_BAD_MASK: return "the intervals, bounds or tables of the mask do not fit the call";
+    case CH_BAD_RULE: return "no such score rule, or its parameters do not fit the call";
     case CH_BAD_OPTION: return "scale, dropout or threads are out of range";
-    case CH_BAD_ISA: return "the processor lacks the instruction set asked for";
-    case CH_NO_MEMORY: return "scratch memory could not be had; what was written is of no use";
-    case CH_NOT_FINITE: return "NaN or inf in query, key, value or an arrived gradient under a mask; no gradient was written";
+    case CH_BAD_ISA: return "the processor lacks the requested instruction set";
+    case CH_NO_MEMORY: return "out of memory for workspaces; the results are invalid";
+    case CH_NOT_FINITE: return "NaN or infinity in query, key, value or a gradient, with a mask; no gradient was written";
     case CH_BAD_STATISTIC: return "a statistic's size or count does not fit the call";
     default: return "no such code";
   }

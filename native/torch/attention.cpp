@@ -42,7 +42,7 @@ void check_qkv(const Tensor& query, const Tensor& key, const Tensor& value) {
     if (tensor.dim() != 4)
       fail(name, argument, "have axes [batch, heads, len, head_dim]", tensor.shape(), "Add the missing axes with .unsqueeze.");
     if (tensor.dtype() > Dtype::float16 || tensor.dtype() != query.dtype())
-      fail(name, argument, "be float32, bfloat16 or float16, all three alike", tensor.shape(), "Convert with .to(dtype).");
+      fail(name, argument, "be float32, bfloat16 or float16, the same for all three", tensor.shape(), "Convert with .to(dtype).");
     if (tensor.size(3) < 1 || tensor.size(3) > CH_MAX_HEAD_DIM)
       fail(name, argument, "have 1 to " + words(CH_MAX_HEAD_DIM) + " channels", tensor.shape(), "Use another backend.");
     if (tensor.size(0) != query.size(0))
@@ -131,7 +131,7 @@ void describe_rules(const char* function, ch_attention& work, const Rules& rules
     ch_rule& rule = work.rules[index];
     const bool is_known = kind >= CH_RULE_SLOPE && kind <= CH_RULE_SOFTCAP;
     if (!is_known || (kind == CH_RULE_SOFTCAP ? value >= rules.values.size() : table >= rules.tables.size()))
-      fail(function, "rule_kinds", "be known, with a value or a table for each", words(kind), "See enum ch_rule_kind.");
+      fail(function, "rule_kinds", "be of enum ch_rule_kind, with a value or a table for each", words(kind), "See enum ch_rule_kind.");
     if (kind == CH_RULE_SOFTCAP) {
       rule.kind = CH_RULE_SOFTCAP, rule.value = static_cast<float>(rules.values[value++]);
     } else {
@@ -348,7 +348,7 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
   if (!grad_output.is_shaped({work.batch, work.heads, work.q_len, work.value_dim}) || grad_output.dtype() != query.dtype())
-    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(), "Pass the gradient as it arrived.");
+    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(), "Pass the gradient of the output unmodified.");
   work.grad_output = view_of(grad_output);
   const Sizes rows = {work.batch, work.heads, work.q_len};
   work.softmax = const_cast<float*>(contiguous_rows("softmax", softmax, {work.batch, work.heads, work.q_len, 2}));

@@ -377,7 +377,7 @@ void block_backward(StableIValue* stack, uint64_t, uint64_t) {
   read_blocks(call, integers, numbers);
   check_training(call);
   if (!grad.is_shaped({call.batch, call.length, output_width(call, call.blocks[0])}) || grad.dtype() != call.dtype)
-    fail("block", "grad", "have the output's shape and dtype", grad.shape(), "Pass the gradient as it arrived.");
+    fail("block", "grad", "have the output's shape and dtype", grad.shape(), "Pass the gradient of the output unmodified.");
   grad = std::move(grad).as_contiguous();
   Gradients gradients(call, needs);
   Saved saved(saved_tensors);

@@ -17,7 +17,7 @@ class Reader {
       : call_(call), integers_(integers), numbers_(numbers) {}
 
   int64_t integer() {
-    if (integer_ >= integers_.size()) fail(name, "integers", "say what every block is", "too few", "Use clearhead.ops.block.");
+    if (integer_ >= integers_.size()) fail(name, "integers", "describe every block", "too few", "Use clearhead.ops.block.");
     return integers_[integer_++];
   }
   int64_t integer(int64_t low, int64_t high, const char* what) {
@@ -28,11 +28,11 @@ class Reader {
   }
   bool flag() { return integer(0, 1, "a flag") == 1; }
   double number() {
-    if (number_ >= numbers_.size()) fail(name, "numbers", "say what every block is", "too few", "Use clearhead.ops.block.");
+    if (number_ >= numbers_.size()) fail(name, "numbers", "describe every block", "too few", "Use clearhead.ops.block.");
     return numbers_[number_++];
   }
   Slot slot() {
-    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "be those of every block", "too few", "Use clearhead.ops.block.");
+    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "include those of every block", "too few", "Use clearhead.ops.block.");
     const int64_t index = static_cast<int64_t>(tensor_++);
     return {&call_.tensors[static_cast<size_t>(index)], index};
   }
@@ -40,14 +40,14 @@ class Reader {
   Slot optional_slot() { return flag() ? slot() : Slot{}; }
   Tensor optional_tensor() { return flag() ? slot().tensor->reference() : Tensor(); }
   const Tensor* cache() {
-    if (cache_ >= call_.caches.size()) fail(name, "caches", "be keys and values of each cache", "too few",
+    if (cache_ >= call_.caches.size()) fail(name, "caches", "include keys and values of each cache", "too few",
                                             "Use clearhead.ops.block.");
     return &call_.caches[cache_++];
   }
   void check_end() const {
     if (integer_ != integers_.size() || number_ != numbers_.size() || tensor_ != call_.tensors.size() ||
         cache_ != call_.caches.size())
-      fail(name, "integers, numbers, tensors and caches", "be those of the blocks alone", "more", "Use clearhead.ops.block.");
+      fail(name, "integers, numbers, tensors and caches", "have no elements beyond those of the blocks", "more", "Use clearhead.ops.block.");
   }
 
  private:
@@ -103,7 +103,7 @@ void check_cache(const BlockCall& call, const AttentionSpec& spec) {
   for (const Tensor* part : {spec.cached_key, spec.cached_value}) {
     if (part->dim() != 4 || part->size(0) != call.batch || part->size(1) != spec.kv_heads ||
         part->size(3) != spec.head_dim || part->dtype() != call.dtype || part->stride(3) != 1)
-      fail(name, "a cache", "hold keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
+      fail(name, "a cache", "have keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
            "Use ch.KVCache.");
     const int64_t more = spec.cache == Cache::grows ? call.length : 0;
     if (spec.cached < 0 || spec.cached > part->size(2) - more)
@@ -194,7 +194,7 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
   spec.has_feedforward = reader.flag();
   if (spec.has_feedforward) spec.feedforward = read_feedforward(reader, call);
   if (spec.sublayers() == 0 || (!spec.residual && spec.sublayers() != 1))
-    fail(name, "a block", "have sublayers, and one alone without residuals", words(static_cast<int64_t>(spec.sublayers())),
+    fail(name, "a block", "have sublayers, and exactly one without residuals", words(static_cast<int64_t>(spec.sublayers())),
          "Use clearhead.ops.block.");
   if (!spec.residual) return spec;
   for (size_t index = 0; index < spec.sublayers(); ++index) {
@@ -206,7 +206,7 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
     const Linear& last = index < spec.attentions.size() ? spec.attentions[index].last.layer
         : spec.feedforward.layers.back().layer;
     if (last.out != call.width)
-      fail(name, "a sublayer", "give the tokens' width " + words(call.width), words(last.out), "Use clearhead.ops.block.");
+      fail(name, "a sublayer", "return the tokens' width " + words(call.width), words(last.out), "Use clearhead.ops.block.");
     spec.connections.push_back(std::move(connection));
   }
   return spec;

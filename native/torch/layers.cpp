@@ -116,7 +116,7 @@ void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t) {
   const char* name = "linear_weight_gradient";
   const Flattened grad = flatten(name, "grad", std::move(incoming)), x = flatten(name, "x", std::move(input));
   if (grad.matrix.rows != x.matrix.rows || grad.tensor.dtype() != x.tensor.dtype())
-    fail(name, "grad and x", "have the same rows and dtype", grad.tensor.shape(), "Pass the gradient as it arrived.");
+    fail(name, "grad and x", "have the same rows and dtype", grad.tensor.shape(), "Pass the gradient of the output unmodified.");
   const Dtype dtype = x.tensor.dtype();
   Tensor weight = empty(dtype, {grad.matrix.columns, x.matrix.columns});
   Tensor bias = empty(dtype, {with_bias ? grad.matrix.columns : 0});
@@ -158,7 +158,7 @@ void norm_gradients(StableIValue* stack, uint64_t, uint64_t) {
   check_dtype(name, "x", input);
   const Tensor grad = std::move(incoming).as_contiguous(), x = std::move(input).as_contiguous();
   if (x.dim() == 0 || grad.dtype() != x.dtype() || grad.elements() != x.elements())
-    fail(name, "grad", "have the shape and dtype of x", grad.shape(), "Pass the gradient as it arrived.");
+    fail(name, "grad", "have the shape and dtype of x", grad.shape(), "Pass the gradient of the output unmodified.");
   const Norm what = norm_of(name, x, weight, bias, kind, epsilon);
   const Matrix rows = as_rows(x);
   if (!moments.is_shaped({rows.rows, 2}) || moments.dtype() != Dtype::float32 || !moments.contiguous())

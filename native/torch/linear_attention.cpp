@@ -184,7 +184,7 @@ struct IncomingGradients {
 void use_incoming(Call& call, IncomingGradients& grads) {
   ch_linear& work = call.work;
   const Sizes sizes = call.tokens(work.value_dim);
-  const char* advice = "Pass the gradient as it arrived.";
+  const char* advice = "Pass the gradient of the output unmodified.";
   check_sizes("grad_output", grads.output, sizes, advice);
   check_sizes("grad_last_state", grads.last_state, call.matrix(), advice);
   grads.output = grads.output ? std::move(grads.output).with_contiguous_rows() : zeros(Dtype::float32, sizes);

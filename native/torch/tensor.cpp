@@ -63,11 +63,11 @@ const char* name_of(Dtype dtype) {
 Tensor::Tensor(AtenTensorHandle handle) : handle_(handle) {
   int64_t *sizes = nullptr, *strides = nullptr;
   int32_t number = 0;
-  check_torch(aoti_torch_get_dim(handle, &dim_), "tell a tensor's axes");
-  check_torch(aoti_torch_get_sizes(handle, &sizes), "tell a tensor's sizes");
-  check_torch(aoti_torch_get_strides(handle, &strides), "tell a tensor's strides");
-  check_torch(aoti_torch_get_dtype(handle, &number), "tell a tensor's dtype");
-  check_torch(aoti_torch_get_data_ptr(handle, &data_), "tell a tensor's address");
+  check_torch(aoti_torch_get_dim(handle, &dim_), "return a tensor's number of axes");
+  check_torch(aoti_torch_get_sizes(handle, &sizes), "return a tensor's sizes");
+  check_torch(aoti_torch_get_strides(handle, &strides), "return a tensor's strides");
+  check_torch(aoti_torch_get_dtype(handle, &number), "return a tensor's dtype");
+  check_torch(aoti_torch_get_data_ptr(handle, &data_), "return a tensor's address");
   sizes_ = sizes, strides_ = strides, dtype_ = dtype_of(number);
 }
 
@@ -83,7 +83,7 @@ Tensor::~Tensor() {
 
 Tensor Tensor::reference() const {
   AtenTensorHandle copy = nullptr;
-  check_torch(aoti_torch_new_tensor_handle(handle_, &copy), "refer to a tensor");
+  check_torch(aoti_torch_new_tensor_handle(handle_, &copy), "create a reference to a tensor");
   return Tensor(copy);
 }
 
@@ -194,7 +194,7 @@ int32_t instruction_set = -1;
 
 int32_t threads() {
   uint32_t count = 1;
-  check_torch(torch_get_num_threads(&count), "tell its number of threads");
+  check_torch(torch_get_num_threads(&count), "return its number of threads");
   return std::min<int32_t>(static_cast<int32_t>(count), max_threads);
 }
 
@@ -202,7 +202,7 @@ void check_kernel(int code, const char* function) {
   if (code == CH_OK) return;
   if (code == CH_NO_MEMORY) throw std::bad_alloc();
   if (code == CH_BAD_POINTER) {
-    fail(function, "every tensor", "hold its elements, at an address that their size divides",
+    fail(function, "every tensor", "have memory aligned to its elements",
          "one whose memory was freed or begins within an element", "Copy it with .clone().");
   }
   throw std::runtime_error(std::string(function) + ": the call must fit the CPU kernels; got code " +
