@@ -1,12 +1,12 @@
-/* The plain C interface of the CPU kernels: one description and two calls, for attention and for its linear family,
- * and calls for what stands beside it in a layer: products, rotary positions, dropout, norms.
+/* The C interface of the CPU kernels: for attention and for the linear attention family a description with a forward
+ * and a backward call each, and calls for the other operations of a layer: GEMMs, RoPE, dropout, norms, KV caches.
  *
- * Nothing here knows torch. Whoever calls fills a `ch_attention`, with `size` set to `sizeof(ch_attention)` and
- * every field that is not used set to zero, and gets 0 back, or a code that `ch_message` puts into words. Sizes,
- * strides and pointers are checked against each other before any of them is followed.
+ * The interface is independent of torch. The caller fills a description such as `ch_attention`, with `size` set to
+ * `sizeof(ch_attention)` and every unused field set to zero. The call returns 0, or a code that `ch_message` explains.
+ * Sizes, strides and pointers are checked against each other before any pointer is dereferenced.
  *
- * Strides count elements, not bytes. The last axis of query, key, value, output and their gradients is
- * contiguous; every other stride is free, also 0 for what is only read.
+ * Strides count elements, not bytes. The last axis of query, key, value, output and their gradients is contiguous;
+ * every other stride is free, and may be 0 for inputs.
  */
 #ifndef CLEARHEAD_NATIVE_H
 #define CLEARHEAD_NATIVE_H
@@ -26,9 +26,9 @@ extern "C" {
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
 #define CH_ABI 20
 #define CH_MAX_HEAD_DIM 256
-#define CH_MAX_RUNS 4
+#define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
-/* Backward works through so many keys at a time. */
+/* Keys of a tile in backward. */
 #define CH_TILE 256
 
 enum ch_dtype { CH_FLOAT32 = 0, CH_BFLOAT16 = 1, CH_FLOAT16 = 2 };
@@ -42,17 +42,17 @@ enum ch_rule_kind {
 
 enum ch_code {
   CH_OK = 0,
-  CH_BAD_SIZE = 1,      /* `size` or `abi` is not this library's                                            */
+  CH_BAD_SIZE = 1,      /* `size` or `abi` differs from this library's                                      */
   CH_BAD_SHAPE = 2,     /* a count is negative, too large, or does not divide                               */
   CH_BAD_DTYPE = 3,     /* no such dtype                                                                    */
-  CH_BAD_POINTER = 4,   /* a tensor that is needed is null                                                  */
+  CH_BAD_POINTER = 4,   /* a required tensor is null or misaligned                                           */
   CH_BAD_STRIDE = 5,    /* a stride is negative, or rows that are written overlap                           */
-  CH_BAD_MASK = 6,      /* runs, intervals, table or block size do not fit                                  */
-  CH_BAD_RULE = 7,      /* no such rule, or its numbers do not fit                                          */
+  CH_BAD_MASK = 6,      /* intervals, bounds, tables or block size do not fit the call                      */
+  CH_BAD_RULE = 7,      /* no such rule, or its parameters do not fit                                       */
   CH_BAD_OPTION = 8,    /* scale, dropout or threads out of range                                           */
-  CH_BAD_ISA = 9,       /* the processor lacks the instruction set asked for                                */
-  CH_NO_MEMORY = 10,    /* scratch memory could not be had; what was written is of no use                   */
-  CH_NOT_FINITE = 11,   /* backward: NaN or inf in what it reads, under a mask; gradients not written       */
+  CH_BAD_ISA = 9,       /* the processor lacks the requested instruction set                                */
+  CH_NO_MEMORY = 10,    /* out of memory for workspaces; the results are invalid                            */
+  CH_NOT_FINITE = 11,   /* backward with a mask: NaN or infinity in an input; no gradient is written        */
   CH_BAD_STATISTIC = 12, /* a statistic's size or count does not fit                                        */
 };
 
@@ -62,7 +62,7 @@ typedef struct ch_tensor {
   int64_t batch, head, row;
 } ch_tensor;
 
-/* A table [batch, heads, rows, columns] of which any stride may be 0. */
+/* A table [batch, heads, rows, columns]; any stride may be 0. */
 typedef struct ch_table {
   const void* data;
   int64_t batch, head, row, column;
@@ -75,38 +75,39 @@ typedef struct ch_rule {
   int32_t reach;        /* CH_RULE_RELATIVE: R                                                              */
   ch_table table;       /* float32. SLOPE: [heads]; RELATIVE: [heads, 2R+1]; DENSE: [batch, heads, q, k],
                            column stride 0 or 1                                                             */
-  /* float32, written by backward when not null; zeroed by the caller. RELATIVE: [heads, 2R+1] with the
-     strides `grad_head` and 1, summed over what the table shares; DENSE: laid out by the grad_* strides. */
+  /* float32, accumulated by backward if not null; zeroed by the caller. RELATIVE: [heads, 2R+1] with the strides
+     `grad_head` and 1; DENSE: with the grad_* strides. A stride of 0 sums over its axis.                   */
   float* grad;
   int64_t grad_batch, grad_head, grad_row;
 } ch_rule;
 
-/* What forward gathers besides the output, of the weights before dropout, and gradients that backward takes of it.
- * A null pointer asks for nothing. float32 and contiguous, unless it says otherwise; scores are natural ones. */
+/* Statistics of the attention weights before dropout, which forward computes, and the gradients of some of them, which
+ * backward reads. Null pointers are not computed. float32 and contiguous unless stated otherwise; scores are natural
+ * ones (base e). */
 typedef struct ch_statistics {
   float* max_score;        /* [batch, heads, q_len]; -inf where a row has no key                            */
-  /* [batch, heads, q_len, 2]: the largest score as backward will compute it, before the scale where there is no
-     rule, and how many keys have it; written for backward, which reads it with `grad_max`.                 */
+  /* [batch, heads, q_len, 2]: the row maximum as backward computes it (before the scale if there is no rule), and the
+     number of keys that attain it; backward reads it with `grad_max`.                                      */
   float* ties;
   float* entropy;          /* [batch, heads, q_len], in nats                                                */
   float* distance;         /* [batch, heads, q_len]: mean |q_pos - k_pos|                                   */
   float* sink;             /* [batch, heads, q_len]: mass on the first `sink_keys` keys                     */
   int64_t sink_keys;
-  float* top_weights;      /* [batch, heads, q_len, top_k], largest first, the lower key first among equals */
-  int64_t* top_indices;    /* the same shape; keys without weight fill up in order                          */
+  float* top_weights;      /* [batch, heads, q_len, top_k], largest first; ties by the lower key         */
+  int64_t* top_indices;    /* the same shape; padded with keys of zero weight, ascending                 */
   int64_t top_k;
   float* received;         /* [batch, heads, k_len]: sums over queries                                      */
   float* weighted;         /* [batch, heads, num_weights, k_len]: sums over queries times `row_weights`     */
   const float* row_weights; /* [batch, heads, num_weights, q_len] with the two strides below, then contiguous */
   int64_t num_weights, weight_batch, weight_head;
   float* heatmap_max;      /* [batch, heads, q_len / heatmap, k_len / heatmap], rounded up: largest weight  */
-  float* heatmap_mean;     /* the same shape: mean weight over the places that a tile has                   */
+  float* heatmap_mean;     /* the same shape: mean weight over the elements of a tile                    */
   int64_t heatmap;
   float* rows;             /* [batch, heads, num_rows, k_len]: weights of single queries                    */
-  const int32_t* row_slots; /* [q_len]: which of `rows` a query's weights go to, -1 for none                */
+  const int32_t* row_slots; /* [q_len]: the index in `rows` of a query's weights, -1 for none             */
   int64_t num_rows;
 
-  const float* grad_max;      /* [batch, heads, q_len], shared evenly by the keys that have the largest score */
+  const float* grad_max;      /* [batch, heads, q_len], divided evenly among the keys that attain the maximum */
   const float* grad_entropy;  /* [batch, heads, q_len]                                                      */
   const float* grad_distance; /* [batch, heads, q_len]                                                      */
   const float* grad_sink;     /* [batch, heads, q_len]                                                      */
@@ -116,28 +117,28 @@ typedef struct ch_statistics {
 typedef struct ch_attention {
   uint32_t size;        /* sizeof(ch_attention)                                                             */
   uint32_t abi;         /* CH_ABI                                                                           */
-  int32_t isa;          /* index of an instruction set, or -1: the best that the processor has              */
+  int32_t isa;          /* index of an instruction set, or -1 for the best that the processor has           */
   int32_t threads;      /* at least 1                                                                       */
   int32_t dtype;        /* ch_dtype of query, key, value, output and their gradients                        */
   int32_t num_rules;
   int64_t batch, heads, kv_heads, q_len, k_len, head_dim, value_dim;
   int64_t query_offset; /* absolute position of the first query                                             */
   double scale;
-  double dropout;       /* probability; 0 switches it off; taken to the nearest 1 / CH_LEVELS                */
+  double dropout;       /* probability; 0 switches it off; rounded to a multiple of 1 / CH_LEVELS           */
   uint64_t seed;
 
   ch_tensor query, key, value, output;
-  float* output32;      /* [batch, heads, q_len, value_dim] contiguous, or null: the output unrounded       */
+  float* output32;      /* [batch, heads, q_len, value_dim] contiguous, or null: the output before rounding */
   float* lse;           /* [batch, heads, q_len] contiguous, or null: natural logarithm                     */
-  float* softmax;       /* [batch, heads, q_len, 2] contiguous, or null: a row's largest score and the
-                           reciprocal of its sum, from which backward has the very weights of forward       */
+  float* softmax;       /* [batch, heads, q_len, 2] contiguous, or null: row maximum and reciprocal normaliser,
+                           from which backward recomputes forward's weights bit for bit                     */
 
-  /* The mask is the conjunction of what is given. */
+  /* The mask is the conjunction of all parts that are given. */
   int64_t before, after; /* keys from q_pos - before to q_pos + after; INT64_MAX for no bound               */
-  const int32_t* start;  /* runs [start, stop) of keys, ascending and disjoint: [batch, heads, q_len, runs] */
-  const int32_t* stop;   /* with the strides below and 1; null for none                                     */
-  int64_t run_batch, run_head, run_row;
-  int32_t runs;
+  const int32_t* start;  /* intervals [start, stop) of keys, ascending and disjoint: [batch, heads, q_len,   */
+  const int32_t* stop;   /* intervals] with the strides below and 1; null for none                           */
+  int64_t interval_batch, interval_head, interval_row;
+  int32_t intervals;
   int32_t block_size;    /* > 0: `blocks` is [batch, heads, q_pos / block_size, k_pos / block_size]         */
   ch_table allowed;      /* bytes 0 or 1, one per query and key; null for none                              */
   ch_table blocks;       /* bytes 0 or 1; null for none                                                     */
@@ -147,16 +148,15 @@ typedef struct ch_attention {
   const float* sink;     /* a logit per head, stride sink_head; null for none                               */
   int64_t sink_head;
 
-  /* Backward only. It reads softmax as forward wrote it, and output32 (or output, where that is float32) likewise:
-     null for both where there are at most CH_TILE keys, no tables and no statistics, and a row's delta is found where
-     its weights are.                                                                                        */
+  /* Backward only. It reads softmax as forward wrote it, and output32 (or output, if that is float32). Both may be null
+     with at most CH_TILE keys, no tables and no statistics: delta is then computed together with the weights. */
   ch_tensor grad_output; /* dtype of the tensors                                                            */
   const float* grad_lse; /* [batch, heads, q_len] contiguous, or null                                       */
   ch_tensor grad_query, grad_key, grad_value;
   float* delta;          /* [batch, heads, q_len] contiguous, written: sum(grad_output * output) - grad_lse */
 
-  /* Null for none. Gradients of statistics also change a row's delta, by the sum over keys of weight times what each
-     adds to the weight's gradient: the caller takes that sum off `grad_lse`.                                */
+  /* Null for none. Gradients of statistics also change a row's delta, by the sum over keys of the weight times its
+     gradient from the statistics: the caller subtracts that sum from `grad_lse`.                            */
   const ch_statistics* statistics;
 } ch_attention;
 
@@ -166,13 +166,13 @@ enum ch_feature_map {
   CH_FEATURE_RELU = 2,
 };
 
-/* Features and value channels of states that lie between calls are padded to a multiple of this. */
+/* Features and value channels of saved states are padded to a multiple of this. */
 #define CH_LINEAR_PAD 16
 #define CH_MAX_CHUNK 256
 
-/* Causal linear attention in chunks: S = e^log_decay S + phi(k)^T v, output = scale phi(q) S, where a `normalizer`
- * divides by scale phi(q) z, and where a `rate` writes rate (v - phi(k) S) in place of v.
- * All float32; contiguous, unless it says otherwise. */
+/* Causal linear attention in chunks: S = e^log_decay S + phi(k)^T v, output = scale phi(q) S. With a `normalizer` z the
+ * output is divided by scale phi(q) z; with a `rate` (delta rule) the state receives rate (v - phi(k) S) instead of v.
+ * All float32; contiguous unless stated otherwise. */
 typedef struct ch_linear {
   uint32_t size;        /* sizeof(ch_linear)                                                                */
   uint32_t abi;         /* CH_ABI                                                                           */
@@ -190,11 +190,11 @@ typedef struct ch_linear {
   const float* rate;       /* [batch, kv_heads, length]; null for none                                      */
   const float* state;      /* [batch, kv_heads, features, value_dim]; null for zeros                        */
   const float* normalizer; /* [batch, kv_heads, features]; null for zeros                                   */
-  float* last_state;       /* as state, written                                                             */
-  float* last_normalizer;  /* as normalizer, written; null: outputs are not divided                         */
-  float* shares;           /* [batch, heads, length], written: one over a row's sum; null without           */
+  float* last_state;       /* written; as state                                                             */
+  float* last_normalizer;  /* written; as normalizer; null: outputs are not divided                         */
+  float* shares;           /* [batch, heads, length], written: reciprocal normaliser of a row; null for none */
   /* The state before each chunk, [batch, kv_heads, chunks, features, value_dim padded], and the sum of features,
-     [batch, kv_heads, chunks, features padded]: written by forward, where not null, and read by backward.  */
+     [batch, kv_heads, chunks, features padded]: written by forward if not null, and read by backward.      */
   float* states;
   float* sums;
 
@@ -204,17 +204,17 @@ typedef struct ch_linear {
   const float* grad_last_normalizer; /* null for zeros                                                      */
   ch_tensor grad_query, grad_key, grad_value;
   float* grad_state;       /* as state, written                                                             */
-  float* grad_normalizer;  /* as normalizer, written; null where outputs were not divided                   */
+  float* grad_normalizer;  /* written; as normalizer; null if outputs were not divided                      */
   float* grad_decay;       /* as log_decay, written                                                         */
   float* grad_rate;        /* as rate, written                                                              */
-  float* later;            /* room, as states and sums; without it chunks of one head stay with one thread  */
-  float* later_sums;
+  float* grad_states;            /* workspace of the size of states; null: one thread processes all chunks of a head */
+  float* grad_sums;        /* workspace of the size of sums                                                 */
 } ch_linear;
 
 #define CH_MAX_TERMS 4
-#define CH_LEVELS 65536   /* dropout drops a whole number of so many */
+#define CH_LEVELS 65536   /* dropout probabilities are multiples of 1 / CH_LEVELS */
 
-/* One product of a sum: [rows, steps] times [steps, columns]. Strides count elements from row to row as it lies. */
+/* One GEMM of a sum: [rows, steps] times [steps, columns]. Strides count elements between consecutive rows in memory. */
 typedef struct ch_term {
   const void* left;
   const void* right;
@@ -222,65 +222,65 @@ typedef struct ch_term {
   int64_t steps;
 } ch_term;
 
-/* The last one is x / (1 + exp(-1.702 x)).                                                                 */
+/* CH_QUICK_GELU is x / (1 + exp(-1.702 x)).                                                                */
 enum ch_activation { CH_PLAIN = 0, CH_RELU = 1, CH_GELU = 2, CH_GELU_TANH = 3, CH_SILU = 4, CH_QUICK_GELU = 5 };
 
 enum ch_gate { CH_GATE_OUTPUT = 0, CH_GATE_SLOPE = 1 };
 
-/* The products of a linear layer, forward and backward: output = sum over terms of left right, + bias.
- * What is `turned` lies transposed in memory: left as [steps, rows], right as [columns, steps]. */
+/* The GEMMs of a linear layer, forward and backward: output = epilogue(sum over terms of left right + bias).
+ * A transposed operand is stored as left [steps, rows] or right [columns, steps]. */
 typedef struct ch_projection {
   uint32_t size;        /* sizeof(ch_projection)                                                            */
   uint32_t abi;         /* CH_ABI                                                                           */
   int32_t isa;          /* as in ch_attention                                                               */
   int32_t threads;
-  int32_t dtype;        /* ch_dtype of everything here; sums are kept in float32 and rounded once           */
+  int32_t dtype;        /* ch_dtype of all tensors; sums are in float32 and rounded once                    */
   int32_t num_terms;    /* 1 to CH_MAX_TERMS                                                                */
-  int32_t left_turned;  /* 0 or 1                                                                           */
-  int32_t right_turned; /* 0 or 1                                                                           */
-  int32_t activation;   /* ch_activation of the sums with their bias                                        */
-  int32_t dropped;      /* of CH_LEVELS numbers of the output how many become 0, at random; the others are divided by
-                           what is kept on average. 0 to CH_LEVELS - 1                                                  */
+  int32_t left_transposed;  /* 0 or 1                                                                       */
+  int32_t right_transposed; /* 0 or 1                                                                       */
+  int32_t activation;   /* ch_activation, applied after the bias                                            */
+  int32_t dropped;      /* dropout probability times CH_LEVELS, 0 to CH_LEVELS - 1; the other elements are scaled
+                           by CH_LEVELS / (CH_LEVELS - dropped)                                             */
   uint64_t seed;        /* of dropout                                                                       */
   int64_t rows, columns;
   ch_term terms[CH_MAX_TERMS];
   const void* bias;     /* [columns] contiguous; null for none                                              */
   void* output;         /* [rows, columns], written                                                         */
   int64_t output_row;
-  void* slope;          /* [rows, columns], written: how much the output grows with the sum, or the sum times
+  void* slope;          /* [rows, columns], written: the derivative of the output by the sum, or the sum times
                            `slope_gate`; null for none                                                      */
   int64_t slope_row;
-  const void* gate;     /* [rows, columns], what forward left for the way back; null for none. CH_GATE_OUTPUT: the output
-                           of a relu; the sum is 0 where it is not above 0, and what it is where it is NaN; `dropped`
-                           says what dropped it, so that no seed is asked. CH_GATE_SLOPE: slopes, by which sums are
-                           multiplied. Neither goes with an activation, slopes not with `dropped`           */
+  const void* gate;     /* [rows, columns], saved by forward for backward; null for none. CH_GATE_OUTPUT: the output of a
+                           relu; the sum becomes 0 where the gate is at most 0, and is scaled for `dropped`, which
+                           needs no seed because dropped elements are 0. CH_GATE_SLOPE: factors of the sums. Neither
+                           can be combined with an activation, nor CH_GATE_SLOPE with `dropped`             */
   int64_t gate_row;
   int32_t gate_kind;    /* ch_gate                                                                          */
   int32_t reserved;
-  const void* slope_gate; /* [rows, columns], by which sums are multiplied for `slope`, where that is written beside a
+  const void* slope_gate; /* [rows, columns], factors of the sums for `slope`, if that is written together with a
                            CH_GATE_SLOPE; null for none                                                     */
   int64_t slope_gate_row;
-  void* row_sums;       /* [rows] contiguous, written: sums of left along its steps; null for none. Only where left
-                           is turned: the gradient of a bias, beside that of its weight                     */
+  void* row_sums;       /* [rows] contiguous, written: sums of left along its steps; null for none. Only with a
+                           transposed left: the gradient of a bias, together with that of its weight        */
 } ch_projection;
 
-/* Dropout of activations: output = (what is kept of input) * CH_LEVELS / (CH_LEVELS - dropped) + added, all contiguous.
- * What is kept depends on the seed, the row and the column alone, as in a product with such an output. */
+/* Dropout of activations: output = mask * input * CH_LEVELS / (CH_LEVELS - dropped) + added, all contiguous. The mask is a
+ * function of the seed, the row and the column, the same as in the epilogue of ch_project. */
 typedef struct ch_dropout {
   uint32_t size;        /* sizeof(ch_dropout)                                                               */
   uint32_t abi;         /* CH_ABI                                                                           */
   int32_t isa;          /* as in ch_attention                                                               */
   int32_t threads;
-  int32_t dtype;        /* ch_dtype of everything here; worked out in float32 and rounded once              */
+  int32_t dtype;        /* ch_dtype of all tensors; computed in float32 and rounded once                    */
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
   int64_t rows, columns;
   const void* input;
   const void* added;    /* null for none                                                                    */
-  void* output;         /* written; nothing that is read may lie in it                                      */
+  void* output;         /* written; must not overlap an input                                               */
 } ch_dropout;
 
-/* target[:, :, first + r] = source[:, :, r]: keys or values of new tokens, put behind those that a cache holds. */
+/* target[:, :, first + r] = source[:, :, r]: appends keys or values of new tokens to a KV cache. */
 typedef struct ch_append {
   uint32_t size;        /* sizeof(ch_append)                                                                */
   uint32_t abi;         /* CH_ABI                                                                           */
@@ -289,66 +289,65 @@ typedef struct ch_append {
   int32_t dtype;        /* ch_dtype of both                                                                 */
   int32_t reserved;
   int64_t batch, heads, rows, columns; /* of the source                                                     */
-  int64_t first;        /* rows of the target in front of those that are written                            */
+  int64_t first;        /* index of the first row of the target that is written                             */
   ch_tensor source;
-  ch_tensor target;     /* written; the source may not lie in it                                            */
+  ch_tensor target;     /* written; must not overlap the source                                             */
 } ch_append;
 
-/* Rotary positions: channels c and c + columns / 2 of a row are a point of the plane, turned by the angle that its
- * position has:
+/* RoPE: channels c and c + columns / 2 of a row are a pair (x, y), rotated by the angle of the row's position:
  *   target[b, h, r, c] = x cos - y sin, target[b, h, r, c + columns / 2] = y cos + x sin,
- * with x and y from the same places of the source, worked out in float32 and rounded once. */
+ * computed in float32 and rounded once. */
 typedef struct ch_rotation {
   uint32_t size;        /* sizeof(ch_rotation)                                                              */
   uint32_t abi;         /* CH_ABI                                                                           */
   int32_t isa;          /* as in ch_attention                                                               */
   int32_t threads;
   int32_t dtype;        /* ch_dtype of source and target                                                    */
-  int32_t back;         /* 1: by the angle's opposite, which is the way back of a gradient; else 0          */
+  int32_t back;         /* 1: by the opposite angle, for gradients; else 0                                  */
   int64_t batch, heads, rows, columns; /* of both; columns are even                                         */
   int64_t first;        /* position of row 0                                                                */
-  int64_t positions;    /* that the table has: at least first + rows                                        */
-  const float* table;   /* [positions, columns], contiguous: of each columns / 2 cosines, then as many sines */
+  int64_t positions;    /* rows of the table: at least first + rows                                         */
+  const float* table;   /* [positions, columns], contiguous: columns / 2 cosines, then as many sines        */
   ch_tensor source;
-  ch_tensor target;     /* written; it may be the source itself, or lies apart from it                      */
+  ch_tensor target;     /* written; either the source itself, or without overlap with it                    */
 } ch_rotation;
 
 enum ch_norm_kind { CH_NORM_LAYER = 0, CH_NORM_RMS = 1, CH_NORM_RMS_FROM_ONE = 2 };
 
-/* The norm of a sum, row by row, all contiguous, worked out in float32:
- *   sum = (what is kept of input) * CH_LEVELS / (CH_LEVELS - dropped) + added, rounded to its dtype,
+/* The norm of a sum, row by row, all contiguous, computed in float32:
+ *   sum = mask * input * CH_LEVELS / (CH_LEVELS - dropped) + added, rounded to its dtype,
  *   output = (sum - mean) * scale * weight + bias, with scale = 1 / sqrt(variance + epsilon).
- * CH_NORM_RMS takes 0 for the mean, and so does CH_NORM_RMS_FROM_ONE, whose factor is 1 + weight. What is kept is kept as
- * by ch_drop. */
+ * CH_NORM_RMS and CH_NORM_RMS_FROM_ONE use 0 for the mean; the latter multiplies by 1 + weight. The mask is that of
+ * ch_drop. */
 typedef struct ch_norm {
   uint32_t size;        /* sizeof(ch_norm)                                                                  */
   uint32_t abi;         /* CH_ABI                                                                           */
   int32_t isa;          /* as in ch_attention                                                               */
   int32_t threads;
-  int32_t dtype;        /* ch_dtype of all but the moments                                                  */
+  int32_t dtype;        /* ch_dtype of all tensors except moments, which are float32                        */
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
-  int64_t rows, columns; /* columns from 1, where there are rows                                            */
-  double epsilon;       /* from 0                                                                           */
+  int64_t rows, columns; /* columns: at least 1 if there are rows                                           */
+  double epsilon;       /* at least 0                                                                       */
   int32_t kind;         /* ch_norm_kind                                                                     */
   int32_t reserved;
   const void* input;    /* forward reads it                                                                 */
   const void* added;    /* the same; null for none                                                          */
-  const void* weight;   /* [columns]; null where the factor is 1                                            */
+  const void* weight;   /* [columns]; null for a factor of 1                                                */
   const void* bias;     /* [columns]; null for none                                                         */
-  void* sum;            /* [rows, columns]: forward writes it, where not null; backward reads it            */
-  void* output;         /* [rows, columns]: forward writes it; nothing that is read may lie in it           */
-  float* moments;       /* [rows, 2]: mean and scale, which forward writes, where not null, and backward reads */
+  void* sum;            /* [rows, columns]: forward writes it if not null; backward reads it                */
+  void* output;         /* [rows, columns]: forward writes it; must not overlap an input                    */
+  float* moments;       /* [rows, 2]: mean and scale; forward writes them if not null, and backward reads them */
 
-  /* Backward only: gradients that arrive at the output, in one part or two, and at the sum. Nothing that is read may lie
-     in what is written.                                                                                    */
+  /* Backward only: gradients of the output, as one tensor or the sum of two, and of the sum. Results must not overlap
+     inputs.                                                                                                */
   const void* grad_output;
-  const void* grad_more;    /* null for none                                                                */
-  const void* grad_arrived; /* at the sum; null for none                                                    */
-  void* grad_sum;           /* written: what `added` gets, and input too where nothing is dropped           */
-  void* grad_input;         /* written, where not null: what is kept of grad_sum, times the factor          */
-  void* grad_weight;        /* [columns], written, where not null                                           */
-  void* grad_bias;          /* [columns], written, where not null                                           */
+  const void* grad_output_second;    /* null for none                                                                */
+  const void* grad_residual; /* gradient of the sum from the residual; null for none                         */
+  void* grad_sum;           /* written: the gradient of `added`, and without dropout of input too           */
+  void* grad_input;         /* written if not null: dropout of grad_sum with the same mask                  */
+  void* grad_weight;        /* [columns], written if not null                                               */
+  void* grad_bias;          /* [columns], written if not null                                               */
 } ch_norm;
 
 CH_EXPORT int ch_abi(void);
@@ -362,11 +361,11 @@ CH_EXPORT int ch_isa_usable(int index);
 /* The set for a processor of a vendor with this processor's instructions: the widest usable one that the vendor's processors
  * do not run slower than the next one. */
 CH_EXPORT int ch_isa_for(int32_t vendor);
-/* The one that -1 stands for: ch_isa_for this processor's vendor. */
+/* The set that -1 selects: ch_isa_for this processor's vendor. */
 CH_EXPORT int ch_isa_best(void);
-/* How many multiplications and additions a second so many threads do in the product that every kernel is made of, of 64 steps
- * whose operands and sums lie in the innermost caches: kernels of the set exceed it by hundredths at most, where sums of more
- * steps are written less often. -1 stands for the best set; 0 where dtype, set or threads are out of range. Takes some 20 ms. */
+/* Peak throughput: multiplications and additions per second of this many threads in the GEMM micro-kernel, with 64 steps and
+ * operands and sums in L1. GEMMs of the set exceed it by a few percent at most, since longer sums are stored less often. -1 is
+ * the best set; returns 0 if dtype, set or threads are out of range. Takes about 20 ms. */
 CH_EXPORT double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads);
 
 CH_EXPORT int ch_forward(const ch_attention* work);
@@ -380,10 +379,10 @@ CH_EXPORT int ch_norm_backward(const ch_norm* work);
 CH_EXPORT int ch_append_rows(const ch_append* work);
 CH_EXPORT int ch_rotate(const ch_rotation* work);
 CH_EXPORT const char* ch_message(int code);
-/* Bytes that are kept now. */
+/* Bytes in the cache of freed results. */
 CH_EXPORT int64_t ch_kept_memory(void);
-/* Keeps at most so many bytes from now on, what is above goes back at once; an eighth of the machine's memory until
-   this is called. Below 0 nothing changes. Returns the limit before. */
+/* Sets the limit of that cache and releases what exceeds it; the initial limit is an eighth of the machine's memory. A
+ * negative limit changes nothing. Returns the previous limit. */
 CH_EXPORT int64_t ch_keep_memory(int64_t bytes);
 
 #ifdef __cplusplus

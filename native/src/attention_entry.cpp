@@ -1,4 +1,4 @@
-// The entry points of attention: a description is checked whole, then the kernels of one instruction set do the work.
+// The entry points of attention: check the whole description, then call the kernels of one instruction set.
 #include <cmath>
 #include <stdlib.h>
 
@@ -15,8 +15,8 @@ int check_tensor(const ch_attention& work, const ch_tensor& tensor, int64_t head
   return check_memory(tensor.data, layout, dtype_size(work), access);
 }
 
-// A contiguous [batch, heads, q_len, last] of float32, which fits in memory by check_counts.
-int check_plain(const ch_attention& work, const float* data, int64_t last) {
+// A contiguous float32 [batch, heads, q_len, last]; check_counts ensures that it fits in memory.
+int check_per_query(const ch_attention& work, const float* data, int64_t last) {
   const Layout layout = {{{work.batch, work.heads * work.q_len * last}, {work.heads, work.q_len * last},
                           {work.q_len, last}}, last};
   return check_memory(data, layout, sizeof(float));
@@ -43,12 +43,12 @@ int check_counts(const ch_attention& work) {
   if (work.kv_heads == 0 ? work.heads != 0 : work.heads % work.kv_heads != 0) return CH_BAD_SHAPE;
   if (!countable(work.batch, work.heads, work.q_len, CH_MAX_HEAD_DIM)) return CH_BAD_SHAPE;
   if (!countable(work.batch, work.kv_heads, work.k_len, CH_MAX_HEAD_DIM)) return CH_BAD_SHAPE;
-  if (work.query_offset < -farthest || work.query_offset > farthest) return CH_BAD_SHAPE;
+  if (work.query_offset < -max_position || work.query_offset > max_position) return CH_BAD_SHAPE;
   return CH_OK;
 }
 
 int check_options(const ch_attention& work) {
-  if (work.threads < 1 || work.threads > most_threads) return CH_BAD_OPTION;
+  if (work.threads < 1 || work.threads > max_threads) return CH_BAD_OPTION;
   if (!std::isfinite(work.scale)) return CH_BAD_OPTION;
   // Written so that NaN fails.
   if (!(work.dropout >= 0.0 && work.dropout < 1.0)) return CH_BAD_OPTION;
@@ -56,14 +56,14 @@ int check_options(const ch_attention& work) {
 }
 
 int check_band(int64_t bound) {
-  return bound == INT64_MAX || (bound >= -farthest && bound <= farthest) ? CH_OK : CH_BAD_MASK;
+  return bound == INT64_MAX || (bound >= -max_position && bound <= max_position) ? CH_OK : CH_BAD_MASK;
 }
 
-int check_runs(const ch_attention& work) {
-  if (work.runs < 0 || work.runs > CH_MAX_RUNS) return CH_BAD_MASK;
-  if (work.runs == 0) return work.start == nullptr && work.stop == nullptr ? CH_OK : CH_BAD_MASK;
-  const Layout layout = {{{work.batch, work.run_batch}, {work.heads, work.run_head}, {work.q_len, work.run_row}},
-                         work.runs};
+int check_intervals(const ch_attention& work) {
+  if (work.intervals < 0 || work.intervals > CH_MAX_INTERVALS) return CH_BAD_MASK;
+  if (work.intervals == 0) return work.start == nullptr && work.stop == nullptr ? CH_OK : CH_BAD_MASK;
+  const Layout layout = {{{work.batch, work.interval_batch}, {work.heads, work.interval_head}, {work.q_len, work.interval_row}},
+                         work.intervals};
   CH_TRY(check_memory(work.start, layout, sizeof(int32_t)));
   return check_memory(work.stop, layout, sizeof(int32_t));
 }
@@ -80,12 +80,12 @@ int check_blocks(const ch_attention& work) {
 int check_mask(const ch_attention& work) {
   CH_TRY(check_band(work.before));
   CH_TRY(check_band(work.after));
-  CH_TRY(check_runs(work));
+  CH_TRY(check_intervals(work));
   CH_TRY(check_blocks(work));
   return work.allowed.data == nullptr ? CH_OK : check_table(work, work.allowed, work.q_len, work.k_len, 1);
 }
 
-// What is written must be separate where strides are not 0; a stride of 0 sums over its axis.
+// Written axes must not overlap unless their stride is 0; a stride of 0 sums over its axis.
 int check_rule_grad(const ch_attention& work, const ch_rule& rule, int64_t rows, int64_t columns) {
   if (rule.grad == nullptr) return CH_OK;
   Layout layout = {{{work.batch, rule.grad_batch}, {work.heads, rule.grad_head}, {rows, rule.grad_row}}, columns};
@@ -101,7 +101,7 @@ int check_slope(const ch_attention& work, const ch_rule& rule) {
 }
 
 int check_relative(const ch_attention& work, const ch_rule& rule) {
-  if (rule.reach < 0 || rule.reach > most / 2 - 1) return CH_BAD_RULE;
+  if (rule.reach < 0 || rule.reach > max_count / 2 - 1) return CH_BAD_RULE;
   const int64_t columns = 2 * int64_t{rule.reach} + 1;
   const Layout layout = {{{work.heads, rule.table.head}, {1, 0}, {1, 0}}, columns};
   CH_TRY(check_memory(rule.table.data, layout, sizeof(float)));
@@ -138,9 +138,9 @@ int check_rules(const ch_attention& work) {
     const int kind = work.rules[i].kind;
     caps += kind == CH_RULE_SOFTCAP, lines += kind == CH_RULE_SLOPE || kind == CH_RULE_RELATIVE;
   }
-  // Backward keeps the slope of one.
+  // Backward saves the derivative of one soft-cap.
   if (caps > 1) return CH_BAD_RULE;
-  // Every head has a line of distances for each rule that reads them.
+  // Every head has a vector of distances for each diagonal rule.
   if (lines > 0 && !countable(work.batch, work.heads, work.q_len + work.k_len, lines)) return CH_BAD_SHAPE;
   if (work.sink == nullptr) return CH_OK;
   return check_memory(work.sink, {{{work.heads, work.sink_head}, {1, 0}, {1, 0}}, 1}, sizeof(float));
@@ -153,11 +153,11 @@ int check_inputs(const ch_attention& work) {
 }
 
 int check_rows_of(const ch_attention& work, const float* data) {
-  return data == nullptr ? CH_OK : check_plain(work, data, 1);
+  return data == nullptr ? CH_OK : check_per_query(work, data, 1);
 }
 
-// [batch, heads, rows, columns], contiguous; both counts are at most `most`.
-int check_sheet(const ch_attention& work, const void* data, int64_t rows, int64_t columns, int64_t size) {
+// [batch, heads, rows, columns], contiguous; both counts are at most `max_count`.
+int check_contiguous(const ch_attention& work, const void* data, int64_t rows, int64_t columns, int64_t size) {
   if (!countable(work.batch, work.heads, rows, columns)) return CH_BAD_STATISTIC;
   const Layout layout = {{{work.batch, work.heads * rows * columns}, {work.heads, rows * columns}, {rows, columns}},
                          columns};
@@ -167,14 +167,14 @@ int check_sheet(const ch_attention& work, const void* data, int64_t rows, int64_
 int check_top(const ch_attention& work, const ch_statistics& s) {
   if (s.top_k < 0 || s.top_k > work.k_len) return CH_BAD_STATISTIC;
   if (s.top_k == 0) return CH_OK;
-  CH_TRY(check_sheet(work, s.top_weights, work.q_len, s.top_k, sizeof(float)));
-  return check_sheet(work, s.top_indices, work.q_len, s.top_k, sizeof(int64_t));
+  CH_TRY(check_contiguous(work, s.top_weights, work.q_len, s.top_k, sizeof(float)));
+  return check_contiguous(work, s.top_indices, work.q_len, s.top_k, sizeof(int64_t));
 }
 
 int check_weighted(const ch_attention& work, const ch_statistics& s) {
   if (!is_count(s.num_weights)) return CH_BAD_STATISTIC;
   if (s.num_weights == 0) return CH_OK;
-  CH_TRY(check_sheet(work, s.weighted, s.num_weights, work.k_len, sizeof(float)));
+  CH_TRY(check_contiguous(work, s.weighted, s.num_weights, work.k_len, sizeof(float)));
   const Layout read = {{{work.batch, s.weight_batch}, {work.heads, s.weight_head}, {s.num_weights, work.q_len}},
                        work.q_len};
   return check_memory(s.row_weights, read, sizeof(float));
@@ -184,11 +184,11 @@ int check_heatmap(const ch_attention& work, const ch_statistics& s) {
   if (!is_count(s.heatmap)) return CH_BAD_STATISTIC;
   if (s.heatmap == 0) return CH_OK;
   const int64_t q_tiles = (work.q_len + s.heatmap - 1) / s.heatmap, k_tiles = (work.k_len + s.heatmap - 1) / s.heatmap;
-  CH_TRY(check_sheet(work, s.heatmap_max, q_tiles, k_tiles, sizeof(float)));
-  return check_sheet(work, s.heatmap_mean, q_tiles, k_tiles, sizeof(float));
+  CH_TRY(check_contiguous(work, s.heatmap_max, q_tiles, k_tiles, sizeof(float)));
+  return check_contiguous(work, s.heatmap_mean, q_tiles, k_tiles, sizeof(float));
 }
 
-// No two queries may share a slot: two threads would write there.
+// No two queries may share a slot: two threads would write to it.
 int check_slots(const ch_attention& work, const ch_statistics& s) {
   bool* used = static_cast<bool*>(calloc(static_cast<size_t>(s.num_rows), sizeof(bool)));
   if (used == nullptr) return CH_NO_MEMORY;
@@ -206,7 +206,7 @@ int check_slots(const ch_attention& work, const ch_statistics& s) {
 int check_chosen_rows(const ch_attention& work, const ch_statistics& s) {
   if (!is_count(s.num_rows)) return CH_BAD_STATISTIC;
   if (s.num_rows == 0) return CH_OK;
-  CH_TRY(check_sheet(work, s.rows, s.num_rows, work.k_len, sizeof(float)));
+  CH_TRY(check_contiguous(work, s.rows, s.num_rows, work.k_len, sizeof(float)));
   CH_TRY(check_memory(s.row_slots, {{{1, 0}, {1, 0}, {1, 0}}, work.q_len}, sizeof(int32_t)));
   for (int64_t i = 0; i < work.q_len; ++i) {
     if (s.row_slots[i] < -1 || s.row_slots[i] >= s.num_rows) return CH_BAD_STATISTIC;
@@ -218,10 +218,10 @@ int check_statistics(const ch_attention& work) {
   if (work.statistics == nullptr) return CH_OK;
   const ch_statistics& s = *work.statistics;
   for (const float* one : {s.max_score, s.entropy, s.distance, s.sink}) CH_TRY(check_rows_of(work, one));
-  if (s.ties != nullptr) CH_TRY(check_plain(work, s.ties, 2));
+  if (s.ties != nullptr) CH_TRY(check_per_query(work, s.ties, 2));
   if (s.sink_keys < 0) return CH_BAD_STATISTIC;
   CH_TRY(check_top(work, s));
-  if (s.received != nullptr) CH_TRY(check_sheet(work, s.received, 1, work.k_len, sizeof(float)));
+  if (s.received != nullptr) CH_TRY(check_contiguous(work, s.received, 1, work.k_len, sizeof(float)));
   CH_TRY(check_weighted(work, s));
   CH_TRY(check_heatmap(work, s));
   return check_chosen_rows(work, s);
@@ -229,10 +229,10 @@ int check_statistics(const ch_attention& work) {
 
 int check_forward(const ch_attention& work) {
   CH_TRY(check_tensor(work, work.output, work.heads, work.q_len, work.value_dim, Access::write));
-  if (work.output32 != nullptr) CH_TRY(check_plain(work, work.output32, work.value_dim));
-  if (work.softmax != nullptr) CH_TRY(check_plain(work, work.softmax, 2));
+  if (work.output32 != nullptr) CH_TRY(check_per_query(work, work.output32, work.value_dim));
+  if (work.softmax != nullptr) CH_TRY(check_per_query(work, work.softmax, 2));
   CH_TRY(check_statistics(work));
-  return work.lse == nullptr ? CH_OK : check_plain(work, work.lse, 1);
+  return work.lse == nullptr ? CH_OK : check_per_query(work, work.lse, 1);
 }
 
 int check_statistics_gradients(const ch_attention& work) {
@@ -240,28 +240,27 @@ int check_statistics_gradients(const ch_attention& work) {
   const ch_statistics& s = *work.statistics;
   for (const float* one : {s.grad_max, s.grad_entropy, s.grad_distance, s.grad_sink}) CH_TRY(check_rows_of(work, one));
   if (s.sink_keys < 0) return CH_BAD_STATISTIC;
-  if (s.grad_max != nullptr) CH_TRY(check_plain(work, s.ties, 2));
-  return s.grad_received == nullptr ? CH_OK : check_sheet(work, s.grad_received, 1, work.k_len, sizeof(float));
+  if (s.grad_max != nullptr) CH_TRY(check_per_query(work, s.ties, 2));
+  return s.grad_received == nullptr ? CH_OK : check_contiguous(work, s.grad_received, 1, work.k_len, sizeof(float));
 }
 
-// Whether backward reads the output that forward wrote: where one tile has all keys, a row's delta is found where its
-// weights are.
+// Whether backward reads forward's output: with one tile of keys, a row's delta follows from its weights.
 bool needs_output(const ch_attention& work) {
   return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr ||
          work.statistics != nullptr;
 }
 
 int check_output(const ch_attention& work) {
-  if (work.output32 != nullptr || work.dtype != CH_FLOAT32) return check_plain(work, work.output32, work.value_dim);
+  if (work.output32 != nullptr || work.dtype != CH_FLOAT32) return check_per_query(work, work.output32, work.value_dim);
   return check_tensor(work, work.output, work.heads, work.q_len, work.value_dim, Access::read);
 }
 
 int check_backward(const ch_attention& work) {
   const bool given = work.output32 != nullptr || work.output.data != nullptr;
   if (given || needs_output(work)) CH_TRY(check_output(work));
-  CH_TRY(check_plain(work, work.softmax, 2));
-  CH_TRY(check_plain(work, work.delta, 1));
-  if (work.grad_lse != nullptr) CH_TRY(check_plain(work, work.grad_lse, 1));
+  CH_TRY(check_per_query(work, work.softmax, 2));
+  CH_TRY(check_per_query(work, work.delta, 1));
+  if (work.grad_lse != nullptr) CH_TRY(check_per_query(work, work.grad_lse, 1));
   CH_TRY(check_statistics_gradients(work));
   CH_TRY(check_tensor(work, work.grad_output, work.heads, work.q_len, work.value_dim, Access::read));
   CH_TRY(check_tensor(work, work.grad_query, work.heads, work.q_len, work.head_dim, Access::write));

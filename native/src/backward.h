@@ -1,7 +1,7 @@
-// Backward: each tile of keys walks over the blocks of queries that see it, computes their weights again from the
-// saved largest score and sum (FlashAttention, Dao et al. 2022, algorithm 4), and keeps the gradients of its keys and values
-// near; the queries' gradients are summed in memory. Where there are few heads the keys are cut into chunks, each
-// with a sum of its own, added in order at the end: which chunks there are depends on the shape alone.
+// Backward: for each tile of keys, loop over the blocks of queries that attend to it, recompute their weights from the
+// saved row maximum and normaliser (FlashAttention, Dao et al. 2022, algorithm 4), and accumulate the gradients of the
+// tile's keys and values in cache; the gradients of queries accumulate in memory. With few heads the keys are split
+// into chunks, each with its own sum, and the sums are added in order at the end. The split depends on the shape alone.
 #pragma once
 
 #include "prefetch.h"
@@ -10,63 +10,63 @@
 namespace CH_NS {
 
 template <class M, class IO> struct Backward {
-  typedef typename M::number number;
+  typedef typename M::operand operand;
   typedef typename IO::type element;
   static constexpr int BLOCK = 96;
-  // Bytes of laid-out queries and gradients that a thread keeps, where a head's fit: every tile of keys reads them.
-  static constexpr int64_t MOST_LAID_OUT = int64_t(1) << 23;
+  // Bytes of packed queries and gradients that a thread caches if those of a head fit: every tile of keys reads them.
+  static constexpr int64_t MAX_CACHED_BYTES = int64_t(1) << 23;
 
   const Task& w;
   int64_t group, blocks;
   int tile;
-  Panels keys, queries, grads;  // B of the last three products: a tile of keys, a block of queries and of gradients
-  int numbers, v_numbers, steps, v_steps, out, v_out;
+  Panels keys, queries, grads;  // B of the last three GEMMs
+  int operands, value_operands, steps, v_steps, out, v_out;
   int64_t tiles, chunks, chunk_tiles;
-  int64_t laid_out;  // blocks of queries that stay laid out: all of a key head's, or the one at hand
+  int64_t cached_blocks;  // blocks of queries that stay packed: all of a key head's, or only the current one
   bool masked, plain, capped, share_batch, share_heads;
-  bool alone;  // one tile has all keys: a row's delta is summed where its weights are
+  bool single_tile;  // one tile covers all keys: a row's delta is computed together with its weights
   float base2;
   Dropout dropout;
-  int64_t diagonals, learned;  // diagonal rules, and those of them with a gradient
-  const ch_statistics* observed;  // null where no statistic has a gradient
+  int64_t diagonals, learned_diagonals;  // diagonal rules, and how many of them need a gradient
+  const ch_statistics* observed;  // null if no statistic has a gradient
 
-  // A block of queries and of gradients of outputs, as rows of A and as B.
-  struct Laid {
-    const number *q, *g, *qb, *gb;
+  // A block of queries and of output gradients, packed as A rows and as B.
+  struct PackedBlock {
+    const operand *q, *g, *qb, *gb;
   };
 
-  // Rows in which a tile's gradients are added up.
+  // Rows that a tile's gradients accumulate in.
   struct Target {
     float* at;
     int64_t ld;
   };
 
-  struct Desk {
-    number* laid;            // [held][block_numbers()]
-    bool* open;              // [held]: whether a block is laid out
-    number *kt, *vt;         // panels
-    number* packed;          // rows of B
-    const number* kn;        // these, or where they lie
+  struct Workspace {
+    operand* packed_blocks;  // [cached_blocks][block_operands()]
+    bool* is_packed;  // [cached_blocks]: whether a block is packed
+    operand *kt, *vt;  // panels
+    operand* packed_keys;  // rows of B
+    const operand* key_rows;  // these, or the tensor's rows in place
     float *sums_k, *sums_v;  // [tile][out], [tile][v_out]
-    Target dk, dv;           // of the tile at hand: there, or where they go
-    float *s, *dp;           // [MR][tile], of pairs alone
-    float* slope;            // [MR][tile]
-    KeptRows keep;           // [MR]
-    number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
-    number* dr;                    // [BLOCK][tile / PAIR], A with rows along queries
-    Row* row;
-    float *largest, *share, *delta;
+    Target dk, dv;  // of the current tile: the buffers above, or the result tensors
+    float *s, *dp;  // [MR][tile], for bf16 dot products only
+    float* slope;  // [MR][tile]
+    KeepMaskRows keep_mask;  // [MR]
+    operand *p, *ds;  // [BLOCK / PACK][tile], A with rows along keys
+    operand* dr;  // [BLOCK][tile / PACK], A with rows along queries
+    MaskRow* row;
+    float *largest, *inv_sum, *delta;
     float* diagonal;  // [group][diagonals][length]
-    Span* spans;      // [group][blocks]
-    number* staged;
-    float* dq;  // [group][q_len][out], where there is one chunk
+    Interval* intervals;  // [group][blocks]
+    operand* staged;
+    float* dq;  // [group][q_len][out], if there is one chunk
     Prefetch prefetch;
-    bool first_keys, first_rows;  // the tile at hand is a chunk's first, the block a tile's: nothing was summed before
+    bool first_keys, first_rows;  // first tile of its chunk, first block of its tile: sums are set, not added to
   };
 
-  static int tile_of(const ch_attention& w) {
-    if (has_tables(w)) return most(64, PW);
-    return (int)least((int64_t)CH_TILE, most((int64_t)PW, round_up(w.k_len, PW)));
+  static int tile_size(const ch_attention& w) {
+    if (has_tables(w)) return maximum(64, PW);
+    return (int)minimum((int64_t)CH_TILE, maximum((int64_t)PW, round_up(w.k_len, PW)));
   }
 
   static bool has_gradients(const ch_statistics* s) {
@@ -75,12 +75,12 @@ template <class M, class IO> struct Backward {
   }
 
   explicit Backward(const Task& work)
-      : w(work), tile(tile_of(work)), keys(work.head_dim, row_steps<M>(tile)),
+      : w(work), tile(tile_size(work)), keys(work.head_dim, row_steps<M>(tile)),
         queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)) {
     group = w.heads / w.kv_heads;
     blocks = (w.q_len + BLOCK - 1) / BLOCK;
-    numbers = row_numbers<M>((int)w.head_dim);
-    v_numbers = row_numbers<M>((int)w.value_dim);
+    operands = row_operands<M>((int)w.head_dim);
+    value_operands = row_operands<M>((int)w.value_dim);
     steps = (int)row_steps<M>(w.head_dim);
     v_steps = (int)row_steps<M>(w.value_dim);
     out = (int)round_up(w.head_dim, VL);
@@ -92,59 +92,59 @@ template <class M, class IO> struct Backward {
     dropout = dropout_of(w);
     diagonals = count_diagonal(w);
     observed = has_gradients(w.statistics) ? w.statistics : nullptr;
-    alone = tiles == 1 && observed == nullptr;
-    learned = 0;
+    single_tile = tiles == 1 && observed == nullptr;
+    learned_diagonals = 0;
     capped = share_batch = share_heads = false;
     for (int r = 0; r < w.num_rules; r++) {
       const ch_rule& rule = w.rules[r];
-      learned += rule.kind == CH_RULE_RELATIVE && rule.grad != nullptr;
+      learned_diagonals += rule.kind == CH_RULE_RELATIVE && rule.grad != nullptr;
       capped = capped || rule.kind == CH_RULE_SOFTCAP;
       if (rule.kind != CH_RULE_DENSE || rule.grad == nullptr) continue;
-      // Rows of a bias that several heads add to: one thread takes them in turn.
+      // Heads that share a row of the bias are processed by one thread, in order.
       share_batch = share_batch || (rule.grad_batch == 0 && w.batch > 1);
       share_heads = share_heads || (rule.grad_head == 0 && w.kv_heads > 1);
     }
     int64_t units = share_batch || share_heads ? (share_batch ? 1 : w.batch) * (share_heads ? 1 : w.kv_heads) : w.units;
-    chunks = most((int64_t)1, least((16 + units - 1) / most(units, (int64_t)1), tiles * tile / 512));
-    chunk_tiles = most((int64_t)1, (tiles + chunks - 1) / chunks);
-    chunks = most((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
-    laid_out = group * blocks;
-    if (chunk_tiles < 2 || laid_out * block_numbers() * (int64_t)sizeof(number) > MOST_LAID_OUT) laid_out = 1;
+    chunks = maximum((int64_t)1, minimum((16 + units - 1) / maximum(units, (int64_t)1), tiles * tile / 512));
+    chunk_tiles = maximum((int64_t)1, (tiles + chunks - 1) / chunks);
+    chunks = maximum((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
+    cached_blocks = group * blocks;
+    if (chunk_tiles < 2 || cached_blocks * block_operands() * (int64_t)sizeof(operand) > MAX_CACHED_BYTES) cached_blocks = 1;
   }
 
-  // Rows of floats in one panel are A and B alike.
-  static bool panels_as_rows(const Panels& panels) { return M::PAIR == 1 && panels.count == 1; }
-  // Numbers of a laid-out block: of one tensor's rows, and of queries and gradients.
-  static int64_t numbers_of(int row, const Panels& panels) {
-    return (int64_t)BLOCK * row + (panels_as_rows(panels) ? 0 : panels.numbers());
+  // With one panel, rows of floats have the same layout as A and as B.
+  static bool panels_as_rows(const Panels& panels) { return M::PACK == 1 && panels.count == 1; }
+  // Operands of a packed block: of one tensor's rows, and of queries and gradients together.
+  static int64_t operands_of(int row, const Panels& panels) {
+    return (int64_t)BLOCK * row + (panels_as_rows(panels) ? 0 : panels.operands());
   }
-  int64_t block_numbers() const { return numbers_of(numbers, queries) + numbers_of(v_numbers, grads); }
+  int64_t block_operands() const { return operands_of(operands, queries) + operands_of(value_operands, grads); }
 
-  int64_t desk_bytes(Desk& d, char* base) const {
-    Carver c{base};
-    constexpr bool single = M::PAIR == 1;
-    d.laid = c.template take<number>(laid_out * block_numbers());
-    d.open = c.template take<bool>(laid_out);
-    d.kt = c.template take<number>((int64_t)tile * numbers);
-    d.vt = c.template take<number>((int64_t)tile * v_numbers);
-    d.packed = c.template take<number>(keys.numbers());
+  int64_t workspace_bytes(Workspace& d, char* base) const {
+    BumpAllocator c{base};
+    constexpr bool single = M::PACK == 1;
+    d.packed_blocks = c.template take<operand>(cached_blocks * block_operands());
+    d.is_packed = c.template take<bool>(cached_blocks);
+    d.kt = c.template take<operand>((int64_t)tile * operands);
+    d.vt = c.template take<operand>((int64_t)tile * value_operands);
+    d.packed_keys = c.template take<operand>(keys.operands());
     d.sums_k = c.template take<float>((int64_t)tile * out);
     d.sums_v = c.template take<float>((int64_t)tile * v_out);
     d.s = c.template take<float>(single ? 0 : (int64_t)MR * tile);
     d.dp = c.template take<float>(single ? 0 : (int64_t)MR * tile);
     d.slope = c.template take<float>((int64_t)MR * tile);
-    d.keep.groups = KeptRows::groups_of(tile);
-    d.keep.bits = c.template take<KeptBits>(dropout.on ? MR * d.keep.groups : 0);
-    d.p = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
-    d.ds = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
-    d.dr = single ? d.ds : c.template take<number>((int64_t)BLOCK * tile / M::PAIR);
-    d.row = c.template take<Row>(BLOCK);
+    d.keep_mask.groups = KeepMaskRows::groups_of(tile);
+    d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? MR * d.keep_mask.groups : 0);
+    d.p = c.template take<operand>((int64_t)BLOCK / M::PACK * tile);
+    d.ds = c.template take<operand>((int64_t)BLOCK / M::PACK * tile);
+    d.dr = single ? d.ds : c.template take<operand>((int64_t)BLOCK * tile / M::PACK);
+    d.row = c.template take<MaskRow>(BLOCK);
     d.largest = c.template take<float>(BLOCK);
-    d.share = c.template take<float>(BLOCK);
+    d.inv_sum = c.template take<float>(BLOCK);
     d.delta = c.template take<float>(BLOCK);
     d.diagonal = c.template take<float>(diagonals > 0 ? group * diagonals * diagonal_length(w) : 0);
-    d.spans = c.template take<Span>(group * blocks);
-    d.staged = c.template take<number>((int64_t)VL * most(numbers, v_numbers));
+    d.intervals = c.template take<Interval>(group * blocks);
+    d.staged = c.template take<operand>((int64_t)VL * maximum(operands, value_operands));
     d.dq = chunks == 1 ? c.template take<float>(group * w.q_len * out) : nullptr;
     return c.next - base;
   }
@@ -156,10 +156,10 @@ template <class M, class IO> struct Backward {
   };
 
   int64_t sums_bytes(Sums& s, char* base) const {
-    Carver c{base};
+    BumpAllocator c{base};
     int64_t heads = chunks * w.batch * w.heads;
     s.dq = c.template take<float>(chunks > 1 ? heads * w.q_len * out : 0);
-    s.diagonal = c.template take<float>(learned > 0 ? heads * learned * diagonal_length(w) : 0);
+    s.diagonal = c.template take<float>(learned_diagonals > 0 ? heads * learned_diagonals * diagonal_length(w) : 0);
     return c.next - base;
   }
 
@@ -180,9 +180,9 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // Zero weight times NaN is NaN, so under a mask such a call is the caller's to clean.
+  // 0 * NaN is NaN, so with a mask such a call is left to the caller.
   void check_finite(int threads, Fault& fault) const {
-    attend(w, threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads, fault); });
+    parallel_units(w, threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads, fault); });
   }
 
   void check_finite(int64_t b, int64_t h, Fault& fault) const {
@@ -197,13 +197,13 @@ template <class M, class IO> struct Backward {
     if (!fine) fault.set(CH_NOT_FINITE);
   }
 
-  void pack_keys(int64_t b, int64_t kh, int64_t t0, int count, Desk& d) const {
+  void pack_keys(int64_t b, int64_t kh, int64_t t0, int count, Workspace& d) const {
     const element* key = at<IO>(w.key, b, kh, t0);
     pack_panels<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kt, d.staged);
     pack_panels<M, IO>(at<IO>(w.value, b, kh, t0), w.value.row, count, (int)w.value_dim, d.vt, d.staged);
-    const bool lying = lies_laid_out<M, IO>(w.key, w.head_dim);
-    d.kn = lying ? (const number*)key : d.packed;
-    if (!lying) pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.packed, keys);
+    const bool in_place = has_packed_layout<M, IO>(w.key, w.head_dim);
+    d.key_rows = in_place ? (const operand*)key : d.packed_keys;
+    if (!in_place) pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.packed_keys, keys);
     d.first_rows = !masked;
     d.dk = target_of(w.grad_key, b, kh, t0, w.head_dim, d.sums_k, out);
     d.dv = target_of(w.grad_value, b, kh, t0, w.value_dim, d.sums_v, v_out);
@@ -212,185 +212,189 @@ template <class M, class IO> struct Backward {
     memset(d.sums_v, 0, (size_t)count * v_out * sizeof(float));
   }
 
-  // Where a tile's gradients are added up: on the desk, or, if one product makes them, where they go.
+  // The buffer that a tile's gradients accumulate in: the workspace, or the result if a single GEMM computes them.
   Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile, int64_t ld) const {
-    const bool lands = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
-    return lands ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};
+    const bool single_gemm = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
+    return single_gemm ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};
   }
 
-  // `count` rows of queries or of gradients of outputs: as rows of A, and from `b` on as B. Where they lie, or, if they are
-  // not `open` already, laid out from `to` on.
-  const number* lay_out(const ch_tensor& t, const element* from, int64_t dim, const Panels& panels, int count, bool open,
-                        number* to, const number*& b) const {
-    if (lies_laid_out<M, IO>(t, dim)) return b = (const number*)from;
-    const int ld = row_numbers<M>((int)dim);
-    number* const second = panels_as_rows(panels) ? to : to + (int64_t)BLOCK * ld;
-    if (!open) {
-      for (int r = 0; r < count; r++) get_numbers<M, IO>(from + r * t.row, (int)dim, to + (int64_t)r * ld, ld);
+  // `count` rows of queries or of output gradients, as A rows and, from `b` on, as B. Read in place if possible;
+  // otherwise packed at `to`, unless they are there (`is_packed`).
+  const operand* pack_block(const ch_tensor& t, const element* from, int64_t dim, const Panels& panels, int count, bool is_packed,
+                            operand* to, const operand*& b) const {
+    if (has_packed_layout<M, IO>(t, dim)) return b = (const operand*)from;
+    const int ld = row_operands<M>((int)dim);
+    operand* const second = panels_as_rows(panels) ? to : to + (int64_t)BLOCK * ld;
+    if (!is_packed) {
+      for (int r = 0; r < count; r++) get_operands<M, IO>(from + r * t.row, (int)dim, to + (int64_t)r * ld, ld);
       if (second != to) pack_rows<M, IO>(from, t.row, count, (int)dim, second, panels);
     }
     b = second;
     return to;
   }
 
-  Laid open_block(int64_t b, int64_t h, int64_t block, int count, Desk& d) const {
-    int64_t first = block * BLOCK, slot = laid_out > 1 ? h % group * blocks + block : 0;
-    const bool open = laid_out > 1 && d.open[slot];
-    number* to = d.laid + slot * block_numbers();
-    Laid laid;
-    laid.q = lay_out(w.query, at<IO>(w.query, b, h, first), w.head_dim, queries, count, open, to, laid.qb);
-    to += numbers_of(numbers, queries);
-    laid.g = lay_out(w.grad_output, at<IO>(w.grad_output, b, h, first), w.value_dim, grads, count, open, to, laid.gb);
-    d.open[slot] = true;
+  PackedBlock load_block(int64_t b, int64_t h, int64_t block, int count, Workspace& d) const {
+    int64_t first = block * BLOCK, slot = cached_blocks > 1 ? h % group * blocks + block : 0;
+    const bool is_packed = cached_blocks > 1 && d.is_packed[slot];
+    operand* to = d.packed_blocks + slot * block_operands();
+    PackedBlock packed_block;
+    packed_block.q = pack_block(w.query, at<IO>(w.query, b, h, first), w.head_dim, queries, count, is_packed, to,
+                                packed_block.qb);
+    to += operands_of(operands, queries);
+    packed_block.g = pack_block(w.grad_output, at<IO>(w.grad_output, b, h, first), w.value_dim, grads, count, is_packed,
+                                to, packed_block.gb);
+    d.is_packed[slot] = true;
     for (int r = 0; r < count; r++) {
       int64_t place = row_index(w, b, h, first + r);
       if (masked) mask_row(w, b, h, first + r, d.row[r]);
       d.largest[r] = w.softmax[2 * place];
-      d.share[r] = w.softmax[2 * place + 1];
+      d.inv_sum[r] = w.softmax[2 * place + 1];
       d.delta[r] = w.delta[place];
     }
-    return laid;
+    return packed_block;
   }
 
-  // Degree of the polynomial in the exponential: bfloat16 keeps no more.
-  static constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
+  // Degree of the polynomial in the exponential: bfloat16 needs no more.
+  static constexpr int DEGREE = M::PACK == 1 ? 5 : 4;
 
-  // Scores of the rows from r0 on, and gradients of their weights: floats where the last three products read them.
-  float* scores_of(const Desk& d, int r0) const {
-    if constexpr (M::PAIR == 1) return d.p + (int64_t)r0 * tile;
+  // Scores of the rows from r0 on, and gradients of their weights: floats in the buffers that the last three GEMMs
+  // read.
+  float* scores_of(const Workspace& d, int r0) const {
+    if constexpr (M::PACK == 1) return d.p + (int64_t)r0 * tile;
     else return d.s;
   }
-  float* pulls_of(const Desk& d, int r0) const {
-    if constexpr (M::PAIR == 1) return d.ds + (int64_t)r0 * tile;
+  float* weight_grads_of(const Workspace& d, int r0) const {
+    if constexpr (M::PACK == 1) return d.ds + (int64_t)r0 * tile;
     else return d.dp;
   }
 
   // Scores of `count` rows and gradients of their weights, in floats, over columns [c0, c1) of the tile.
-  void multiply_rows(int r0, int count, int c0, int c1, const Laid& laid, Desk& d) const {
+  void multiply_rows(int r0, int count, int c0, int c1, const PackedBlock& packed_block, Workspace& d) const {
     int c1r = (int)round_up(c1, VL);
     for (int p = c0 / PW; p * PW < c1; p++) {
-      int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW), vecs = (to - from) / VL;
+      int from = maximum(c0, p * PW), to = minimum(c1r, (p + 1) * PW), vecs = (to - from) / VL;
       int64_t inside = from - p * PW;
       d.prefetch.step();
-      product<M, SET>(count, vecs, steps, laid.q + (int64_t)r0 * numbers, numbers, 1,
-                      d.kt + (int64_t)p * PW * numbers + inside, PW, scores_of(d, r0) + from, tile);
-      product<M, SET>(count, vecs, v_steps, laid.g + (int64_t)r0 * v_numbers, v_numbers, 1,
-                      d.vt + (int64_t)p * PW * v_numbers + inside, PW, pulls_of(d, r0) + from, tile);
+      gemm<M, SET>(count, vecs, steps, packed_block.q + (int64_t)r0 * operands, operands, 1,
+                   d.kt + (int64_t)p * PW * operands + inside, PW, scores_of(d, r0) + from, tile);
+      gemm<M, SET>(count, vecs, v_steps, packed_block.g + (int64_t)r0 * value_operands, value_operands, 1,
+                   d.vt + (int64_t)p * PW * value_operands + inside, PW, weight_grads_of(d, r0) + from, tile);
     }
   }
 
-  // Forbids what a row of the block may not attend to among columns [c0, c1) and behind them in the last vector.
-  CH_INLINE void close_row(const Desk& d, int row, int64_t t0, int c0, int c1, float* s) const {
+  // Masks columns [c0, c1) of a row of the block, and the rest of the last vector.
+  CH_INLINE void mask_score_row(const Workspace& d, int row, int64_t t0, int c0, int c1, float* s) const {
     const int c1r = (int)round_up(c1, VL);
-    if (!masked) end_scores(s, c1);
-    else if (!sees_all(d.row[row], t0 + c0, t0 + c1r)) forbid(w, d.row[row], t0 + c0, c1r - c0, s + c0);
+    if (!masked) mask_tail(s, c1);
+    else if (!allows_all(d.row[row], t0 + c0, t0 + c1r)) mask_scores(w, d.row[row], t0 + c0, c1r - c0, s + c0);
   }
 
-  // A row's scores to weights, and its delta, where all its keys are here. Forward may have rounded the scores otherwise,
-  // and weights that do not add up to one would leave what should cancel: the delta is the mean by these weights.
+  // A row's scores to weights, and its delta if all its keys are in this tile. Forward may have rounded the scores
+  // differently, and weights that do not sum to 1 leave a residue where terms should cancel, so delta is the mean under
+  // these weights.
   template <bool DROPS>
-  CH_INLINE void weigh_alone(float* s, const float* dp, int r, int c0, int c1r, int row, Desk& d) const {
-    const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]);
-    const KeptRows keep = d.keep;
+  CH_INLINE void softmax_single_tile(float* s, const float* dp, int r, int c0, int c1r, int row, Workspace& d) const {
+    const vf scale = all(base2), shift = all(d.largest[row]), inv_sum = all(d.inv_sum[row]);
+    const KeepMaskRows keep_mask = d.keep_mask;
     vf sum = {}, whole = {};
     for (int c = c0; c < c1r; c += VL) {
-      const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-      sum += DROPS ? e * factor_of(keep, r, c) * load(dp + c) : e * load(dp + c);
+      const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * inv_sum;
+      sum += DROPS ? e * factor_of(keep_mask, r, c) * load(dp + c) : e * load(dp + c);
       whole += e;
       store(s + c, e);
     }
-    // A sink's weight is not among them.
+    // The sum over keys excludes the sink's weight.
     const float total = w.sink == nullptr ? sum_of(whole) : 1.0f;
     d.delta[row] += total > 0.0f ? sum_of(sum) / total : sum_of(sum);
   }
 
-  // What dropout multiplies weights by: those of row r of the rows at hand, from column c on.
-  CH_INLINE vf factor_of(const KeptRows& keep, int r, int c) const {
-    return where_bits(keep.from(r, c), all(dropout.factor));
+  // Dropout factors of the weights of row r, from column c on.
+  CH_INLINE vf factor_of(const KeepMaskRows& keep_mask, int r, int c) const {
+    return select_bits(keep_mask.from(r, c), all(dropout.factor));
   }
 
-  void draw(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Desk& d) const {
-    d.keep.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
+  void draw(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Workspace& d) const {
+    d.keep_mask.draw(r, philox_row(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
   }
 
-  // A row's scores to what multiplies its values, and the gradients of that to those of the scores.
+  // Turns a row's scores into weights (with dropout), and the gradients of the weights into those of the scores.
   template <bool DROPS>
-  CH_INLINE void differentiate_row(float* s, float* dp, int r, int c0, int c1r, int row, Desk& d) const {
-    if (alone) weigh_alone<DROPS>(s, dp, r, c0, c1r, row, d);
-    const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]), delta = all(d.delta[row]);
-    const KeptRows keep_rows = d.keep;
+  CH_INLINE void differentiate_row(float* s, float* dp, int r, int c0, int c1r, int row, Workspace& d) const {
+    if (single_tile) softmax_single_tile<DROPS>(s, dp, r, c0, c1r, row, d);
+    const vf scale = all(base2), shift = all(d.largest[row]), inv_sum = all(d.inv_sum[row]), delta = all(d.delta[row]);
+    const KeepMaskRows keep_mask = d.keep_mask;
     for (int c = c0; c < c1r; c += VL) {
-      const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-      const vf factor = DROPS ? factor_of(keep_rows, r, c) : (vf){};
+      const vf e = single_tile ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * inv_sum;
+      const vf factor = DROPS ? factor_of(keep_mask, r, c) : (vf){};
       store(s + c, DROPS ? e * factor : e);
       store(dp + c, e * ((DROPS ? load(dp + c) * factor : load(dp + c)) - delta));
     }
   }
 
-  // These to weights and gradients of scores.
-  void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, Desk& d,
+  // Applies `differentiate_row` to `count` rows.
+  void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, Workspace& d,
                      const float* diagonal, float* diagonal_grads) const {
     int c1r = (int)round_up(c1, VL);
     for (int r = 0; r < count; r++) {
-      float *s = scores_of(d, r0) + r * tile, *dp = pulls_of(d, r0) + r * tile, *slope = d.slope + r * tile;
+      float *s = scores_of(d, r0) + r * tile, *dp = weight_grads_of(d, r0) + r * tile, *slope = d.slope + r * tile;
       int64_t i = first + r0 + r;
       if (!plain) apply_rules(w, diagonal, b, h, i, t0 + c0, c1 - c0, s + c0, capped ? slope + c0 : nullptr);
-      close_row(d, r0 + r, t0, c0, c1, s);
+      mask_score_row(d, r0 + r, t0, c0, c1, s);
       if (dropout.on) draw(b, h, i, r, t0, c0, c1r, d);
       if (observed != nullptr) differentiate_observed(b, h, i, r, r0 + r, t0, c0, c1r, s, dp, d);
       else if (dropout.on) differentiate_row<true>(s, dp, r, c0, c1r, r0 + r, d);
       else differentiate_row<false>(s, dp, r, c0, c1r, r0 + r, d);
-      if (!plain) unapply_rules(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
+      if (!plain) rules_backward(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
     }
   }
 
-  // The same as in `differentiate`, where statistics add to the gradient of a weight, and the largest score has its own.
-  // `delta` holds their sums over the row already.
+  // Like `differentiate`, with statistics: they add to the gradient of a weight, and the row maximum has a gradient of
+  // its own. `delta` includes their sums over the row.
   void differentiate_observed(int64_t b, int64_t h, int64_t i, int r, int row, int64_t t0, int c0, int c1r, float* s,
-                              float* dp, Desk& d) const {
+                              float* dp, Workspace& d) const {
     const ch_statistics& of = *observed;
     int64_t place = row_index(w, b, h, i);
     auto of_row = [&](const float* grads) { return all(grads != nullptr ? grads[place] : 0.0f); };
     bool tied = of.grad_max != nullptr;
     vf by_max = of_row(of.grad_max), peak = all(tied ? of.ties[2 * place] : 0.0f);
-    if (tied) by_max /= all(most(of.ties[2 * place + 1], 1.0f));
+    if (tied) by_max /= all(maximum(of.ties[2 * place + 1], 1.0f));
     vf by_entropy = of_row(of.grad_entropy), by_distance = of_row(of.grad_distance);
     vf by_sink = of_row(of.grad_sink);
     const float* received = of.grad_received != nullptr ? of.grad_received + (b * w.heads + h) * w.k_len : nullptr;
-    float log_share = d.share[row] > 0.0f ? __builtin_logf(d.share[row]) : 0.0f;
-    vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]), delta = all(d.delta[row]);
+    float log_inv_sum = d.inv_sum[row] > 0.0f ? __builtin_logf(d.inv_sum[row]) : 0.0f;
+    vf scale = all(base2), shift = all(d.largest[row]), inv_sum = all(d.inv_sum[row]), delta = all(d.delta[row]);
     vf lowest = all(-1e4f), gap = all((float)(w.query_offset + i - t0 - c0)) - counting(), zero = {};
     int64_t sink_columns = of.grad_sink != nullptr ? of.sink_keys - t0 : 0;
     for (int c = c0; c < c1r; c += VL, gap -= all((float)VL)) {
-      vf score = load(s + c), x = (score - shift) * scale, e = exp2_of<5>(x) * share;
-      // -log of the weight, less 1.
-      vf surprise = -(vmax(x, lowest) * all(LN2) + all(log_share)) - all(1.0f);
+      vf score = load(s + c), x = (score - shift) * scale, e = exp2_of<5>(x) * inv_sum;
+      // -log(weight) - 1
+      vf surprise = -(vmax(x, lowest) * all(LN2) + all(log_inv_sum)) - all(1.0f);
       vf g = by_entropy * surprise + by_distance * absolute(gap);
-      if (c < sink_columns) g += first_of(by_sink, least((int64_t)VL, sink_columns - c));
-      if (received != nullptr) g += reach_received(received, t0 + c);
-      vf k = dropout.on ? factor_of(d.keep, r, c) : all(1.0f);
+      if (c < sink_columns) g += first_of(by_sink, minimum((int64_t)VL, sink_columns - c));
+      if (received != nullptr) g += load_received(received, t0 + c);
+      vf k = dropout.on ? factor_of(d.keep_mask, r, c) : all(1.0f);
       store(s + c, e * k);
       vf change = e * (load(dp + c) * k + g - delta);
       store(dp + c, tied ? change + (score == peak ? by_max : zero) : change);
     }
   }
 
-  CH_INLINE vf reach_received(const float* received, int64_t from) const {
+  CH_INLINE vf load_received(const float* received, int64_t from) const {
     if (from + VL <= w.k_len) return load(received + from);
     vf v = {};
     for (int64_t x = 0; from + x < w.k_len; x++) v[x] = received[from + x];
     return v;
   }
 
-  // From the gradient of the last rule's result to that of the scaled score, and the rules' own gradients.
-  void unapply_rules(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* ds, const float* slope,
-                     float* grads) const {
+  // From the gradient of the last rule's result to that of the scaled score; accumulates the rules' own gradients.
+  void rules_backward(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* ds, const float* slope,
+                      float* grads) const {
     int64_t length = diagonal_length(w);
-    int64_t next = learned;
+    int64_t next = learned_diagonals;
     for (int r = w.num_rules - 1; r >= 0; r--) {
       const ch_rule& rule = w.rules[r];
       if (rule.kind == CH_RULE_SOFTCAP) {
-        // What nobody may attend to may be NaN in a bias, and so may its slope.
+        // A bias may be NaN at a masked score, and so may its slope: 0 there.
         for (int c = c0; c < c1; c += VL) {
           const vf d = load(ds + c), zero = {};
           store(ds + c, d == zero ? zero : d * load(slope + c));
@@ -405,11 +409,12 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // Rows of weights and score gradients to where the last three products read them; 0 in [left, right) beyond.
-  void spread(int r0, int count, int left, int right, int c0, int c1r, Desk& d) const {
+  // Copies rows of weights and score gradients into the buffers that the last three GEMMs read; 0 elsewhere in [left,
+  // right).
+  void store_operands(int r0, int count, int left, int right, int c0, int c1r, Workspace& d) const {
     for (int r = 0; r < count; r++) {
       for (int which = 0; which < 2; which++) {
-        float* line = (which == 0 ? scores_of(d, r0) : pulls_of(d, r0)) + r * tile;
+        float* line = (which == 0 ? scores_of(d, r0) : weight_grads_of(d, r0)) + r * tile;
         if (c1r <= c0) {
           memset(line + left, 0, (size_t)(right - left) * sizeof(float));
           continue;
@@ -418,7 +423,7 @@ template <class M, class IO> struct Backward {
         memset(line + c1r, 0, (size_t)(right - c1r) * sizeof(float));
       }
     }
-    if constexpr (M::PAIR == 2) {
+    if constexpr (M::PACK == 2) {
 #if defined(CH_BF16DOT)
       for (int r = 0; r < count; r += 2) {
         bool both = r + 1 < count;
@@ -432,13 +437,13 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  // Whether nothing but the last three products looks at weights and score gradients.
-  bool in_pairs() const { return M::PAIR == 2 && plain && observed == nullptr; }
+  // Whether only the last three GEMMs read weights and score gradients.
+  bool stores_pairs() const { return M::PACK == 2 && plain && observed == nullptr; }
 
 #if defined(CH_BF16DOT)
-  // Columns [c, c + VL) of two rows: weights and score gradients as pairs along the rows, the gradients also row by row.
-  // Without a second row the pair's other half must be 0.
-  CH_INLINE void put_pair(int row, int c, bool both, vf weight, vf weight_below, vf grad, vf grad_below, Desk& d) const {
+  // Columns [c, c + VL) of two rows: weights and score gradients as bf16 pairs along the rows, and the gradients also
+  // row by row. Without a second row the other half of each pair must be 0.
+  CH_INLINE void put_pair(int row, int c, bool both, vf weight, vf weight_below, vf grad, vf grad_below, Workspace& d) const {
     const int64_t pair = (int64_t)(row / 2) * tile + c;
     const Rounded grads = round_two(grad, grad_below);
     *(vu_any*)(d.p + pair) = round_two(weight, weight_below).pairs;
@@ -448,16 +453,17 @@ template <class M, class IO> struct Backward {
     if (both) put_halves(rows + tile, grads.other);
   }
 
-  // `differentiate` and `spread` in one, where nothing else looks at the floats: no rules or statistics.
+  // `differentiate` and `store_operands` fused, for calls where nothing else reads the floats: no rules and no statistics.
   template <bool DROPS>
   void differentiate_pairs(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int left, int right, int c0,
-                           int c1, Desk& d) const {
+                           int c1, Workspace& d) const {
     const int c1r = (int)round_up(c1, VL);
     const vf scale = all(base2), none = {};
     if (DROPS)
       for (int r = 0; r < count; r++) draw(b, h, first + r0 + r, r, t0, c0, c1r, d);
-    const KeptRows drawn = d.keep;
-    // Weights and gradients of scores, of a vector of weights before dropout and the gradients of those behind it.
+    const KeepMaskRows drawn = d.keep_mask;
+    // Stores weights and score gradients, from a vector of weights before dropout and the gradients of the weights
+    // after it.
     auto put = [&](int r, int c, bool both, vf e, vf f, vf grad, vf grad_below, vf delta, vf delta_below) CH_INLINED {
       const vf before = e, before_below = f;
       if (DROPS) {
@@ -472,23 +478,23 @@ template <class M, class IO> struct Backward {
       const int below = both ? r0 + r + 1 : r0 + r;
       float *s = d.s + r * tile, *dp = d.dp + r * tile;
       for (int row = r0 + r; row <= below; row++) {
-        close_row(d, row, t0, c0, c1, d.s + (row - r0) * tile);
-        if (alone) weigh_alone<DROPS>(d.s + (row - r0) * tile, d.dp + (row - r0) * tile, row - r0, c0, c1r, row, d);
+        mask_score_row(d, row, t0, c0, c1, d.s + (row - r0) * tile);
+        if (single_tile) softmax_single_tile<DROPS>(d.s + (row - r0) * tile, d.dp + (row - r0) * tile, row - r0, c0, c1r, row, d);
       }
-      const vf shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]), delta = all(d.delta[r0 + r]);
+      const vf shift = all(d.largest[r0 + r]), inv_sum = all(d.inv_sum[r0 + r]), delta = all(d.delta[r0 + r]);
       const vf shift_below = all(d.largest[below]), delta_below = all(d.delta[below]);
-      const vf share_below = all(d.share[below]);
+      const vf inv_sum_below = all(d.inv_sum[below]);
       for (int c = left; c < c0; c += VL) put_pair(r0 + r, c, both, none, none, none, none, d);
       if (both) {
         for (int c = c0; c < c1r; c += VL) {
-          const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+          const vf e = single_tile ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * inv_sum;
           const vf f =
-              alone ? load(s + tile + c) : exp2_of<DEGREE>((load(s + tile + c) - shift_below) * scale) * share_below;
+              single_tile ? load(s + tile + c) : exp2_of<DEGREE>((load(s + tile + c) - shift_below) * scale) * inv_sum_below;
           put(r, c, true, e, f, load(dp + c), load(dp + tile + c), delta, delta_below);
         }
       } else {
         for (int c = c0; c < c1r; c += VL) {
-          const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+          const vf e = single_tile ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * inv_sum;
           put(r, c, false, e, none, load(dp + c), none, delta, none);
         }
       }
@@ -497,111 +503,114 @@ template <class M, class IO> struct Backward {
   }
 #else
   template <bool DROPS>
-  void differentiate_pairs(int64_t, int64_t, int64_t, int, int, int64_t, int, int, int, int, Desk&) const {}
+  void differentiate_pairs(int64_t, int64_t, int64_t, int, int, int64_t, int, int, int, int, Workspace&) const {}
 #endif
 
-  void visit(int64_t b, int64_t h, int64_t block, int64_t t0, int key_count, Desk& d, const float* diagonal,
+  void visit(int64_t b, int64_t h, int64_t block, int64_t t0, int key_count, Workspace& d, const float* diagonal,
              float* diagonal_grads, float* dq) const {
     int64_t first = block * BLOCK, t1 = t0 + key_count;
-    int count = (int)least((int64_t)BLOCK, w.q_len - first);
-    const Laid laid = open_block(b, h, block, count, d);
-    Span spans[BLOCK / MR + 1];
+    int count = (int)minimum((int64_t)BLOCK, w.q_len - first);
+    const PackedBlock packed_block = load_block(b, h, block, count, d);
+    Interval intervals[BLOCK / MR + 1];
     int low = INT32_MAX, high = 0;
     for (int r0 = 0; r0 < count; r0 += MR) {
-      Span span{INT32_MAX, 0};
-      if (!masked) span = Span{0, key_count};
-      for (int r = r0; r < least(r0 + MR, count) && masked; r++) {
-        Span allowed = reach(w, d.row[r], t0, t1);
+      Interval interval{INT32_MAX, 0};
+      if (!masked) interval = Interval{0, key_count};
+      for (int r = r0; r < minimum(r0 + MR, count) && masked; r++) {
+        Interval allowed = attended_interval(w, d.row[r], t0, t1);
         if (allowed.high <= allowed.low) continue;
-        span.low = least(span.low, (int)(allowed.low - t0));
-        span.high = most(span.high, (int)(allowed.high - t0));
+        interval.low = minimum(interval.low, (int)(allowed.low - t0));
+        interval.high = maximum(interval.high, (int)(allowed.high - t0));
       }
-      if (span.high <= span.low) span = Span{0, 0};
-      spans[r0 / MR] = span;
-      if (span.high > 0) {
-        low = least(low, span.low);
-        high = most(high, span.high);
+      if (interval.high <= interval.low) interval = Interval{0, 0};
+      intervals[r0 / MR] = interval;
+      if (interval.high > 0) {
+        low = minimum(low, interval.low);
+        high = maximum(high, interval.high);
       }
     }
     if (high <= low) return;
     int left = low / VL * VL, right = (int)round_up(high, VL);
     for (int r0 = 0; r0 < count; r0 += MR) {
-      int n = least(MR, count - r0);
-      Span span = spans[r0 / MR];
-      int c0 = span.low / VL * VL, c1 = span.high;
-      if (c1 > c0) multiply_rows(r0, n, c0, c1, laid, d);
+      int n = minimum(MR, count - r0);
+      Interval interval = intervals[r0 / MR];
+      int c0 = interval.low / VL * VL, c1 = interval.high;
+      if (c1 > c0) multiply_rows(r0, n, c0, c1, packed_block, d);
       const int c1r = (int)round_up(c1, VL);
-      if (c1 > c0 && in_pairs()) {
+      if (c1 > c0 && stores_pairs()) {
         if (dropout.on) differentiate_pairs<true>(b, h, first, r0, n, t0, left, right, c0, c1, d);
         else differentiate_pairs<false>(b, h, first, r0, n, t0, left, right, c0, c1, d);
       } else {
         if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, d, diagonal, diagonal_grads);
-        spread(r0, n, left, right, c0, c1r, d);
+        store_operands(r0, n, left, right, c0, c1r, d);
       }
       if (c1 <= c0) continue;
-      if (alone) memcpy(w.delta + row_index(w, b, h, first + r0), d.delta + r0, (size_t)n * sizeof(float));
+      if (single_tile) memcpy(w.delta + row_index(w, b, h, first + r0), d.delta + r0, (size_t)n * sizeof(float));
       for (int p = 0; p < keys.count; p++)
-        add_product(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0),
-                    d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
-                    tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
-                    dq + (first + r0) * out + p * keys.ld, out);
+        gemm_accumulate(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0),
+                        d.dr + ((int64_t)r0 * tile + c0) / M::PACK,
+                        tile / M::PACK, 1, d.key_rows + p * keys.size + (int64_t)(c0 / M::PACK) * keys.ld, keys.ld,
+                        dq + (first + r0) * out + p * keys.ld, out);
     }
-    gather(spans, count, low, high, laid, d);
+    add_key_gradients(intervals, count, low, high, packed_block, d);
     d.first_rows = false;
   }
 
-  CH_INLINE void add_product(bool first, int rows, int vecs, int64_t along, const number* a, int64_t a_row,
-                             int64_t a_step, const number* b, int64_t ldb, float* c, int64_t ldc) const {
-    if (first) product<M, SET>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
-    else product<M, ADD>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
+  CH_INLINE void gemm_accumulate(bool first, int rows, int vecs, int64_t along, const operand* a, int64_t a_row,
+                                 int64_t a_step, const operand* b, int64_t ldb, float* c, int64_t ldc) const {
+    if (first) gemm<M, SET>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
+    else gemm<M, ADD>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
   }
 
-  // Gradients of keys and values [low, high): each few keys take the rows that see one of them.
-  void gather(const Span* spans, int count, int low, int high, const Laid& laid, Desk& d) const {
+  // Gradients of keys and values [low, high): each small group of keys takes the rows that attend to one of them.
+  void add_key_gradients(const Interval* intervals, int count, int low, int high, const PackedBlock& packed_block,
+                         Workspace& d) const {
     for (int j = low; j < high; j += MR) {
-      int n = least(MR, high - j), from = count, to = 0;
+      int n = minimum(MR, high - j), from = count, to = 0;
       for (int r0 = 0; r0 < count; r0 += MR) {
-        Span span = spans[r0 / MR];
-        if (span.low >= j + n || span.high <= j) continue;
-        from = least(from, r0);
-        to = r0 + least(MR, count - r0);
+        Interval interval = intervals[r0 / MR];
+        if (interval.low >= j + n || interval.high <= j) continue;
+        from = minimum(from, r0);
+        to = r0 + minimum(MR, count - r0);
       }
       if (to <= from) continue;
-      int64_t along = row_steps<M>(to - from), skipped = from / M::PAIR;
+      int64_t along = row_steps<M>(to - from), skipped = from / M::PACK;
       for (int p = 0; p < grads.count; p++)
-        add_product(d.first_rows, n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
-                    laid.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv.at + j * d.dv.ld + p * grads.ld, d.dv.ld);
+        gemm_accumulate(d.first_rows, n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
+                        packed_block.gb + p * grads.size + skipped * grads.ld, grads.ld,
+                            d.dv.at + j * d.dv.ld + p * grads.ld, d.dv.ld);
       for (int p = 0; p < queries.count; p++)
-        add_product(d.first_rows, n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
-                    laid.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk.at + j * d.dk.ld + p * queries.ld, d.dk.ld);
+        gemm_accumulate(d.first_rows, n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
+                        packed_block.qb + p * queries.size + skipped * queries.ld, queries.ld,
+                            d.dk.at + j * d.dk.ld + p * queries.ld, d.dk.ld);
     }
   }
 
-  void find_spans(int64_t b, int64_t kh, Desk& d) const {
+  void find_intervals(int64_t b, int64_t kh, Workspace& d) const {
     for (int64_t g = 0; g < group; g++)
       for (int64_t block = 0; block < blocks; block++) {
-        Span span{INT32_MAX, 0};
-        // Where there is one visit it finds out itself.
+        Interval interval{INT32_MAX, 0};
+        // With a single visit the visit itself finds out.
         const bool skips = masked && (blocks > 1 || tiles > 1);
-        if (!skips) span = Span{0, (int)w.k_len};
-        for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len) && skips; i++) {
-          Row row;
+        if (!skips) interval = Interval{0, (int)w.k_len};
+        for (int64_t i = block * BLOCK; i < minimum((block + 1) * BLOCK, w.q_len) && skips; i++) {
+          MaskRow row;
           mask_row(w, b, kh * group + g, i, row);
           if (row.high <= row.low) continue;
-          span.low = least(span.low, (int)row.low);
-          span.high = most(span.high, (int)row.high);
+          interval.low = minimum(interval.low, (int)row.low);
+          interval.high = maximum(interval.high, (int)row.high);
         }
-        d.spans[g * blocks + block] = span;
+        d.intervals[g * blocks + block] = interval;
       }
   }
 
-  // What a row's delta is before weights are added.
+  // The constant term of a row's delta, before weights are added.
   void start_delta(int64_t b, int64_t h) const {
     const int64_t from = row_index(w, b, h, 0);
     for (int64_t r = from; r < from + w.q_len; r++) w.delta[r] = w.grad_lse != nullptr ? -w.grad_lse[r] : 0.0f;
   }
 
-  // What a key head will write, asked for while it is worked on.
+  // Prefetches what a key head will write, while it is processed.
   Prefetch prefetch_of(int64_t b, int64_t kh) const {
     Prefetch a;
     a.clear();
@@ -609,45 +618,45 @@ template <class M, class IO> struct Backward {
     a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
     a.add<IO>(w.grad_value, b, kh, w.k_len, w.value_dim, true);
     a.add<IO>(w.grad_query, b, kh * group, w.q_len, w.head_dim, true);
-    a.spread(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
+    a.spread_over(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
     return a;
   }
 
-  // And what comes next, a key head of this call or of another.
-  void expect(Prefetch& a, const Task& next, int64_t b, int64_t kh) const {
+  // Prefetches what the next key head reads, of this call or of the next one.
+  void prefetch_next(Prefetch& a, const Task& next, int64_t b, int64_t kh) const {
     if (chunks > 1) return;
     a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
     a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
     a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
     a.add<IO>(next.grad_output, b, kh * group, next.q_len, next.value_dim);
-    a.spread(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
+    a.spread_over(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
   }
 
   // One chunk of a key head's keys.
-  void do_chunk(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, Desk& d) const {
+  void do_chunk(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, Workspace& d) const {
     int64_t length = diagonal_length(w), h0 = kh * group, rows = w.q_len * out;
     float* dq = chunks == 1 ? d.dq : sums.dq + sums_place(chunk, b, h0) * rows;
     if (masked) memset(dq, 0, (size_t)(group * rows) * sizeof(float));
-    for (int64_t h = h0; h < h0 + group && chunks == 1; h++) alone ? start_delta(b, h) : write_delta(b, h);
-    float* diagonal_grads = sums.diagonal + sums_place(chunk, b, h0) * learned * length;
-    if (learned > 0) memset(diagonal_grads, 0, (size_t)(group * learned * length) * sizeof(float));
+    for (int64_t h = h0; h < h0 + group && chunks == 1; h++) single_tile ? start_delta(b, h) : write_delta(b, h);
+    float* diagonal_grads = sums.diagonal + sums_place(chunk, b, h0) * learned_diagonals * length;
+    if (learned_diagonals > 0) memset(diagonal_grads, 0, (size_t)(group * learned_diagonals * length) * sizeof(float));
     for (int64_t g = 0; g < group && diagonals > 0; g++)
       make_diagonals(w, h0 + g, d.diagonal + g * diagonals * length);
-    find_spans(b, kh, d);
-    memset(d.open, 0, (size_t)laid_out * sizeof(bool));
-    for (int64_t t = chunk * chunk_tiles; t < least((chunk + 1) * chunk_tiles, tiles); t++) {
+    find_intervals(b, kh, d);
+    memset(d.is_packed, 0, (size_t)cached_blocks * sizeof(bool));
+    for (int64_t t = chunk * chunk_tiles; t < minimum((chunk + 1) * chunk_tiles, tiles); t++) {
       int64_t t0 = t * tile;
-      int key_count = (int)least((int64_t)tile, w.k_len - t0);
+      int key_count = (int)minimum((int64_t)tile, w.k_len - t0);
       pack_keys(b, kh, t0, key_count, d);
       d.first_keys = !masked && t == chunk * chunk_tiles;
       for (int64_t g = 0; g < group; g++)
         for (int64_t block = 0; block < blocks; block++) {
-          Span span = d.spans[g * blocks + block];
-          if (span.low >= t0 + key_count || span.high <= t0) continue;
-          const int64_t first = block * BLOCK, count = least((int64_t)BLOCK, w.q_len - first);
-          if (!blocks_meet(w, b, h0 + g, first, count, t0, t0 + key_count)) continue;
+          Interval interval = d.intervals[g * blocks + block];
+          if (interval.low >= t0 + key_count || interval.high <= t0) continue;
+          const int64_t first = block * BLOCK, count = minimum((int64_t)BLOCK, w.q_len - first);
+          if (!blocks_allow(w, b, h0 + g, first, count, t0, t0 + key_count)) continue;
           visit(b, h0 + g, block, t0, key_count, d, d.diagonal + g * diagonals * length,
-                diagonal_grads + g * learned * length, dq + g * rows);
+                diagonal_grads + g * learned_diagonals * length, dq + g * rows);
         }
       for (int j = 0; j < key_count; j++) {
         put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk.at + j * d.dk.ld, (float)w.scale);
@@ -662,7 +671,7 @@ template <class M, class IO> struct Backward {
   }
 
   void add_chunks(int threads, const Sums& sums) const {
-    attend(w, threads, w.batch * w.heads, [&](int64_t unit) {
+    parallel_units(w, threads, w.batch * w.heads, [&](int64_t unit) {
       int64_t b = unit / w.heads, h = unit % w.heads, rows = w.q_len * out;
       float* first = sums.dq + sums_place(0, b, h) * rows;
       for (int64_t chunk = 1; chunk < chunks; chunk++) {
@@ -674,7 +683,7 @@ template <class M, class IO> struct Backward {
     });
   }
 
-  // Diagonal sums to tables of distances, in order and in double: a clipped distance gathers many.
+  // Adds diagonal sums to tables of distances, in order and in double: a clipped distance accumulates many terms.
   void add_diagonals(const Sums& sums) const {
     int64_t length = diagonal_length(w), next = 0;
     for (int r = 0; r < w.num_rules; r++) {
@@ -685,7 +694,7 @@ template <class M, class IO> struct Backward {
         for (int64_t x = w.q_len + w.k_len - 2; x >= 0; x--) {
           for (int64_t chunk = 0; chunk < chunks; chunk++)
             for (int64_t b = 0; b < w.batch; b++)
-              total += sums.diagonal[(sums_place(chunk, b, h) * learned + next) * length + x];
+              total += sums.diagonal[(sums_place(chunk, b, h) * learned_diagonals + next) * length + x];
           int64_t distance = w.query_offset + w.q_len - 1 - x;
           int64_t column = clip(distance, -rule.reach, rule.reach);
           if (x > 0 && clip(distance + 1, -rule.reach, rule.reach) == column) continue;
@@ -701,13 +710,13 @@ template <class M, class IO> struct Backward {
     return 5.0 * (double)w.heads * places * (double)(w.head_dim + w.value_dim);
   }
 
-  // Large segments one after the other, with all threads for each; then the key heads of the others at once.
+  // Large segments one after the other, each with all threads; then the key heads of all others in parallel.
   int run_segments(Segments& segments) const {
     Fault fault;
     const int threads = threads_for(w, operations_of(w, segments.operations));
-    // Before anything is written: a band is left within segments, and their tokens may meet it.
+    // Before anything is written: a band is ignored between segments, but their tokens may be inside it.
     if (w.before != INT64_MAX || w.after != INT64_MAX)
-      attend(w, threads, segments.count * w.heads, [&](int64_t unit) {
+      parallel_units(w, threads, segments.count * w.heads, [&](int64_t unit) {
         const Task part = segments.part(w, unit / w.heads, 1);
         if (part.k_len > 0) Backward(part).check_finite(0, unit % w.heads, fault);
       });
@@ -718,17 +727,17 @@ template <class M, class IO> struct Backward {
     segments.sort(w.kv_heads);
     for (int64_t s = 0; s < segments.large && fault.get() == CH_OK; s++) {
       const Task part = segments.part(w, s, threads);
-      if (const int code = Backward(part).share(threads); code != CH_OK) fault.set(code);
+      if (const int code = Backward(part).execute(threads); code != CH_OK) fault.set(code);
     }
     const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
-    attend(w, threads, units, [&](int64_t unit) {
+    parallel_units(w, threads, units, [&](int64_t unit) {
       const int64_t head = first + unit, kh = head % w.kv_heads, next = head + threads;
       const Task part = segments.part(w, head / w.kv_heads, 1);
       const Backward one(part);
       if (part.k_len == 0) return one.clear_queries(0, kh);
       Prefetch prefetch = one.prefetch_of(0, kh);
       if (next < segments.count * w.kv_heads)
-        one.expect(prefetch, segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
+        one.prefetch_next(prefetch, segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
       one.do_head(0, kh, 0, Sums{nullptr, nullptr}, prefetch, fault);
     });
     clearhead::trim_scratch();
@@ -736,10 +745,10 @@ template <class M, class IO> struct Backward {
   }
 
   void do_head(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, const Prefetch& prefetch, Fault& fault) const {
-    Desk d, need;
-    char* work = (char*)scratch(clearhead::SLOT_WORK, (size_t)desk_bytes(need, nullptr));
+    Workspace d, sizes;
+    char* work = (char*)scratch(clearhead::SLOT_WORK, (size_t)workspace_bytes(sizes, nullptr));
     if (work == nullptr) return fault.set(CH_NO_MEMORY);
-    desk_bytes(d, work);
+    workspace_bytes(d, work);
     d.prefetch = prefetch;
     do_chunk(b, kh, chunk, sums, d);
   }
@@ -749,12 +758,12 @@ template <class M, class IO> struct Backward {
     Segments segments(w, true);
     if (segments.no_memory) return CH_NO_MEMORY;
     if (segments.count > 0) return run_segments(segments);
-    const int code = share(threads_for(w, operations_of(w, (double)w.batch * (double)w.q_len * (double)w.k_len)));
+    const int code = execute(threads_for(w, operations_of(w, (double)w.batch * (double)w.q_len * (double)w.k_len)));
     clearhead::trim_scratch();
     return code;
   }
 
-  int share(int threads) const {
+  int execute(int threads) const {
     if (w.k_len == 0) return empty();
     Fault fault;
     if (masked) check_finite(threads, fault);
@@ -764,9 +773,9 @@ template <class M, class IO> struct Backward {
     if (base == nullptr) return CH_NO_MEMORY;
     sums_bytes(sums, base);
     if (chunks > 1)
-      attend(w, threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
+      parallel_units(w, threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
     int64_t outer_b = share_batch ? 1 : w.batch, outer_h = share_heads ? 1 : w.kv_heads;
-    attend(w, threads, outer_b * outer_h * chunks, [&](int64_t unit) {
+    parallel_units(w, threads, outer_b * outer_h * chunks, [&](int64_t unit) {
       // Early keys first: under a causal mask they have the most queries.
       int64_t chunk = unit / (outer_b * outer_h), head = unit % (outer_b * outer_h);
       int64_t b0 = head / outer_h, h0 = head % outer_h;
@@ -774,12 +783,12 @@ template <class M, class IO> struct Backward {
         for (int64_t kh = h0; kh < (share_heads ? w.kv_heads : h0 + 1); kh++) {
           Prefetch prefetch = prefetch_of(b, kh);
           const int64_t next = unit + threads;
-          if (!share_batch && !share_heads && next < w.units) expect(prefetch, w, next / w.kv_heads, next % w.kv_heads);
+          if (!share_batch && !share_heads && next < w.units) prefetch_next(prefetch, w, next / w.kv_heads, next % w.kv_heads);
           do_head(b, kh, chunk, sums, prefetch, fault);
         }
     });
     if (fault.get() == CH_OK && chunks > 1) add_chunks(threads, sums);
-    if (fault.get() == CH_OK && learned > 0) add_diagonals(sums);
+    if (fault.get() == CH_OK && learned_diagonals > 0) add_diagonals(sums);
     return fault.get();
   }
 

@@ -1,4 +1,4 @@
-// What the entry points hold a description's counts, strides and pointers against, before any of them is followed.
+// Checks of a description's counts, strides and pointers, before any pointer is dereferenced.
 #pragma once
 
 #include <initializer_list>
@@ -14,12 +14,12 @@
 
 namespace clearhead {
 
-// Positions stay far enough from the ends of int64 that sums and differences of two of them fit.
-inline constexpr int64_t farthest = int64_t{1} << 48;
-inline constexpr int64_t most = INT32_MAX;
-inline constexpr int most_threads = 4096;
-// No process has more memory to address.
-inline constexpr int64_t most_bytes = int64_t{1} << 56;
+// Positions are bounded so that the sum or difference of two of them fits in int64.
+inline constexpr int64_t max_position = int64_t{1} << 48;
+inline constexpr int64_t max_count = INT32_MAX;
+inline constexpr int max_threads = 4096;
+// No process can address more memory.
+inline constexpr int64_t max_bytes = int64_t{1} << 56;
 
 struct Axis {
   int64_t count, stride;
@@ -27,12 +27,12 @@ struct Axis {
 
 struct Layout {
   Axis axes[3];
-  int64_t last;  // elements of the contiguous last axis, or how far a strided one reaches
+  int64_t last;  // elements of the contiguous last axis, or the reach of a strided one
 };
 
 enum class Access { read, write };
 
-// Elements from the first to one past the last that is touched; -1 where a stride is negative or the sum too large.
+// Elements from the first to one past the last that is accessed; -1 if a stride is negative or the sum overflows.
 inline int64_t reach(const Layout& layout) {
   int64_t sum = layout.last;
   bool empty = layout.last == 0;
@@ -47,8 +47,8 @@ inline int64_t reach(const Layout& layout) {
   return empty ? 0 : sum;
 }
 
-// Whether no element has two places: each axis steps over everything that the axes of smaller stride cover.
-inline bool separate(const Layout& layout) {
+// Whether no two indices share an address: each axis steps over everything that the axes of smaller stride cover.
+inline bool non_overlapping(const Layout& layout) {
   int64_t covered = layout.last;
   bool done[3] = {false, false, false};
   for (int round = 0; round < 3; ++round) {
@@ -68,21 +68,21 @@ inline bool separate(const Layout& layout) {
 inline int check_memory(const void* data, const Layout& layout, int64_t size, Access access = Access::read) {
   const int64_t elements = reach(layout);
   int64_t bytes = 0;
-  if (elements < 0 || __builtin_mul_overflow(elements, size, &bytes) || bytes > most_bytes) return CH_BAD_STRIDE;
+  if (elements < 0 || __builtin_mul_overflow(elements, size, &bytes) || bytes > max_bytes) return CH_BAD_STRIDE;
   if (bytes == 0) return CH_OK;
   const uintptr_t first = reinterpret_cast<uintptr_t>(data);
   uintptr_t end = 0;
   if (data == nullptr || first % static_cast<uintptr_t>(size) != 0) return CH_BAD_POINTER;
   if (__builtin_add_overflow(first, static_cast<uintptr_t>(bytes), &end)) return CH_BAD_STRIDE;
-  return access == Access::write && !separate(layout) ? CH_BAD_STRIDE : CH_OK;
+  return access == Access::write && !non_overlapping(layout) ? CH_BAD_STRIDE : CH_OK;
 }
 
-inline bool is_count(int64_t number) { return number >= 0 && number <= most; }
+inline bool is_count(int64_t count) { return count >= 0 && count <= max_count; }
 
-// Whether dropout of activations can drop so many of CH_LEVELS.
-inline bool is_share(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
+// Whether `dropped` of CH_LEVELS is a valid dropout probability.
+inline bool is_dropout_level(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
 
-// Whether [batch, heads, rows, last] can be counted in int64 with a MiB for each: room for every padding and packing.
+// Whether batch * heads * rows * last * 1 MiB fits in int64, which covers every padding and packing.
 inline bool countable(int64_t batch, int64_t heads, int64_t rows, int64_t last) {
   int64_t product = int64_t{1} << 20;
   for (int64_t factor : {batch, heads, rows, last}) {
@@ -91,7 +91,7 @@ inline bool countable(int64_t batch, int64_t heads, int64_t rows, int64_t last) 
   return true;
 }
 
-// Holds size, version and instruction set of a description against this library; the set's kernels in `kernels`.
+// Checks size, version and instruction set of a description; returns the set's kernels in `kernels`.
 template <class Description> int check_library(const Description* work, const Kernels** kernels) {
   if (work == nullptr) return CH_BAD_POINTER;
   if (work->size != sizeof(Description) || work->abi != CH_ABI) return CH_BAD_SIZE;

@@ -1,24 +1,24 @@
-// The entry points of what stands between a layer's products: dropout, norms, rows for a cache, and rotary positions.
+// The entry points of elementwise kernels: dropout, norms, KV cache appends, and RoPE.
 #include "checks.h"
 
 namespace clearhead {
 namespace {
 
-// What both have: a dtype, counts, threads, and how much is dropped.
+// Common fields: dtype, counts, threads, and dropout.
 template <class Description> int check_common(const Description& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
-  if (!is_count(work.rows) || work.columns < 0 || work.columns > farthest) return CH_BAD_SHAPE;
+  if (!is_count(work.rows) || work.columns < 0 || work.columns > max_position) return CH_BAD_SHAPE;
   if (!countable(1, 1, work.rows, work.columns)) return CH_BAD_SHAPE;
-  return work.threads < 1 || work.threads > most_threads || !is_share(work.dropped) ? CH_BAD_OPTION : CH_OK;
+  return work.threads < 1 || work.threads > max_threads || !is_dropout_level(work.dropped) ? CH_BAD_OPTION : CH_OK;
 }
 
-// So many numbers side by side.
+// `count` contiguous elements.
 int check_line(const void* data, int64_t count, int64_t size, Access access = Access::read) {
   return check_memory(data, {{{1, 0}, {1, 0}, {1, 0}}, count}, size, access);
 }
 
-// The same where there need not be any.
-int check_given(const void* data, int64_t count, int64_t size, Access access = Access::read) {
+// The same, or null.
+int check_optional_line(const void* data, int64_t count, int64_t size, Access access = Access::read) {
   return data == nullptr ? CH_OK : check_line(data, count, size, access);
 }
 
@@ -26,29 +26,29 @@ int check(const ch_dropout& work) {
   CH_TRY(check_common(work));
   const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2, count = work.rows * work.columns;
   CH_TRY(check_line(work.input, count, size));
-  CH_TRY(check_given(work.added, count, size));
+  CH_TRY(check_optional_line(work.added, count, size));
   return check_line(work.output, count, size, Access::write);
 }
 
-// A line of floats, with what rounds it up, is counted in 32 bits.
-constexpr int64_t most_columns = most - 1024;
+// A line of floats, with padding, is counted in 32 bits.
+constexpr int64_t max_columns = max_count - 1024;
 
 int check_norm(const ch_norm& work) {
   CH_TRY(check_common(work));
-  if (work.columns > most_columns || (work.columns == 0 && work.rows > 0)) return CH_BAD_SHAPE;
+  if (work.columns > max_columns || (work.columns == 0 && work.rows > 0)) return CH_BAD_SHAPE;
   if (work.kind < CH_NORM_LAYER || work.kind > CH_NORM_RMS_FROM_ONE) return CH_BAD_OPTION;
   if (!(work.epsilon >= 0 && work.epsilon <= __DBL_MAX__)) return CH_BAD_OPTION;
-  return check_given(work.weight, work.columns, work.dtype == CH_FLOAT32 ? 4 : 2);
+  return check_optional_line(work.weight, work.columns, work.dtype == CH_FLOAT32 ? 4 : 2);
 }
 
 int check_forward(const ch_norm& work) {
   CH_TRY(check_norm(work));
   const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2, count = work.rows * work.columns;
-  CH_TRY(check_given(work.bias, work.columns, size));
+  CH_TRY(check_optional_line(work.bias, work.columns, size));
   CH_TRY(check_line(work.input, count, size));
-  CH_TRY(check_given(work.added, count, size));
-  CH_TRY(check_given(work.sum, count, size, Access::write));
-  CH_TRY(check_given(work.moments, 2 * work.rows, sizeof(float), Access::write));
+  CH_TRY(check_optional_line(work.added, count, size));
+  CH_TRY(check_optional_line(work.sum, count, size, Access::write));
+  CH_TRY(check_optional_line(work.moments, 2 * work.rows, sizeof(float), Access::write));
   return check_line(work.output, count, size, Access::write);
 }
 
@@ -58,21 +58,21 @@ int check_backward(const ch_norm& work) {
   CH_TRY(check_line(work.sum, count, size));
   CH_TRY(check_line(work.moments, 2 * work.rows, sizeof(float)));
   CH_TRY(check_line(work.grad_output, count, size));
-  CH_TRY(check_given(work.grad_more, count, size));
-  CH_TRY(check_given(work.grad_arrived, count, size));
+  CH_TRY(check_optional_line(work.grad_output_second, count, size));
+  CH_TRY(check_optional_line(work.grad_residual, count, size));
   CH_TRY(check_line(work.grad_sum, count, size, Access::write));
-  CH_TRY(check_given(work.grad_input, count, size, Access::write));
-  CH_TRY(check_given(work.grad_weight, work.columns, size, Access::write));
-  return check_given(work.grad_bias, work.columns, size, Access::write);
+  CH_TRY(check_optional_line(work.grad_input, count, size, Access::write));
+  CH_TRY(check_optional_line(work.grad_weight, work.columns, size, Access::write));
+  return check_optional_line(work.grad_bias, work.columns, size, Access::write);
 }
 
-// Of rows of heads that go from a tensor to another, and stand behind `first` others.
+// Rows of heads that are copied between tensors, after `first` others.
 template <class Description> int check_rows(const Description& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
   for (int64_t count : {work.batch, work.heads, work.rows, work.columns, work.first})
     if (!is_count(count)) return CH_BAD_SHAPE;
   if (!countable(work.batch, work.heads, work.first + work.rows, work.columns)) return CH_BAD_SHAPE;
-  return work.threads < 1 || work.threads > most_threads ? CH_BAD_OPTION : CH_OK;
+  return work.threads < 1 || work.threads > max_threads ? CH_BAD_OPTION : CH_OK;
 }
 
 template <class Description> Layout layout_of(const Description& work, const ch_tensor& tensor, int64_t rows) {

@@ -1,4 +1,4 @@
-// The library as a whole: its instruction sets and which of them this processor has, forks, codes in words. The calls
+// The library as a whole: its instruction sets and which of them this processor has, forks, error messages. The calls
 // are in *_entry.cpp.
 #include <pthread.h>
 #if defined(__aarch64__) && defined(__linux__)
@@ -15,8 +15,8 @@
 #include "isa.h"
 #include "scratch.h"
 
-// The build defines CH_WITH_<SET> for each set that it makes, as the function below that says whether this processor
-// can run it.
+// The build defines CH_WITH_<SET> for each set that it compiles, as the name of the function below that tests the
+// processor.
 #define CH_DECLARE(set)                       \
   namespace set {                             \
   extern const clearhead::Kernels kernels;    \
@@ -43,7 +43,7 @@ namespace {
 
 // ---- instruction sets -------------------------------------------------------------------------------------
 
-// The table that the choice is read from. Nothing is measured, so every process on a machine computes the same bits.
+// The table of the choice. Nothing is measured, so every process on a machine computes the same bits.
 struct Set {
   const char* name;
   bool (*usable)();
@@ -52,7 +52,7 @@ struct Set {
 };
 
 #if defined(__x86_64__)
-// The compiler's own check includes whether the operating system saves the registers.
+// The compiler's check includes that the operating system saves the registers.
 [[maybe_unused]] bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
          __builtin_cpu_supports("f16c");
@@ -118,9 +118,9 @@ int32_t vendor() {
 
 bool forked = false;
 
-void note_fork() { forked = true; }
+void set_forked() { forked = true; }
 
-__attribute__((constructor)) void watch_forks() { pthread_atfork(nullptr, nullptr, note_fork); }
+__attribute__((constructor)) void register_fork_handler() { pthread_atfork(nullptr, nullptr, set_forked); }
 
 }  // namespace
 
@@ -158,7 +158,7 @@ int ch_isa_best(void) { return ch_isa_for(clearhead::vendor()); }
 
 double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads) {
   const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
-  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 || threads < 1 || threads > clearhead::most_threads) return 0.0;
+  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 || threads < 1 || threads > clearhead::max_threads) return 0.0;
   return kernels->rate(dtype, clearhead::after_fork() ? 1 : threads);
 }
 
@@ -168,14 +168,14 @@ const char* ch_message(int code) {
     case CH_BAD_SIZE: return "the description is not of this library's version";
     case CH_BAD_SHAPE: return "a count is negative, too large, or does not divide";
     case CH_BAD_DTYPE: return "no such dtype";
-    case CH_BAD_POINTER: return "a tensor that is needed is null or not aligned to its elements";
+    case CH_BAD_POINTER: return "a required tensor is null or not aligned to its elements";
     case CH_BAD_STRIDE: return "a stride is negative or too large, or rows that are written overlap";
-    case CH_BAD_MASK: return "the runs, bounds or tables of the mask do not fit the call";
-    case CH_BAD_RULE: return "no such score rule, or its numbers do not fit the call";
+    case CH_BAD_MASK: return "the intervals, bounds or tables of the mask do not fit the call";
+    case CH_BAD_RULE: return "no such score rule, or its parameters do not fit the call";
     case CH_BAD_OPTION: return "scale, dropout or threads are out of range";
-    case CH_BAD_ISA: return "the processor lacks the instruction set asked for";
-    case CH_NO_MEMORY: return "scratch memory could not be had; what was written is of no use";
-    case CH_NOT_FINITE: return "NaN or inf in query, key, value or an arrived gradient under a mask; no gradient was written";
+    case CH_BAD_ISA: return "the processor lacks the requested instruction set";
+    case CH_NO_MEMORY: return "out of memory for workspaces; the results are invalid";
+    case CH_NOT_FINITE: return "NaN or infinity in query, key, value or a gradient, with a mask; no gradient was written";
     case CH_BAD_STATISTIC: return "a statistic's size or count does not fit the call";
     default: return "no such code";
   }

@@ -1,27 +1,28 @@
-// Products of a few rows with numbers as they lie in a tensor, for work that reads each of them once: packing would cost
-// more than the products do. Keys lie along what is summed; what lies across it is added up a few steps at a time.
+// GEMV: a few rows times a matrix in place. Each element of the matrix is used once, so packing would cost more than
+// the multiplication. Two forms: dot products if matrix rows run along the steps (keys), and axpy, a few steps at a
+// time, if they run across.
 #pragma once
 
 #include "pack.h"
 
 namespace CH_NS {
 
-// Memory answers late, and a strided cache hides from the processor what comes next. What is asked for in the order in
-// which it lies, and into the second cache, lets the processor itself go on: with four rows in turn, or into the first
-// cache, whose misses are few at a time, a core reads half as much (measured: 9 and 17 GB/s, rows of 512 bytes).
-constexpr int64_t PREFETCH_BYTES = 12 << 10;  // bytes ahead of those in use
-// The same where rows lie end to end and their lines are asked for one by one as others are read: a third further on
-// nothing is gained (measured, one row by weights of 0.2 to 67 MB in memory: 1.1 to 2.0 times as fast as four rows in turn,
-// the least where rows are long).
-constexpr int64_t STREAM_AHEAD = 24 << 10;
+// Strided rows defeat the hardware prefetcher, so the loop prefetches. Prefetching in address order and into L2 lets
+// the hardware prefetcher continue: with four rows in turn, or into L1, which has few line fill buffers, a core reads
+// half as much (measured: 9 and 17 GB/s, rows of 512 bytes).
+constexpr int64_t PREFETCH_BYTES = 12 << 10;  // distance from the current read
+// The same for contiguous rows, prefetched line by line while others are read. A distance a third larger gains nothing
+// (measured, one row by weights of 0.2 to 67 MB in memory: 1.1 to 2.0 times as fast as four rows in turn, least with
+// long rows).
+constexpr int64_t STREAM_PREFETCH_BYTES = 24 << 10;
 
-// Rows ahead, of so many bytes, a multiple of `at_once`.
-CH_INLINE int64_t rows_ahead(int64_t bytes, int64_t at_once) {
-  return most(at_once, PREFETCH_BYTES / most(bytes, (int64_t)1) / at_once * at_once);
+// Prefetch distance in rows of `bytes`, a multiple of `granularity`.
+CH_INLINE int64_t prefetch_distance(int64_t bytes, int64_t granularity) {
+  return maximum(granularity, PREFETCH_BYTES / maximum(bytes, (int64_t)1) / granularity * granularity);
 }
 
-// Asks for `rows` rows of `bytes`, `apart` bytes from one to the next: into the second cache what is `far`, in memory.
-CH_INLINE void ask_for_rows(const void* from, int64_t rows, int64_t stride, int64_t bytes, bool far) {
+// Prefetches `rows` rows of `bytes`, `stride` bytes apart; into L2 if they are `far`, in memory.
+CH_INLINE void prefetch_rows(const void* from, int64_t rows, int64_t stride, int64_t bytes, bool far) {
   for (int64_t r = 0; r < rows; r++) {
     const char* row = (const char*)from + r * stride;
     if (far)
@@ -31,15 +32,15 @@ CH_INLINE void ask_for_rows(const void* from, int64_t rows, int64_t stride, int6
   }
 }
 
-// Floats times rows of 16 bits as they lie in a tensor. Two vectors of bfloat16 are the halves of one vector of words, an
-// instruction each, where widening them one by one takes two: the numbers at even places, and those at odd ones.
+// Floats times 16-bit rows in place. Two vectors of bfloat16 are the halves of one vector of 32-bit words: one
+// instruction each, instead of two for widening in order. The even elements come first, then the odd ones.
 template <class IO> struct Widened {
-  typedef float number;
+  typedef float operand;
   typedef typename IO::type right;
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-  static constexpr int PAIR = 1, AT_ONCE = __is_same(IO, BFloat16) ? 2 : 1;
+  static constexpr int PACK = 1, LOAD_VECTORS = __is_same(IO, BFloat16) ? 2 : 1;
 #else
-  static constexpr int PAIR = 1, AT_ONCE = 1;
+  static constexpr int PACK = 1, LOAD_VECTORS = 1;
 #endif
   static CH_INLINE void get_two(const right* b, vf& even, vf& odd) {
     const vu words = *(const vu_any*)b;
@@ -47,24 +48,24 @@ template <class IO> struct Widened {
     odd = (vf)(words & 0xffff0000u);
   }
   static CH_INLINE void put_in_order(vf& even, vf& odd) { interleave(even, odd); }
-  // Of a row of A along which `get_two` reads B: every two vectors in its order.
-  static void arrange(float* row, int vectors) {
-    for (float* two = row; AT_ONCE == 2 && two + 2 * VL <= row + vectors * VL; two += 2 * VL) {
+  // Reorders a row of A for `get_two`: every two vectors are deinterleaved.
+  static void deinterleave(float* row, int vectors) {
+    for (float* two = row; LOAD_VECTORS == 2 && two + 2 * VL <= row + vectors * VL; two += 2 * VL) {
       float odd[VL];
       for (int i = 0; i < VL; i++) odd[i] = two[2 * i + 1];
       for (int i = 0; i < VL; i++) two[i] = two[2 * i];
       memcpy(two + VL, odd, sizeof(odd));
     }
   }
-  static CH_INLINE Spread spread(const float* a) { return spread_number(a); }
+  static CH_INLINE Broadcast broadcast(const float* a) { return broadcast_float(a); }
   static CH_INLINE vf get(const right* b) { return get_vector<IO>(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
   static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
-  static CH_INLINE vf madd_spread(vf sum, Spread a, vf b) { return madd_number(sum, a, b); }
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) { return madd_float(sum, a, b); }
 };
 
 // The sums of four vectors.
-CH_INLINE void four_sums(const vf v[4], float* to) {
+CH_INLINE void horizontal_sums(const vf v[4], float* to) {
 #if defined(CH_AVX512)
   __m128 quarter[4];
 #pragma GCC unroll 4
@@ -87,14 +88,14 @@ CH_INLINE void four_sums(const vf v[4], float* to) {
 #endif
 }
 
-// Adds to ROWS rows' sums with four keys their products with AT vectors of each key, the vectors from x on.
-template <class M, int ROWS, int AT, bool ASKS>
-CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::number* a, int64_t a_row, const typename M::right* key,
+// Adds dot products of ROWS rows with four keys over AT vectors, from vector x on.
+template <class M, int ROWS, int AT, bool PREFETCHES>
+CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row, const typename M::right* key,
                         int64_t key_row, int x, const char* next) {
-  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors of a line of the cache
+  constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors per cache line
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
-    if (ASKS && x % LINE == 0) __builtin_prefetch(next + (x / LINE * 4 + k) * 64, 0, 2);
+    if (PREFETCHES && x % LINE == 0) __builtin_prefetch(next + (x / LINE * 4 + k) * 64, 0, 2);
     vf b[AT];
     if constexpr (AT == 2) M::get_two(key + k * key_row + x * VL, b[0], b[1]);
     else b[0] = M::get(key + k * key_row + x * VL);
@@ -105,10 +106,10 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::number* a, int64_t a_
   }
 }
 
-// Scores of ROWS rows of A with four keys: `vectors` vectors of numbers each, `key_row` numbers apart. For every line that
-// is read, one of those from `next` on is asked for. Rows of A are arranged as M gets those of keys.
-template <class M, int ROWS, bool ASKS>
-CH_INLINE void dot_four(const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
+// Dot products of ROWS rows of A with four keys: `vectors` vectors of elements each, stride `key_row`. Each line that
+// is read prefetches one line from `next` on. Rows of A have the element order that M reads keys in.
+template <class M, int ROWS, bool PREFETCHES>
+CH_INLINE void dot_four(const typename M::operand* a, int64_t a_row, const typename M::right* key, int64_t key_row,
                         int vectors, float* scores, int64_t ld, const char* next) {
   vf sum[ROWS][4];
 #pragma GCC unroll 4
@@ -116,58 +117,58 @@ CH_INLINE void dot_four(const typename M::number* a, int64_t a_row, const typena
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) sum[r][k] = (vf){};
   int x = 0;
-  for (; x + M::AT_ONCE <= vectors; x += M::AT_ONCE)
-    add_dots<M, ROWS, M::AT_ONCE, ASKS>(sum, a, a_row, key, key_row, x, next);
-  if (M::AT_ONCE == 2 && x < vectors) add_dots<M, ROWS, 1, ASKS>(sum, a, a_row, key, key_row, x, next);
+  for (; x + M::LOAD_VECTORS <= vectors; x += M::LOAD_VECTORS)
+    add_dots<M, ROWS, M::LOAD_VECTORS, PREFETCHES>(sum, a, a_row, key, key_row, x, next);
+  if (M::LOAD_VECTORS == 2 && x < vectors) add_dots<M, ROWS, 1, PREFETCHES>(sum, a, a_row, key, key_row, x, next);
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) four_sums(sum[r], scores + r * ld);
+  for (int r = 0; r < ROWS; r++) horizontal_sums(sum[r], scores + r * ld);
 }
 
-// Rows whose sums with four keys have room in registers.
+// Rows whose dot products with four keys fit in registers.
 #if defined(CH_AVX512) || defined(CH_NEON)
-constexpr int TOGETHER = 4;
+constexpr int DOT_ROWS = 4;
 #else
-constexpr int TOGETHER = 2;
+constexpr int DOT_ROWS = 2;
 #endif
 
-// The same for at most TOGETHER rows.
-template <class M, bool ASKS>
-CH_INLINE void dot_rows(int rows, const typename M::number* a, int64_t a_row, const typename M::right* key,
+// The same for at most DOT_ROWS rows.
+template <class M, bool PREFETCHES>
+CH_INLINE void dot_rows(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* key,
                         int64_t key_row, int vectors, float* scores, int64_t ld, const char* next) {
-  if constexpr (TOGETHER == 4) {
-    if (rows == 4) return dot_four<M, 4, ASKS>(a, a_row, key, key_row, vectors, scores, ld, next);
-    if (rows == 3) return dot_four<M, 3, ASKS>(a, a_row, key, key_row, vectors, scores, ld, next);
+  if constexpr (DOT_ROWS == 4) {
+    if (rows == 4) return dot_four<M, 4, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
+    if (rows == 3) return dot_four<M, 3, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
   }
-  if (rows == 2) return dot_four<M, 2, ASKS>(a, a_row, key, key_row, vectors, scores, ld, next);
-  return dot_four<M, 1, ASKS>(a, a_row, key, key_row, vectors, scores, ld, next);
+  if (rows == 2) return dot_four<M, 2, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
+  return dot_four<M, 1, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
 }
 
-// Scores of `rows` rows of A, arranged likewise, with keys [0, count).
+// Scores of `rows` rows of A, in that order, with keys [0, count).
 template <class M>
-void dots(int rows, const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
-          int count, int vectors, float* scores, int64_t ld, bool far) {
+void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* key, int64_t key_row,
+              int count, int vectors, float* scores, int64_t ld, bool far) {
   const int64_t size = (int64_t)sizeof(typename M::right), bytes = vectors * VL * size;
-  const int64_t rows_prefetched = rows_ahead(bytes, 4);
+  const int64_t rows_prefetched = prefetch_distance(bytes, 4);
   int c = 0;
   for (; c + 4 <= count; c += 4) {
     const typename M::right* four = key + c * key_row;
-    const int first = least(rows, TOGETHER);
+    const int first = minimum(rows, DOT_ROWS);
     if (key_row * size == bytes) {
-      dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld, (const char*)four + STREAM_AHEAD);
+      dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld, (const char*)four + STREAM_PREFETCH_BYTES);
     } else {
-      const int64_t remaining = least((int64_t)4, count - c - rows_prefetched);
-      ask_for_rows(four + rows_prefetched * key_row, remaining, key_row * size, bytes, far);
+      const int64_t remaining = minimum((int64_t)4, count - c - rows_prefetched);
+      prefetch_rows(four + rows_prefetched * key_row, remaining, key_row * size, bytes, far);
       dot_rows<M, false>(first, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
     }
-    for (int r = TOGETHER; r < rows; r += TOGETHER)
-      dot_rows<M, false>(least(rows - r, TOGETHER), a + r * a_row, a_row, four, key_row, vectors,
+    for (int r = DOT_ROWS; r < rows; r += DOT_ROWS)
+      dot_rows<M, false>(minimum(rows - r, DOT_ROWS), a + r * a_row, a_row, four, key_row, vectors,
                          scores + r * ld + c, ld, nullptr);
   }
   for (; c < count; c++)
     for (int r = 0; r < rows; r++) {
       vf sum = (vf){};
       int x = 0;
-      if constexpr (M::AT_ONCE == 2)
+      if constexpr (M::LOAD_VECTORS == 2)
         for (; x + 2 <= vectors; x += 2) {
           vf even, odd;
           M::get_two(key + c * key_row + x * VL, even, odd);
@@ -180,15 +181,15 @@ void dots(int rows, const typename M::number* a, int64_t a_row, const typename M
     }
 }
 
-// Steps that are added up at a time by what reads across them: each is a stream of memory of its own.
-constexpr int ACROSS = 8;
+// Steps per axpy pass: each is a memory stream of its own.
+constexpr int AXPY_STEPS = 8;
 
-// Adds the products of `steps` steps of ROWS rows of A to sums of `count` columns: of each step's row of B so many numbers
-// from `b` on, `ldb` apart. As many steps behind these are asked for, if there are.
+// Adds `steps` steps of ROWS rows of A to sums of `count` columns: A[row][step] * B[step] with `count` elements of each
+// B row from `b` on, stride `ldb`. Prefetches as many following steps, if there are any.
 template <class IO, int ROWS, class Steps>
-CH_INLINE void add_steps(Steps steps, bool more, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb,
-                         int count, float* sums, int64_t sums_row) {
-  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename IO::type)));  // vectors of a line of the cache
+CH_INLINE void axpy_steps(Steps steps, bool more, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb,
+                          int count, float* sums, int64_t sums_row) {
+  constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename IO::type)));  // vectors per cache line
   const int whole = count / VL * VL;
   for (int c = 0; c < count; c += VL) {
     vf sum[ROWS];
@@ -197,35 +198,35 @@ CH_INLINE void add_steps(Steps steps, bool more, const float* a, int64_t a_row, 
 #pragma GCC unroll 8
     for (int s = 0; s < steps; s++) {
       const typename IO::type* from = b + s * ldb + c;
-      if (more && c / VL % LINE == 0) __builtin_prefetch(from + ACROSS * ldb, 0, 2);
-      vf number;
+      if (more && c / VL % LINE == 0) __builtin_prefetch(from + AXPY_STEPS * ldb, 0, 2);
+      vf value;
       if (c < whole) {
-        number = get_vector<IO>(from);
+        value = get_vector<IO>(from);
       } else {
         float padded[VL];
         get_row<IO>(from, count - c, padded, VL);
-        number = load(padded);
+        value = load(padded);
       }
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) sum[r] += all(a[r * a_row + s]) * number;
+      for (int r = 0; r < ROWS; r++) sum[r] += all(a[r * a_row + s]) * value;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) store(sums + r * sums_row + c, load(sums + r * sums_row + c) + sum[r]);
   }
 }
 
-// The same for all `steps`, and for sums of `count` columns rounded up to whole vectors, which it begins with 0.
+// The same for all `steps`, with sums that start at 0 and `count` rounded up to whole vectors.
 template <class IO, int ROWS>
-void add_across(int64_t steps, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb, int count,
-                float* sums, int64_t sums_row) {
+void gemv_axpy(int64_t steps, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb, int count,
+               float* sums, int64_t sums_row) {
   struct All {
-    constexpr operator int() const { return ACROSS; }
+    constexpr operator int() const { return AXPY_STEPS; }
   };
   for (int r = 0; r < ROWS; r++) memset(sums + r * sums_row, 0, (size_t)round_up(count, VL) * sizeof(float));
   int64_t s = 0;
-  for (; s + ACROSS <= steps; s += ACROSS)
-    add_steps<IO, ROWS>(All{}, s + 2 * ACROSS <= steps, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
-  if (s < steps) add_steps<IO, ROWS>((int)(steps - s), false, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
+  for (; s + AXPY_STEPS <= steps; s += AXPY_STEPS)
+    axpy_steps<IO, ROWS>(All{}, s + 2 * AXPY_STEPS <= steps, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
+  if (s < steps) axpy_steps<IO, ROWS>((int)(steps - s), false, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
 }
 
 }  // namespace CH_NS

@@ -1,4 +1,4 @@
-// The instruction sets that kernels.cpp is compiled for, and what each of its objects hands out.
+// The instruction sets that kernels.cpp is compiled for, and the table of kernels that each exports.
 #ifndef CLEARHEAD_ISA_H
 #define CLEARHEAD_ISA_H
 
@@ -6,9 +6,9 @@
 
 namespace clearhead {
 
-// What one instruction set offers. The description has passed every check of entry.cpp.
+// The kernels of one instruction set. Descriptions have passed every check of the entry points.
 struct Kernels {
-  double (*rate)(int dtype, int threads);  // operations a second of its product
+  double (*rate)(int dtype, int threads);  // peak throughput of its GEMM, operations per second
   int (*forward)(const ch_attention* work);
   int (*backward)(const ch_attention* work);
   int (*linear_forward)(const ch_linear* work);
@@ -21,11 +21,11 @@ struct Kernels {
   int (*rotate)(const ch_rotation* work);
 };
 
-// Those of a set by its index, -1 for the best; null where this processor lacks it.
+// The kernels of a set by its index, -1 for the best; null if this processor lacks it.
 const Kernels* kernels_of(int isa);
 
-// True in a process that was forked from one in which this library was loaded: the threads of the OpenMP pool
-// did not survive the fork, and GNU's runtime waits for them for ever.
+// True in a process that was forked from one in which this library was loaded: the threads of the OpenMP pool do not
+// survive the fork, and GNU's runtime would wait for them forever.
 bool after_fork() noexcept;
 
 }  // namespace clearhead

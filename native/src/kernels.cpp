@@ -1,7 +1,7 @@
 // The kernels for one instruction set: compiled once for each, with CH_NS as its namespace.
 //
-// Nothing from the C++ library is used here: a template of it, compiled for a wide instruction set, could be the
-// copy that the linker keeps for everybody.
+// Nothing from the C++ library is used here: the linker could choose the copy of a template that was compiled for a
+// wider instruction set than the processor has.
 #include "activation.h"
 #include "append.h"
 #include "backward.h"
@@ -15,13 +15,13 @@
 namespace CH_NS {
 namespace {
 
-// Work is Forward or Backward: of products in pairs where the set has them for this dtype, else of single numbers.
+// Work is Forward or Backward, with bf16 dot-product instructions if the set has them for this dtype, else in float32.
 template <template <class, class> class Work, class IO> int run(const ch_attention& call) {
   const Task w(call);
 #if defined(CH_BF16DOT)
-  if constexpr (__is_same(IO, BFloat16)) return Work<Pairs, IO>(w).run();
+  if constexpr (__is_same(IO, BFloat16)) return Work<Bf16Dot, IO>(w).run();
 #endif
-  return Work<Single, IO>(w).run();
+  return Work<Fp32Fma, IO>(w).run();
 }
 
 template <template <class, class> class Work> int run_dtype(const ch_attention* w) {
@@ -34,17 +34,17 @@ template <template <class, class> class Work> int run_dtype(const ch_attention* 
 
 int run_projection(const ch_projection* w) {
   switch (w->dtype) {
-    case CH_FLOAT32: return Projection<Single, Float32>(*w).run();
+    case CH_FLOAT32: return Projection<Fp32Fma, Float32>(*w).run();
 #if defined(CH_BF16DOT)
-    case CH_BFLOAT16: return Projection<Pairs, BFloat16>(*w).run();
+    case CH_BFLOAT16: return Projection<Bf16Dot, BFloat16>(*w).run();
 #else
-    case CH_BFLOAT16: return Projection<Single, BFloat16>(*w).run();
+    case CH_BFLOAT16: return Projection<Fp32Fma, BFloat16>(*w).run();
 #endif
-    default: return Projection<Single, Float16>(*w).run();
+    default: return Projection<Fp32Fma, Float16>(*w).run();
   }
 }
 
-// Work is one of those that read and write numbers one by one.
+// Work is one of the elementwise kernels.
 template <template <class> class Work, class Description> int run_each(const Description* w) {
   switch (w->dtype) {
     case CH_FLOAT32: return Work<Float32>(*w).run();
@@ -55,12 +55,12 @@ template <template <class> class Work, class Description> int run_each(const Des
 
 double rate([[maybe_unused]] int dtype, int threads) {
 #if defined(CH_BF16DOT)
-  if (dtype == CH_BFLOAT16) return rate_of<Pairs>(threads);
+  if (dtype == CH_BFLOAT16) return rate_of<Bf16Dot>(threads);
 #endif
-  return rate_of<Single>(threads);
+  return rate_of<Fp32Fma>(threads);
 }
 
-template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); }
+template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run(); }
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// The entry points of the linear family: a description is checked whole, then the kernels do the work.
+// The entry points of linear attention: check the whole description, then call the kernels.
 #include <cmath>
 
 #include "checks.h"
@@ -25,7 +25,7 @@ int check_rows(const ch_linear& work, const ch_tensor& tensor, int64_t heads, in
   return check_memory(tensor.data, layout, sizeof(float), access);
 }
 
-// Contiguous, `each` numbers for every head of keys.
+// Contiguous, `each` elements for every key head.
 int check_each(const ch_linear& work, const float* data, int64_t each) {
   return check_memory(data, {{{work.batch * work.kv_heads, each}, {1, 0}, {1, 0}}, each}, sizeof(float));
 }
@@ -36,8 +36,8 @@ int check_optional(const ch_linear& work, const float* data, int64_t each) {
 
 int64_t padded(int64_t count) { return (count + CH_LINEAR_PAD - 1) / CH_LINEAR_PAD * CH_LINEAR_PAD; }
 
-// What lies between calls, or is room for backward.
-int check_between(const ch_linear& work, const float* states, const float* sums) {
+// States that are saved for backward, or backward's workspace.
+int check_states(const ch_linear& work, const float* states, const float* sums) {
   const int64_t chunks = (work.length + work.chunk - 1) / work.chunk;
   CH_TRY(check_optional(work, states, chunks * work.features * padded(work.value_dim)));
   return check_optional(work, sums, chunks * padded(work.features));
@@ -46,15 +46,15 @@ int check_between(const ch_linear& work, const float* states, const float* sums)
 int check_call(const ch_linear& work) {
   const bool normalized = work.last_normalizer != nullptr;
   if (work.feature_map < CH_FEATURE_IDENTITY || work.feature_map > CH_FEATURE_RELU) return CH_BAD_OPTION;
-  if (work.threads < 1 || work.threads > most_threads || !std::isfinite(work.scale)) return CH_BAD_OPTION;
-  // A decayed sum of features is nobody's yet.
+  if (work.threads < 1 || work.threads > max_threads || !std::isfinite(work.scale)) return CH_BAD_OPTION;
+  // No kernel supports a decayed sum of features.
   if (normalized && (work.log_decay != nullptr || work.rate != nullptr)) return CH_BAD_OPTION;
   CH_TRY(check_rows(work, work.query, work.heads, work.features, Access::read));
   CH_TRY(check_rows(work, work.key, work.kv_heads, work.features, Access::read));
   CH_TRY(check_rows(work, work.value, work.kv_heads, work.value_dim, Access::read));
   CH_TRY(check_optional(work, work.log_decay, work.length * work.gates));
   CH_TRY(check_optional(work, work.rate, work.length));
-  return check_between(work, work.states, work.sums);
+  return check_states(work, work.states, work.sums);
 }
 
 int check_linear_forward(const ch_linear& work) {
@@ -64,7 +64,7 @@ int check_linear_forward(const ch_linear& work) {
   CH_TRY(check_each(work, work.last_state, matrix));
   CH_TRY(check_optional(work, work.normalizer, work.features));
   if (work.last_normalizer == nullptr) return CH_OK;
-  // Sums are kept where states are: the chunks of one head are then for any thread.
+  // Sums are saved with states, so that any thread can process any chunk of a head.
   if (work.states != nullptr && work.sums == nullptr) return CH_BAD_POINTER;
   CH_TRY(check_each(work, work.last_normalizer, work.features));
   return check_memory(work.shares, {{{work.batch * work.heads, work.length}, {1, 0}, {1, 0}}, work.length},
@@ -84,9 +84,9 @@ int check_linear_backward(const ch_linear& work) {
   CH_TRY(check_each(work, work.grad_state, matrix));
   if (work.log_decay != nullptr) CH_TRY(check_each(work, work.grad_decay, work.length * work.gates));
   if (work.rate != nullptr) CH_TRY(check_each(work, work.grad_rate, work.length));
-  CH_TRY(check_between(work, work.later, work.later_sums));
+  CH_TRY(check_states(work, work.grad_states, work.grad_sums));
   if (!normalized) return CH_OK;
-  if (work.later != nullptr && work.later_sums == nullptr) return CH_BAD_POINTER;
+  if (work.grad_states != nullptr && work.grad_sums == nullptr) return CH_BAD_POINTER;
   CH_TRY(check_each(work, work.sums, 1));
   CH_TRY(check_rows(work, work.output, work.heads, work.value_dim, Access::read));
   CH_TRY(check_optional(work, work.grad_last_normalizer, work.features));
@@ -104,7 +104,7 @@ int run_linear(const ch_linear* work, LinearCheck check, LinearKernel kernel) {
   CH_TRY(check_sizes(*work));
   CH_TRY(check_call(*work));
   CH_TRY(check(*work));
-  // Without tokens there is no state to hand on; the caller has it already.
+  // Without tokens the last state is the first, which the caller has.
   if (work->batch == 0 || work->heads == 0 || work->length == 0) return CH_OK;
   return (kernels->*kernel)(work);
 }

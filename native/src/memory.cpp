@@ -1,9 +1,8 @@
-// A page that a process has not had yet costs a microsecond or two: the system stops the thread, finds the page and
-// fills it with zeros. The C library maps what is large anew each time, so that a training step pays this for every
-// result again. Here the pages of a result that is gone wait for the next one.
+// A page fault costs one to two microseconds: the system stops the thread, finds a page and zeroes it. The C library
+// maps large blocks anew for every allocation, so a training step would pay this for every result. This cache keeps the
+// pages of freed results for the next ones.
 //
-// What a step of usual size leaves is held as it is; what goes beyond is the system's to take back whenever it needs
-// some (MADV_FREE), so that keeping it takes nothing from anybody.
+// What a typical step frees stays resident; beyond that the system may reclaim pages when it needs memory (MADV_FREE).
 #include "memory.h"
 
 #include <pthread.h>
@@ -18,9 +17,9 @@ namespace {
 
 constexpr size_t HUGE_PAGE = size_t(1) << 21;
 constexpr size_t PAGE = size_t(1) << 16;
-constexpr int MOST_BLOCKS = 512;
-// Bytes that are held as they are. Telling the system costs ten microseconds a block and stops the other threads.
-constexpr size_t MOST_RESIDENT = size_t(1) << 28;
+constexpr int MAX_BLOCKS = 512;
+// Bytes that stay resident. Each madvise costs ten microseconds and stalls the other threads.
+constexpr size_t MAX_RESIDENT_BYTES = size_t(1) << 28;
 
 struct Block {
   void* data;
@@ -28,33 +27,33 @@ struct Block {
   bool resident;
 };
 
-// The oldest first.
+// Oldest first.
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-Block cached[MOST_BLOCKS];
+Block cached[MAX_BLOCKS];
 int num_cached = 0;
 size_t cached_bytes = 0;
 size_t resident_bytes = 0;
-size_t most_bytes = 0;
+size_t max_bytes = 0;
 pthread_once_t started = PTHREAD_ONCE_INIT;
 
-void hold() { pthread_mutex_lock(&lock); }
-void leave() { pthread_mutex_unlock(&lock); }
+void lock_pool() { pthread_mutex_lock(&lock); }
+void unlock_pool() { pthread_mutex_unlock(&lock); }
 
 void start() {
-  // A child forked while another thread works here would find the lock taken for ever.
-  pthread_atfork(hold, leave, leave);
+  // A fork while another thread has the lock would leave it locked in the child forever.
+  pthread_atfork(lock_pool, unlock_pool, unlock_pool);
   const long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
-  most_bytes = pages > 0 && size > 0 ? static_cast<size_t>(pages) / 8 * static_cast<size_t>(size) : 0;
+  max_bytes = pages > 0 && size > 0 ? static_cast<size_t>(pages) / 8 * static_cast<size_t>(size) : 0;
 }
 
-// Eight sizes between a power of two and the next, so that lengths that differ a little share their blocks.
+// Eight sizes between consecutive powers of two, so that lengths that differ a little share blocks.
 size_t rounded(size_t bytes) {
   size_t step = PAGE;
   while (step * 16 <= bytes) step *= 2;
   return (bytes + step - 1) / step * step;
 }
 
-// A mapping that starts on a large page's border.
+// A mapping that is aligned to a huge page.
 void* map(size_t bytes) {
   const size_t mapped_bytes = bytes + HUGE_PAGE;
   if (mapped_bytes < bytes) return nullptr;
@@ -64,11 +63,11 @@ void* map(size_t bytes) {
   char* data = first + (HUGE_PAGE - reinterpret_cast<uintptr_t>(first) % HUGE_PAGE) % HUGE_PAGE;
   if (data > first) munmap(first, static_cast<size_t>(data - first));
   if (first + mapped_bytes > data + bytes) munmap(data + bytes, static_cast<size_t>(first + mapped_bytes - (data + bytes)));
-  expect_writes(data, bytes);
+  advise_huge_pages(data, bytes);
   return data;
 }
 
-// Takes a block out of the row, whose order stays.
+// Removes a block; the order of the others is unmodified.
 Block removed(int place) {
   const Block removed_block = cached[place];
   for (--num_cached; place < num_cached; ++place) cached[place] = cached[place + 1];
@@ -77,13 +76,13 @@ Block removed(int place) {
   return removed_block;
 }
 
-// Tells the system that it may have the oldest, beyond what is held.
+// Offers the oldest blocks to the system, beyond the resident limit.
 void offer_oldest() {
-  for (int place = 0; place < num_cached && resident_bytes > MOST_RESIDENT; ++place) {
+  for (int place = 0; place < num_cached && resident_bytes > MAX_RESIDENT_BYTES; ++place) {
     Block& block = cached[place];
     if (!block.resident) continue;
 #if defined(MADV_FREE)
-    // Advice only: where it is not taken, nothing else changes.
+    // A hint: the code does not depend on it.
     madvise(block.data, block.bytes, MADV_FREE);
 #endif
     block.resident = false;
@@ -100,55 +99,55 @@ void shrink(size_t bytes, int blocks) {
 
 }  // namespace
 
-void* take_memory(size_t bytes) {
+void* pool_allocate(size_t bytes) {
   if (bytes > SIZE_MAX / 4) return nullptr;
   const size_t wanted = rounded(bytes);
   void* reused = nullptr;
   pthread_once(&started, start);
-  hold();
-  // The youngest may still be in the processor's cache.
+  lock_pool();
+  // The newest block is most likely in the processor's cache.
   for (int place = num_cached - 1; place >= 0 && reused == nullptr; --place)
     if (cached[place].bytes == wanted) reused = removed(place).data;
-  leave();
+  unlock_pool();
   return reused != nullptr ? reused : map(wanted);
 }
 
-void give_memory(void* data, size_t bytes) {
+void pool_free(void* data, size_t bytes) {
   const size_t whole = rounded(bytes);
-  hold();
-  const bool fits = whole <= most_bytes;
+  lock_pool();
+  const bool fits = whole <= max_bytes;
   if (fits) {
-    shrink(most_bytes - whole, MOST_BLOCKS - 1);
+    shrink(max_bytes - whole, MAX_BLOCKS - 1);
     cached[num_cached++] = Block{data, whole, true};
     cached_bytes += whole, resident_bytes += whole;
     offer_oldest();
   }
-  leave();
+  unlock_pool();
   if (!fits) munmap(data, whole);
 }
 
-size_t kept_memory() {
-  hold();
+size_t pool_bytes() {
+  lock_pool();
   const size_t released = cached_bytes;
-  leave();
+  unlock_pool();
   return released;
 }
 
-size_t memory_limit() {
+size_t pool_limit() {
   pthread_once(&started, start);
-  hold();
-  const size_t before = most_bytes;
-  leave();
+  lock_pool();
+  const size_t before = max_bytes;
+  unlock_pool();
   return before;
 }
 
-size_t keep_at_most(size_t bytes) {
+size_t set_pool_limit(size_t bytes) {
   pthread_once(&started, start);
-  hold();
-  const size_t before = most_bytes;
-  most_bytes = bytes;
-  shrink(bytes, MOST_BLOCKS);
-  leave();
+  lock_pool();
+  const size_t before = max_bytes;
+  max_bytes = bytes;
+  shrink(bytes, MAX_BLOCKS);
+  unlock_pool();
   return before;
 }
 

@@ -1,21 +1,22 @@
-// The norm of a sum, row by row: what a transformer's layer does between its products, in one pass over memory.
+// The norm of a sum, row by row: residual, dropout and norm in one pass over memory.
 //
-// A row is floats in a line of its own, which stays in the nearest cache while it is gone over. Sums are floats over a
-// stretch of columns and doubles over stretches, so that long rows lose no more digits than short ones.
+// Each row is converted to a line of floats that stays in L1. Sums are in float32 over a stretch of columns and in
+// double over stretches, so long rows lose no more digits than short ones.
 #pragma once
 
 #include "activation.h"
 
 namespace CH_NS {
 
-// Columns whose sum is a float.
-constexpr int STRETCHED = 1024;
+// Columns that are summed in float32.
+constexpr int SUM_COLUMNS = 1024;
 
-// The sum over columns of term(c), which gives a vector of them from c on: what is beyond the last counts as 0.
-template <class Term> CH_INLINE double summed(int columns, const Term& term) {
+// The sum over columns of term(c), which returns a vector of terms from column c on; columns beyond the last count as
+// 0.
+template <class Term> CH_INLINE double sum_over_columns(int columns, const Term& term) {
   double total = 0;
-  for (int from = 0; from < columns; from += STRETCHED) {
-    const int to = least(columns, from + STRETCHED);
+  for (int from = 0; from < columns; from += SUM_COLUMNS) {
+    const int to = minimum(columns, from + SUM_COLUMNS);
     vf sums[4] = {};
     int c = from;
     for (; c + 4 * VL <= to; c += 4 * VL)
@@ -35,7 +36,7 @@ template <class IO> class Norm {
   const int columns, padded;
 
   explicit Norm(const ch_norm& work)
-      : w(work), columns((int)work.columns), padded((int)round_up(work.columns, PLACES)) {}
+      : w(work), columns((int)work.columns), padded((int)round_up(work.columns, GROUP_COLUMNS)) {}
 
   int64_t place(int64_t row) const { return row * w.columns; }
   int threads() const { return threads_for(w, 16.0 * (double)w.rows * (double)w.columns); }
@@ -47,14 +48,14 @@ template <class IO> class Norm {
     get_row<IO>((const type*)from + place(row), columns, line, padded);
   }
 
-  // What normed numbers are multiplied by.
+  // The factors of the normalised values.
   void get_factors(float* line) const {
     get_line(w.weight, 0, line);
     if (w.kind != CH_NORM_RMS_FROM_ONE) return;
     for (int c = 0; c < columns; c += VL) store(line + c, all(1.0f) + load(line + c));
   }
 
-  // What lies in a row elsewhere, added to a line.
+  // Adds a row of another tensor to a line.
   void add(const void* from, int64_t row, float* line) const {
     const type* added = (const type*)from + place(row);
     int c = 0;
@@ -62,7 +63,7 @@ template <class IO> class Norm {
     for (; c < columns; c++) line[c] += get_one<IO>(added + c);
   }
 
-  // A vector of numbers as they are written, and read again.
+  // A vector rounded to the tensor's dtype and widened again.
   static CH_INLINE vf rounded(vf v) {
     if constexpr (__is_same(IO, Float32)) {
       return v;
@@ -73,16 +74,16 @@ template <class IO> class Norm {
     }
   }
 
-  // What dropout keeps of a row's line.
-  void keep(int64_t row, float* line) const {
+  // Applies dropout to a row's line.
+  void apply_dropout(int64_t row, float* line) const {
     const vf factor = all(dropout_factor(w.dropped));
-    for (int c = 0; c < columns; c += PLACES) {
-      const int of = c / PLACES;
-      const Draw draw = draw_of(w.seed, w.dropped, row, of);
-      kept_places(draw, (uint32_t)of, columns - c, [&](int at, Lanes keep, Lanes next) CH_INLINED {
+    for (int c = 0; c < columns; c += GROUP_COLUMNS) {
+      const int of = c / GROUP_COLUMNS;
+      const PhiloxRow draw = philox_row(w.seed, w.dropped, row, of);
+      draw_keep_masks(draw, (uint32_t)of, columns - c, [&](int at, Lanes keep, Lanes next) CH_INLINED {
         float* to = line + c + at;
-        store(to, only(keep, load(to) * factor));
-        store(to + VL, only(next, load(to + VL) * factor));
+        store(to, select_lanes(keep, load(to) * factor));
+        store(to + VL, select_lanes(next, load(to + VL) * factor));
       });
     }
   }
@@ -99,48 +100,48 @@ template <class IO> class NormForward : Norm<IO> {
   explicit NormForward(const ch_norm& work) : Base(work) {}
 
   int run() const {
-    float* given = Base::line_of(clearhead::SLOT_SHARED, 2);
-    if (given == nullptr) return CH_NO_MEMORY;
-    if (w.weight != nullptr) Base::get_factors(given);
-    if (w.bias != nullptr) Base::get_line(w.bias, 0, given + padded);
-    const int64_t together = most((int64_t)1, (int64_t)8192 / w.columns);
+    float* factors = Base::line_of(clearhead::SLOT_SHARED, 2);
+    if (factors == nullptr) return CH_NO_MEMORY;
+    if (w.weight != nullptr) Base::get_factors(factors);
+    if (w.bias != nullptr) Base::get_line(w.bias, 0, factors + padded);
+    const int64_t rows_per_unit = maximum((int64_t)1, (int64_t)8192 / w.columns);
     Fault fault;
-    parallel(Base::threads(), (w.rows + together - 1) / together, [&](int64_t u) {
+    parallel(Base::threads(), (w.rows + rows_per_unit - 1) / rows_per_unit, [&](int64_t u) {
       float* line = Base::line_of(clearhead::SLOT_WORK, 1);
       if (line == nullptr) return fault.set(CH_NO_MEMORY);
-      for (int64_t row = u * together; row < least(w.rows, (u + 1) * together); row++) one_row(row, given, line);
+      for (int64_t row = u * rows_per_unit; row < minimum(w.rows, (u + 1) * rows_per_unit); row++) one_row(row, factors, line);
     });
     clearhead::trim_scratch();
     return fault.get();
   }
 
  private:
-  void one_row(int64_t row, const float* given, float* line) const {
+  void one_row(int64_t row, const float* factors, float* line) const {
     read_sum(row, line);
     const double count = (double)columns;
     const bool centred = w.kind == CH_NORM_LAYER;
-    const float mean = centred ? (float)(summed(columns, [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
+    const float mean = centred ? (float)(sum_over_columns(columns, [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
     const vf means = all(mean);
-    double square = summed(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
-    // The mean has been rounded: of numbers that differ little from it the rest counts.
+    double square = sum_over_columns(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
+    // The mean is rounded: for values close to it the residual matters.
     double rest = 0;
-    if (centred) rest = summed(columns, [&](int c) CH_INLINED { return load(line + c) - means; }) / count;
+    if (centred) rest = sum_over_columns(columns, [&](int c) CH_INLINED { return load(line + c) - means; }) / count;
     square = square / count - rest * rest;
     const float scale = (float)(1.0 / __builtin_sqrt((square < 0 ? 0.0 : square) + w.epsilon));
     if (w.moments != nullptr) w.moments[2 * row] = mean, w.moments[2 * row + 1] = scale;
     const vf scales = all(scale), rests = all((float)rest);
     for (int c = 0; c < columns; c += VL) {
-      vf number = (load(line + c) - means - rests) * scales;
-      if (w.weight != nullptr) number *= load(given + c);
-      if (w.bias != nullptr) number += load(given + padded + c);
-      store(line + c, number);
+      vf value = (load(line + c) - means - rests) * scales;
+      if (w.weight != nullptr) value *= load(factors + c);
+      if (w.bias != nullptr) value += load(factors + padded + c);
+      store(line + c, value);
     }
     put_row<IO>((type*)w.output + Base::place(row), columns, line, 1.0f);
   }
 
   void read_sum(int64_t row, float* line) const {
     Base::get_line(w.input, row, line);
-    if (w.dropped > 0) Base::keep(row, line);
+    if (w.dropped > 0) Base::apply_dropout(row, line);
     if (w.added != nullptr) Base::add(w.added, row, line);
     if (w.added != nullptr || w.dropped > 0)
       for (int c = 0; c < columns; c += VL) store(line + c, Base::rounded(load(line + c)));
@@ -154,14 +155,14 @@ template <class IO> class NormBackward : Norm<IO> {
   using Base::columns;
   using Base::padded;
   using Base::w;
-  // Stretches of rows whose sums for weight and bias are made apart, whatever the number of threads is.
-  static constexpr int64_t MOST_PARTS = 32, LEAST_ROWS = 16;
+  // Parts of rows with a separate sum for the gradients of weight and bias; independent of the number of threads.
+  static constexpr int64_t MAX_PARTS = 32, MIN_ROWS = 16;
 
  public:
   explicit NormBackward(const ch_norm& work) : Base(work) {}
 
   int run() const {
-    const int64_t rows = most((w.rows + MOST_PARTS - 1) / MOST_PARTS, LEAST_ROWS), parts = (w.rows + rows - 1) / rows;
+    const int64_t rows = maximum((w.rows + MAX_PARTS - 1) / MAX_PARTS, MIN_ROWS), parts = (w.rows + rows - 1) / rows;
     float* weight = Base::line_of(clearhead::SLOT_SHARED, 1);
     float* sums = sums_wanted() ? Base::line_of(clearhead::SLOT_PARTIAL, 2 * parts) : nullptr;
     if (weight == nullptr || (sums == nullptr && sums_wanted())) return CH_NO_MEMORY;
@@ -172,7 +173,7 @@ template <class IO> class NormBackward : Norm<IO> {
       if (lines == nullptr) return fault.set(CH_NO_MEMORY);
       float* line_sums = sums == nullptr ? nullptr : sums + 2 * u * padded;
       if (line_sums != nullptr) memset(line_sums, 0, (size_t)(2 * padded) * sizeof(float));
-      for (int64_t row = u * rows; row < least(w.rows, (u + 1) * rows); row++) one_row(row, weight, lines, line_sums);
+      for (int64_t row = u * rows; row < minimum(w.rows, (u + 1) * rows); row++) one_row(row, weight, lines, line_sums);
     });
     if (sums != nullptr && fault.get() == CH_OK) {
       add_up(sums, parts, w.grad_weight);
@@ -185,7 +186,7 @@ template <class IO> class NormBackward : Norm<IO> {
  private:
   bool sums_wanted() const { return w.grad_weight != nullptr || w.grad_bias != nullptr; }
 
-  // With d = x - mean, whose mean is not quite 0, and g what arrives at the norm before its weight:
+  // With d = x - mean, whose mean is not exactly 0, and g the gradient of the normalised values:
   //   normed = scale (d - mean d),  grad = scale (g - mean g - normed mean(g normed)).
   void one_row(int64_t row, const float* weight, float* lines, float* sums) const {
     float *x = lines, *g = lines + padded;
@@ -195,12 +196,12 @@ template <class IO> class NormBackward : Norm<IO> {
     const double count = (double)columns, scale = (double)w.moments[2 * row + 1];
     double rest = 0, mean_g = 0;
     for (int c = 0; c < columns; c += VL) store(x + c, load(x + c) - means);
-    if (centred) rest = summed(columns, [&](int c) CH_INLINED { return load(x + c); }) / count;
+    if (centred) rest = sum_over_columns(columns, [&](int c) CH_INLINED { return load(x + c); }) / count;
     const vf rests = all((float)rest);
     const auto weighted = [&](int c) CH_INLINED { return w.weight == nullptr ? load(g + c) : load(g + c) * load(weight + c); };
-    if (centred) mean_g = summed(columns, weighted) / count;
+    if (centred) mean_g = sum_over_columns(columns, weighted) / count;
     const double along =
-        scale * summed(columns, [&](int c) CH_INLINED { return weighted(c) * (load(x + c) - rests); }) / count;
+        scale * sum_over_columns(columns, [&](int c) CH_INLINED { return weighted(c) * (load(x + c) - rests); }) / count;
     const vf means_g = all((float)mean_g), alongs = all((float)along);
     for (int c = 0; c < columns; c += VL) {
       const vf normed = (load(x + c) - rests) * scales, grad = load(g + c);
@@ -215,25 +216,25 @@ template <class IO> class NormBackward : Norm<IO> {
 
   void read_grad(int64_t row, float* line) const {
     Base::get_line(w.grad_output, row, line);
-    if (w.grad_more != nullptr) Base::add(w.grad_more, row, line);
+    if (w.grad_output_second != nullptr) Base::add(w.grad_output_second, row, line);
   }
 
   void put_grads(int64_t row, float* line) const {
-    if (w.grad_arrived != nullptr) Base::add(w.grad_arrived, row, line);
+    if (w.grad_residual != nullptr) Base::add(w.grad_residual, row, line);
     put_row<IO>((type*)w.grad_sum + Base::place(row), columns, line, 1.0f);
     if (w.grad_input == nullptr) return;
     for (int c = 0; c < columns; c += VL) store(line + c, Base::rounded(load(line + c)));
-    if (w.dropped > 0) Base::keep(row, line);
+    if (w.dropped > 0) Base::apply_dropout(row, line);
     put_row<IO>((type*)w.grad_input + Base::place(row), columns, line, 1.0f);
   }
 
-  // A line of each part, added up and written.
+  // Adds the lines of all parts and stores the sum.
   void add_up(float* sums, int64_t parts, void* to) const {
     if (to == nullptr) return;
     for (int c = 0; c < columns; c += VL) {
       vf total = {};
       for (int64_t part = 0; part < parts; part++) total += load(sums + 2 * part * padded + c);
-      const int left = least(VL, columns - c);
+      const int left = minimum(VL, columns - c);
       float line[VL];
       store(line, total);
       put_row<IO>((type*)to + c, left, line, 1.0f);

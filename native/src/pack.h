@@ -1,12 +1,11 @@
-// From tensors as they lie to what the product reads, and back.
+// Packing from tensors into the layouts that the GEMM kernel reads, and back.
 //
-// Three layouts. *Rows*: [row][ld] numbers, steps along the row: A of a product, and for floats also B of one whose
-// steps are rows. *Panels*: the transpose in panels of PW columns, [panel][step][PW]: B of a product with rows of A
-// along head_dim. *Paired rows* (bfloat16 only): [row / 2][ld] pairs of neighbouring rows: B of a product whose steps
-// are rows. Whatever lies beyond a tensor's edge is 0.
+// Three layouts. *Rows*: [row][ld] operands, steps along the row: A, and for floats also B if its steps are rows.
+// *Panels*: the transpose in panels of PW columns, [panel][step][PW]: B for A rows along head_dim. *Paired rows*
+// (bfloat16 only): [row / 2][ld] pairs of neighbouring rows: B if its steps are rows. Padding is 0.
 #pragma once
 
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace CH_NS {
 
@@ -35,7 +34,7 @@ CH_INLINE uint32_t float_to_bits(float value) {
 CH_INLINE float half_to_float(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
   if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // Halves that are not normal are normal floats, and must not pass through one that is not: it may be taken for 0.
+  // Subnormal halves are normal floats; no intermediate may be a subnormal float, which the FTZ mode would flush to 0.
   if (rest < 0x400) return bits_to_float(float_to_bits((float)rest * bits_to_float(0x33800000)) | sign);  // 2**-24
   return bits_to_float(sign | ((rest << 13) + 0x38000000));
 }
@@ -45,7 +44,7 @@ CH_INLINE uint16_t float_to_half(float value) {
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
   if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-  if (bits < 0x38800000) {  // subnormal: the sum's rounding does it
+  if (bits < 0x38800000) {  // subnormal: the addition rounds it
     float shifted = bits_to_float(bits) + 0.5f;
     return (uint16_t)(sign | (float_to_bits(shifted) - 0x3f000000));
   }
@@ -116,7 +115,7 @@ template <class IO> CH_INLINE void put_vector(typename IO::type* p, vf x) {
   }
 }
 
-// `count` numbers of a row as floats, the rest of `ld` zero.
+// `count` elements of a row as floats; zeros up to `ld`.
 template <class IO> CH_INLINE void get_row(const typename IO::type* from, int count, float* to, int ld) {
   int c = 0;
   for (; c + VL <= count; c += VL) store(to + c, get_vector<IO>(from + c));
@@ -130,24 +129,25 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
   for (; c < count; c++) put_one<IO>(to + c, from[c] * factor);
 }
 
-// A row as the numbers of M: floats, or bfloat16 as they are; whole vectors, 0 beyond its end.
+// A row as operands of M: floats, or bfloat16 unconverted; whole vectors, zero-padded.
 template <class M, class IO>
-CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M::number* to, int ld) {
-  if constexpr (M::PAIR == 1) {
+CH_INLINE void get_operands(const typename IO::type* from, int count, typename M::operand* to, int ld) {
+  if constexpr (M::PACK == 1) {
     get_row<IO>(from, count, to, ld);
   } else {
 #if defined(CH_BF16DOT)
-    // A call that copies memory costs more than most rows.
+    // A call to memcpy costs more than most rows.
     for (int c = 0; c < ld; c += VL) *(vu_any*)(to + c) = get_pairs(from + 2 * c, count - 2 * c);
 #endif
   }
 }
 
-// Numbers of M that a row of `dim` takes as rows of A.
-template <class M> CH_INLINE int row_numbers(int dim) { return (int)round_up(dim, VL * M::PAIR) / M::PAIR; }
+// Operands of M in a row of A with `dim` elements.
+template <class M> CH_INLINE int row_operands(int dim) { return (int)round_up(dim, VL * M::PACK) / M::PACK; }
 
 #if defined(CH_AVX512) || defined(CH_AVX2) || defined(CH_NEON)
-// Lanes of 128 bits: words of two vectors in turn, the lower halves' and the upper halves'; then pairs of words.
+// Within lanes of 128 bits: interleaves words of two vectors, of the lower halves or the upper halves; then pairs of
+// words.
 #if defined(CH_AVX512)
 typedef __m512i Words;
 CH_INLINE Words load_words(const uint32_t* from) { return _mm512_loadu_si512(from); }
@@ -183,7 +183,7 @@ CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
 }
 #endif
 
-// VL rows of VL words, four by four, each lane of the four transposed.
+// Transposes VL rows of VL words in 4 x 4 blocks, one per 128-bit lane.
 CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, int rows, Words* r) {
   Words t[VL];
 #pragma GCC unroll 16
@@ -198,7 +198,7 @@ CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, int rows, Words
 }
 #endif
 
-// VL x VL words: the transpose. Behind the first `rows` rows nothing is read; these are 0.
+// Transposes VL x VL words. Rows from `rows` on are not read and count as 0.
 #if defined(CH_AVX512)
 CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
   Words r[16], t[16];
@@ -240,39 +240,39 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
 }
 #endif
 
-// Whether rows of M's numbers can be read where they lie.
-template <class M, class IO> CH_INLINE bool lies_as(const typename IO::type* from, int64_t stride) {
-  if constexpr (M::PAIR == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
-  return __is_same(typename IO::type, typename M::number);
+// Whether rows can be read in place as operands of M.
+template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO::type* from, int64_t stride) {
+  if constexpr (M::PACK == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
+  return __is_same(typename IO::type, typename M::operand);
 }
 
-// Rows [first, first + count) of a tensor as panels; `staged` holds VL rows. Writes whole vectors, zeros beyond.
+// Rows [first, first + count) of a tensor as panels; `staged` has VL rows. Stores whole vectors, zero-padded.
 template <class M, class IO>
-void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
-                 typename M::number* staged) {
-  const int numbers = row_numbers<M>(dim), width = VL * M::PAIR;
-  // Whole vectors are transposed from where they lie; what the end of a row cuts is laid out first.
-  const int lying = lies_as<M, IO>(from, stride) ? dim / width * width : 0;
-  const int done = lying / M::PAIR, rest = numbers - done;
+void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
+                 typename M::operand* staged) {
+  const int operands = row_operands<M>(dim), width = VL * M::PACK;
+  // Whole vectors are transposed from the tensor; the remainder of a row is copied and padded first.
+  const int in_place = readable_in_place<M, IO>(from, stride) ? dim / width * width : 0;
+  const int done = in_place / M::PACK, rest = operands - done;
   for (int row = 0; row < count; row += VL) {
     const typename IO::type* block = from + row * stride;
-    typename M::number* panel = to + (int64_t)(row / PW) * numbers * PW + row % PW;
-    const int real = least(VL, count - row);
+    typename M::operand* panel = to + (int64_t)(row / PW) * operands * PW + row % PW;
+    const int valid_rows = minimum(VL, count - row);
     for (int c = 0; c < done; c += VL) {
-      const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PAIR);
+      const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PACK);
       uint32_t* transposed = (uint32_t*)panel + (int64_t)c * PW;
-      if (real == VL) transpose_block(words, stride / M::PAIR, transposed, PW);
-      else transpose_block(words, stride / M::PAIR, transposed, PW, real);
+      if (valid_rows == VL) transpose_block(words, stride / M::PACK, transposed, PW);
+      else transpose_block(words, stride / M::PACK, transposed, PW, valid_rows);
     }
-    for (int r = 0; r < real && rest > 0; r++)
-      get_numbers<M, IO>(block + r * stride + lying, dim - lying, staged + r * rest, rest);
+    for (int r = 0; r < valid_rows && rest > 0; r++)
+      get_operands<M, IO>(block + r * stride + in_place, dim - in_place, staged + r * rest, rest);
     for (int c = 0; c < rest; c += VL)
-      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, real);
+      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, valid_rows);
   }
 }
 
 #if defined(CH_BF16DOT)
-// Two rows, or one and zeros, as pairs.
+// Two rows, or one and zeros, interleaved as pairs.
 CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, uint32_t* to, int ld) {
   int c = 0;
   for (; c + VL <= count; c += VL)
@@ -282,9 +282,9 @@ CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, u
 }
 #endif
 
-// How rows of `dim` columns lie as B of a product along rows: panels of `ld` columns, at most PW, one behind the other, so
-// that each is read from end to end. Their widths are as even as can be: a product with a panel of one vector has six sums
-// in flight, and waits for them. A panel has room for `steps` steps.
+// Panels of rows of `dim` columns as B of a GEMM along rows: contiguous panels of `ld` columns, at most PW, each with
+// capacity for `steps` steps. Widths are as equal as possible: a panel of one vector has only six sums in flight and
+// waits for latency.
 struct Panels {
   int count, ld;
   int64_t size;
@@ -292,24 +292,24 @@ struct Panels {
   CH_INLINE Panels(int64_t dim, int64_t steps) {
     const int64_t all_vectors = (dim + VL - 1) / VL;
     count = (int)((all_vectors + NV - 1) / NV);
-    ld = (int)((all_vectors + most(count, 1) - 1) / most(count, 1)) * VL;
+    ld = (int)((all_vectors + maximum(count, 1) - 1) / maximum(count, 1)) * VL;
     size = steps * ld;
   }
-  CH_INLINE int64_t numbers() const { return count * size; }
+  CH_INLINE int64_t operands() const { return count * size; }
   // Vectors of columns in a panel.
   CH_INLINE int vectors(int panel, int64_t dim) const {
-    return (int)least((int64_t)ld, round_up(dim, VL) - (int64_t)panel * ld) / VL;
+    return (int)minimum((int64_t)ld, round_up(dim, VL) - (int64_t)panel * ld) / VL;
   }
 };
 
 template <class M, class IO>
-void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
+void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
                const Panels& panels) {
   for (int p = 0; p < panels.count; p++) {
-    int columns = least(panels.ld, dim - p * panels.ld);
-    typename M::number* out = to + p * panels.size;
+    int columns = minimum(panels.ld, dim - p * panels.ld);
+    typename M::operand* out = to + p * panels.size;
     const typename IO::type* in = from + p * panels.ld;
-    if constexpr (M::PAIR == 1) {
+    if constexpr (M::PACK == 1) {
       for (int r = 0; r < count; r++) get_row<IO>(in + r * stride, columns, out + (int64_t)r * panels.ld, panels.ld);
     } else {
       for (int r = 0; r < count; r += 2)
@@ -319,12 +319,12 @@ void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim
   }
 }
 
-// Rows of B that a product along `count` rows reads.
-template <class M> CH_INLINE int64_t row_steps(int64_t count) { return (count + M::PAIR - 1) / M::PAIR; }
+// B rows of a GEMM along `count` rows.
+template <class M> CH_INLINE int64_t row_steps(int64_t count) { return (count + M::PACK - 1) / M::PACK; }
 
-// Whether none of `count` rows holds NaN or inf. Rows that follow one another are one.
+// Whether `count` rows have no NaN or infinity. Contiguous rows are checked as one.
 template <class IO> bool all_finite(const typename IO::type* from, int64_t stride, int64_t count, int64_t dim) {
-  if (stride == dim) dim *= count, count = least((int64_t)1, count);
+  if (stride == dim) dim *= count, count = minimum((int64_t)1, count);
   vf zero = (vf){};
   float rest = 0.0f;
   for (int64_t r = 0; r < count; r++) {

@@ -1,40 +1,40 @@
-// The peak throughput of the GEMM kernel on this processor. It is reported, and decides nothing.
+// The peak throughput of the GEMM kernel on this processor. It is reported and influences no choice.
 #pragma once
 
 #include <time.h>
 
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace CH_NS {
 
-// The GEMM kernel with its operands and sums in the first cache.
+// The GEMM kernel with operands and sums in L1.
 template <class M> struct PeakLoop {
   static constexpr int STEPS = 64;
-  alignas(64) typename M::number a[MR * STEPS] = {}, b[STEPS * PW] = {};
+  alignas(64) typename M::operand a[MR * STEPS] = {}, b[STEPS * PW] = {};
   alignas(64) float c[MR * PW];
 
   int64_t nanoseconds_of(int times) {
     timespec start, stop;
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (int i = 0; i < times; i++) {
-      product<M, SET>(MR, NV, STEPS, a, STEPS, 1, b, PW, c, PW);
-      // The sums are not read elsewhere; keep the compiler from dropping the loop.
+      gemm<M, SET>(MR, NV, STEPS, a, STEPS, 1, b, PW, c, PW);
+      // Keep the compiler from dropping the loop, whose sums are unused.
       asm volatile("" : : "r"(c) : "memory");
     }
     clock_gettime(CLOCK_MONOTONIC, &stop);
     return (stop.tv_sec - start.tv_sec) * 1000000000 + (stop.tv_nsec - start.tv_nsec);
   }
-  static double operations_of(int times) { return 2.0 * MR * PW * STEPS * M::PAIR * times; }
+  static double operations_of(int times) { return 2.0 * MR * PW * STEPS * M::PACK * times; }
 };
 
-// Operations a second of so many threads at once: the best of rounds, each by its slowest thread.
+// Operations per second of `threads` threads: the best of several rounds, each timed by its slowest thread.
 template <class M> double rate_of(int threads) {
   constexpr int ROUNDS = 20;
   constexpr double NANOSECONDS = 1e6;
   double best = 0.0;
   int times = 16;
   for (int round = 0; round < ROUNDS; round++) {
-    int64_t slowest = 1;  // at least, for it is divided by
+    int64_t slowest = 1;  // at least 1: it is a divisor
 #pragma omp parallel num_threads(threads) reduction(max : slowest)
     {
       PeakLoop<M> loop;
@@ -42,7 +42,7 @@ template <class M> double rate_of(int threads) {
     }
     const double rate = threads * PeakLoop<M>::operations_of(times) / (double)slowest * 1e9;
     if (rate > best) best = rate;
-    // Rounds long enough for the clock, and short enough for what else the machine does.
+    // Rounds are long against the clock's resolution, and short enough to escape other load.
     const double wanted = NANOSECONDS / (double)slowest * times;
     times = wanted < 1.0 ? 1 : wanted > 1e6 ? 1000000 : (int)wanted;
   }

@@ -1,27 +1,28 @@
-// Which numbers dropout keeps: 16 random bits for each, a function of the place alone, so that forward and backward, every
-// tile and every number of threads see the same.
+// Dropout masks: 16 random bits per element, a function of its position alone, so that forward and backward, every tile
+// and any number of threads see the same mask.
 //
-// The bits are those of Philox4x32-7 (Salmon et al. 2011, section 3.3) under the seed. Columns [64 g, 64 g + 64) of a row
-// share the counters 8 g to 8 g + 7: column 64 g + 32 p + 4 j + h has bits [16 h, 16 h + 16) of the number whose lower word
-// is word 2 p + 1 of counter 8 g + j, and whose upper one is word 2 p. So a number is what the last round's product leaves,
-// and neighbours are lanes of a vector, whatever its width is. A counter's other words say which row: of attention's weights
-// the query's position, the head and the batch entry, of activations the row, 0 and OF_ACTIVATIONS.
+// The bits are those of Philox4x32-7 (Salmon et al. 2011, section 3.3) with the seed as key. Columns [64 g, 64 g + 64)
+// of a row use the counters 8 g to 8 g + 7: column 64 g + 32 p + 4 j + h has bits [16 h, 16 h + 16) of the 64-bit
+// integer whose lower word is word 2 p + 1 of counter 8 g + j and whose upper word is word 2 p. That integer is the
+// 64-bit product of the last round, and neighbours are lanes of a vector, whatever its width. The other words of a
+// counter identify the row: for attention weights the query's position, the head and the batch entry; for activations
+// the row, 0 and ACTIVATIONS_WORD.
 #pragma once
 
 #include "vector.h"
 
 namespace CH_NS {
 
-constexpr int PLACES = 128;    // columns that are drawn for at a time
-constexpr int PER_GROUP = 16;  // their counters
-constexpr uint32_t OF_ACTIVATIONS = 0xffffffffu;  // where the counters of attention's weights have a batch entry
-// No statistical test is known to fail with seven; ten, the customary number, are a margin beyond that.
+constexpr int GROUP_COLUMNS = 128;  // columns per draw
+constexpr int GROUP_COUNTERS = 16;  // their counters
+constexpr uint32_t ACTIVATIONS_WORD = 0xffffffffu;  // attention weights have the batch entry here
+// Seven rounds pass all known statistical tests (Salmon et al. 2011); ten, the default, add margin.
 constexpr int ROUNDS = 7;
 
-typedef uint64_t vw __attribute__((vector_size(VL * 4)));  // lanes of two words
+typedef uint64_t vw __attribute__((vector_size(VL * 4)));  // 64-bit lanes
 
-// The product of the lower words of each lane.
-CH_INLINE vw wide_product(vw a, uint32_t b) {
+// The 64-bit product of the lower words of each lane.
+CH_INLINE vw multiply_wide(vw a, uint32_t b) {
 #if defined(CH_AVX512)
   return (vw)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32((int)b));
 #elif defined(CH_AVX2)
@@ -33,10 +34,10 @@ CH_INLINE vw wide_product(vw a, uint32_t b) {
 #endif
 }
 
-// Two numbers of each counter. Only the counters' first words differ from lane to lane, so the first two rounds have one
-// product of lanes each, and one of numbers. Of a lane the lower word counts: what a product leaves above it reaches no
-// other product.
-CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed, vw numbers[2]) {
+// Two integers per counter. Only the first counter word differs between lanes, so the first two rounds need one vector
+// multiplication and one scalar one each. Only the lower word of a lane is an input; the upper half of a product
+// reaches no other product.
+CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed, vw integers[2]) {
   constexpr uint32_t FIRST = 0xD2511F53u, SECOND = 0xCD9E8D57u, FIRST_STEP = 0x9E3779B9u, SECOND_STEP = 0xBB67AE85u;
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
   auto next_key = [&]() CH_INLINED {
@@ -44,45 +45,45 @@ CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t see
     key1 += SECOND_STEP;
   };
   const uint64_t product = (uint64_t)c2 * SECOND;
-  vw first = wide_product(c0, FIRST);
+  vw first = multiply_wide(c0, FIRST);
   const vw varied = first >> 32 ^ (c3 ^ key1);
   const uint64_t next_product = (uint64_t)((uint32_t)(product >> 32) ^ c1 ^ key0) * FIRST;
   next_key();
-  vw second = wide_product(varied, SECOND);
+  vw second = multiply_wide(varied, SECOND);
   vw w0 = second >> 32 ^ ((uint32_t)product ^ key0), w1 = second;
   vw w2 = first ^ ((uint32_t)(next_product >> 32) ^ key1), w3 = (uint32_t)next_product + (vw){};
 #pragma GCC unroll 8
   for (int round = 2; round < ROUNDS - 1; round++) {
     next_key();
-    first = wide_product(w0, FIRST);
-    second = wide_product(w2, SECOND);
+    first = multiply_wide(w0, FIRST);
+    second = multiply_wide(w2, SECOND);
     w0 = second >> 32 ^ w1 ^ key0;
     w1 = second;
     w2 = first >> 32 ^ w3 ^ key1;
     w3 = first;
   }
   next_key();
-  numbers[0] = wide_product(w2, SECOND) ^ w1 << 32 ^ (uint64_t)key0 << 32;
-  numbers[1] = wide_product(w0, FIRST) ^ w3 << 32 ^ (uint64_t)key1 << 32;
+  integers[0] = multiply_wide(w2, SECOND) ^ w1 << 32 ^ (uint64_t)key0 << 32;
+  integers[1] = multiply_wide(w0, FIRST) ^ w3 << 32 ^ (uint64_t)key1 << 32;
 }
 
-// Which of the quarters of numbers, one after the other, are at least `dropped`: two vectors of them.
-CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& keep, Lanes& next) {
+// Which 16-bit quarters of the integers, in order, are at least `dropped`: two vectors of lanes.
+CH_INLINE void keep_lanes(vw integers, int32_t dropped, Lanes& keep, Lanes& next) {
 #if defined(CH_AVX512)
-  const __mmask32 both = _mm512_cmpge_epu16_mask((__m512i)numbers, _mm512_set1_epi16((short)dropped));
+  const __mmask32 both = _mm512_cmpge_epu16_mask((__m512i)integers, _mm512_set1_epi16((short)dropped));
   keep = (Lanes)both, next = (Lanes)(both >> 16);
 #elif defined(CH_AVX2)
-  const __m256i quarters = (__m256i)numbers, least_kept = _mm256_set1_epi16((short)dropped);
-  const __m256i both = _mm256_cmpeq_epi16(_mm256_max_epu16(quarters, least_kept), quarters);
+  const __m256i quarters = (__m256i)integers, threshold = _mm256_set1_epi16((short)dropped);
+  const __m256i both = _mm256_cmpeq_epi16(_mm256_max_epu16(quarters, threshold), quarters);
   keep = (vi)_mm256_cvtepi16_epi32(_mm256_castsi256_si128(both));
   next = (vi)_mm256_cvtepi16_epi32(_mm256_extracti128_si256(both, 1));
 #elif defined(CH_NEON)
-  const int16x8_t both = (int16x8_t)vcgeq_u16((uint16x8_t)numbers, vdupq_n_u16((uint16_t)dropped));
+  const int16x8_t both = (int16x8_t)vcgeq_u16((uint16x8_t)integers, vdupq_n_u16((uint16_t)dropped));
   keep = (vi)vmovl_s16(vget_low_s16(both));
   next = (vi)vmovl_high_s16(both);
 #else
   uint16_t quarters[2 * VL];
-  memcpy(quarters, &numbers, sizeof(quarters));
+  memcpy(quarters, &integers, sizeof(quarters));
   for (int i = 0; i < VL; i++) {
     keep[i] = -(int32_t)(quarters[i] >= dropped);
     next[i] = -(int32_t)(quarters[VL + i] >= dropped);
@@ -91,7 +92,7 @@ CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& keep, Lanes& ne
 }
 
 // These lanes of v, and 0 in the others.
-CH_INLINE vf only(Lanes lanes, vf v) {
+CH_INLINE vf select_lanes(Lanes lanes, vf v) {
 #if defined(CH_AVX512)
   return (vf)_mm512_mask_mov_ps((__m512)(vf){}, lanes, (__m512)v);
 #else
@@ -99,45 +100,45 @@ CH_INLINE vf only(Lanes lanes, vf v) {
 #endif
 }
 
-// The same by the lowest bits of a number.
-CH_INLINE vf where_bits(uint32_t bits, vf v) {
+// The same, by the lowest bits of an integer.
+CH_INLINE vf select_bits(uint32_t bits, vf v) {
 #if defined(CH_AVX512)
-  return only((Lanes)bits, v);
+  return select_lanes((Lanes)bits, v);
 #else
   vi lane;
   for (int i = 0; i < VL; i++) lane[i] = 1 << i;
-  return only((((int32_t)bits + (vi){}) & lane) == lane, v);
+  return select_lanes((((int32_t)bits + (vi){}) & lane) == lane, v);
 #endif
 }
 
-// What a row's numbers are drawn by: the seed, and the words of its counters behind the first.
-struct Draw {
+// The Philox inputs of a row: the seed and its counter words after the first.
+struct PhiloxRow {
   uint64_t seed;
   int32_t dropped;  // of CH_LEVELS
   uint32_t row, head, batch;
 };
 
-// Hands out which of a group's first columns are kept, two vectors at a time: `take(column within the group, lanes, next
-// lanes)`. Vectors of other columns may be among them: a narrow row draws for few more than it has.
-template <class Take> CH_INLINE void kept_places(const Draw& d, uint32_t group, int64_t columns, const Take& take) {
-  constexpr int TOGETHER = VL / 2;  // counters
+// Calls `take(column within the group, lanes, next lanes)` with the keep masks of a group's first columns, two vectors
+// at a time. Narrow rows draw for few more columns than they have; the last vectors may exceed them.
+template <class Take> CH_INLINE void draw_keep_masks(const PhiloxRow& d, uint32_t group, int64_t columns, const Take& take) {
+  constexpr int COUNTERS = VL / 2;  // counters
   vw lanes;
-  for (int i = 0; i < TOGETHER; i++) lanes[i] = (uint64_t)i;
+  for (int i = 0; i < COUNTERS; i++) lanes[i] = (uint64_t)i;
 #pragma GCC unroll 8
-  for (int part = 0; part < PER_GROUP; part += TOGETHER) {
+  for (int part = 0; part < GROUP_COUNTERS; part += COUNTERS) {
     if (part / 8 * 64 + part % 8 * 4 >= columns) continue;
-    vw numbers[2];
-    philox(lanes + (uint64_t)(group * PER_GROUP + (uint32_t)part), d.row, d.head, d.batch, d.seed, numbers);
+    vw integers[2];
+    philox(lanes + (uint64_t)(group * GROUP_COUNTERS + (uint32_t)part), d.row, d.head, d.batch, d.seed, integers);
 #pragma GCC unroll 2
     for (int p = 0; p < 2; p++) {
       Lanes keep, next;
-      quarters_from(numbers[p], d.dropped, keep, next);
+      keep_lanes(integers[p], d.dropped, keep, next);
       take(part / 8 * 64 + 32 * p + part % 8 * 4, keep, next);
     }
   }
 }
 
-// A bit for each lane of two vectors.
+// One bit per lane of two vectors.
 #if defined(CH_AVX512)
 typedef uint32_t Both;
 #elif defined(CH_AVX2)
@@ -146,37 +147,37 @@ typedef uint16_t Both;
 typedef uint8_t Both;
 #endif
 
-// A bit for each column of a group, or for its first ones.
-struct KeptBits {
-  Both bits[PLACES / (2 * VL)];
+// One bit per column of a group, or of its first columns.
+struct KeepMask {
+  Both bits[GROUP_COLUMNS / (2 * VL)];
 
-  CH_INLINE void find(const Draw& d, uint32_t group, int64_t columns = PLACES) {
-    kept_places(d, group, columns, [&](int place, Lanes keep, Lanes next) CH_INLINED {
-      // Written one by one: compilers would gather them in a vector first, number by number.
+  CH_INLINE void draw(const PhiloxRow& d, uint32_t group, int64_t columns = GROUP_COLUMNS) {
+    draw_keep_masks(d, group, columns, [&](int place, Lanes keep, Lanes next) CH_INLINED {
+      // volatile: compilers would first gather the words in a vector, element by element.
       *(volatile Both*)(bits + place / (2 * VL)) = (Both)(bits_of(keep) | bits_of(next) << VL);
     });
   }
 
-  // Those of a vector.
+  // The bits of one vector.
   CH_INLINE uint32_t from(int place) const { return (uint32_t)bits[place / (2 * VL)] >> place % (2 * VL); }
 };
 
-// The same for a few rows over some columns, which may begin anywhere in a group.
-struct KeptRows {
-  KeptBits* bits;  // [rows][groups]
+// The same for a few rows over an interval of columns that may start anywhere in a group.
+struct KeepMaskRows {
+  KeepMask* bits;  // [rows][groups]
   int64_t groups, skipped;
 
-  // So many groups hold any `columns`, and are read a little beyond their end.
-  static constexpr int64_t groups_of(int64_t columns) { return columns / PLACES + 3; }
+  // Groups that cover any `columns`, with padding for reads past the end.
+  static constexpr int64_t groups_of(int64_t columns) { return columns / GROUP_COLUMNS + 3; }
 
-  // Columns [from, to) of the row at hand, which is place `first` in its row for column 0.
-  void find(int row, Draw d, int64_t first, int64_t from, int64_t to) {
-    const int64_t group = (first + from) / PLACES;
-    skipped = first - group * PLACES;
-    for (int64_t g = group; g * PLACES < first + to; g++) bits[row * groups + g - group].find(d, (uint32_t)g);
+  // Draws columns [from, to) of a row, where column 0 is position `first` of the whole row.
+  void draw(int row, PhiloxRow d, int64_t first, int64_t from, int64_t to) {
+    const int64_t group = (first + from) / GROUP_COLUMNS;
+    skipped = first - group * GROUP_COLUMNS;
+    for (int64_t g = group; g * GROUP_COLUMNS < first + to; g++) bits[row * groups + g - group].draw(d, (uint32_t)g);
   }
 
-  // Bits for the columns from one on: as many as a vector has lanes.
+  // Bits of VL columns from `column` on.
   CH_INLINE uint32_t from(int row, int64_t column) const {
     const uint64_t place = (uint64_t)(skipped + column);
     uint32_t word;

@@ -1,5 +1,5 @@
-// Rows that will be read or written soon, asked for a few at a time while something else is computed: packing and
-// writing would otherwise wait for memory.
+// Rows that are read or written soon, prefetched a few at a time during other work: packing and stores would wait for
+// memory otherwise.
 #pragma once
 
 #include "work.h"
@@ -7,44 +7,44 @@
 namespace CH_NS {
 
 struct Prefetch {
-  struct Stretch {
+  struct Range {
     const char* next;
     int64_t stride, left, bytes;
     bool written;
   };
-  // Bytes of one stretch: together no more than a second cache holds beside the work.
-  static constexpr int64_t MOST = int64_t(1) << 17;
+  // Bytes of one range: all of them fit in L2 beside the working set.
+  static constexpr int64_t MAX_BYTES = int64_t(1) << 17;
 
-  Stretch stretches[7];
+  Range ranges[7];
   int count, at;
-  int64_t total, rows_each;
+  int64_t total, rows_per_step;
 
-  void clear() { count = at = 0, total = rows_each = 0; }
+  void clear() { count = at = 0, total = rows_per_step = 0; }
 
   template <class IO>
   void add(const ch_tensor& t, int64_t b, int64_t h, int64_t rows, int64_t dim, bool written = false) {
     const int64_t size = (int64_t)sizeof(typename IO::type), bytes = dim * size;
-    rows = least(rows, MOST / bytes);
-    stretches[count++] = Stretch{(const char*)CH_NS::at<IO>(t, b, h, 0), t.row * size, rows, bytes, written};
+    rows = minimum(rows, MAX_BYTES / bytes);
+    ranges[count++] = Range{(const char*)CH_NS::at<IO>(t, b, h, 0), t.row * size, rows, bytes, written};
     total += rows;
   }
-  // All of it within so many steps.
-  void spread(int64_t steps) { rows_each = total / most(steps, (int64_t)1) + 1; }
+  // Distributes the rows over this many steps.
+  void spread_over(int64_t steps) { rows_per_step = total / maximum(steps, (int64_t)1) + 1; }
 
   CH_INLINE void step() {
-    for (int64_t n = rows_each; n > 0 && at < count;) {
-      Stretch& stretch = stretches[at];
-      if (stretch.left <= 0) {
+    for (int64_t n = rows_per_step; n > 0 && at < count;) {
+      Range& range = ranges[at];
+      if (range.left <= 0) {
         at++;
         continue;
       }
-      if (stretch.written) {
-        for (int64_t c = 0; c < stretch.bytes; c += 64) __builtin_prefetch(stretch.next + c, 1, 2);
+      if (range.written) {
+        for (int64_t c = 0; c < range.bytes; c += 64) __builtin_prefetch(range.next + c, 1, 2);
       } else {
-        for (int64_t c = 0; c < stretch.bytes; c += 64) __builtin_prefetch(stretch.next + c, 0, 2);
+        for (int64_t c = 0; c < range.bytes; c += 64) __builtin_prefetch(range.next + c, 0, 2);
       }
-      stretch.next += stretch.stride;
-      stretch.left--;
+      range.next += range.stride;
+      range.left--;
       n--;
     }
   }

@@ -1,12 +1,12 @@
-// The products of linear layers: output[rows, columns] = left[rows, steps] right[steps, columns] + bias, in each of
-// the forms that forward and backward need, and as a sum of several.
+// GEMMs of linear layers: output[rows, columns] = left[rows, steps] right[steps, columns] + bias, in each form that
+// forward and backward need, and as a sum of several terms.
 //
-// Right is packed once, into panels of PW columns that all threads read; with few rows, for which that would be most of
-// the work, each panel by the thread that multiplies by it, and with very few not at all. Left is read where it lies;
-// where it lies turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each
-// thread lays out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the
-// innermost cache, and takes bias, activation, dropout and rounding on its way out, from the registers where that can be.
-// Which numbers are added in which order depends on the shapes alone, so the bits do not depend on the threads.
+// Right is packed once, into panels of PW columns that all threads read. With few rows, where packing would dominate,
+// each thread packs the panels it multiplies by; with very few rows nothing is packed (GEMV). Left is read in place; if
+// it is transposed (the gradient of a weight, whose steps are tokens), or cannot be read as operands, each thread packs
+// its block of rows. A block of rows is multiplied by all panels, tile by tile: the tile accumulates in L1, and the
+// epilogue applies bias, activation, dropout and rounding, from registers if possible. The order of additions depends
+// on the shapes alone, so results are bitwise identical for any number of threads.
 #pragma once
 
 #include "activation.h"
@@ -14,36 +14,36 @@
 
 namespace CH_NS {
 
-// Left where it lies, one number of every step after the other, or turned.
+// M multiplies operands (Fp32Fma or Bf16Dot); IO is the dtype in memory.
 template <class M, class IO> class Projection {
-  typedef typename M::number number;
+  typedef typename M::operand operand;
   typedef typename IO::type type;
 
-  // Steps whose panel and rows stay in the second cache while a tile is summed.
+  // Steps whose panel and rows stay in L2 while a tile accumulates.
   static constexpr int64_t DEPTH = 512;
-  // Steps that are packed before their products: of weights, whose steps are channels, and of tokens.
-  static constexpr int64_t STEPS = 4096, TURNED_STEPS = 2048;
-  // Numbers of steps that are asked for ahead where left lies turned, whose steps lie far apart: where a row is a power
-  // of two long their lines share a few places of the innermost cache, which more would drive out before they are read.
+  // Steps that are packed at a time: for weights, whose steps are channels, and for tokens.
+  static constexpr int64_t STEPS = 4096, TRANSPOSED_STEPS = 2048;
+  // Prefetch distance in steps for a transposed left, whose steps are far apart: with a row stride of a power of two
+  // its lines share a few L1 sets, and a longer distance would evict lines before they are read.
   static constexpr int64_t PREFETCH_STEPS = 8;
-  // Rows of a block, and numbers of right that are packed at a time: 16 MiB, a share of the last cache.
-  static constexpr int64_t BLOCK = 12 * MR, PACKED = int64_t(1) << 22;
-  // Rows up to which right is packed by the thread that multiplies by it: measured on AVX2, a quarter to three times as
-  // fast up to there, where all of left comes from the last cache for every panel.
-  static constexpr int64_t FEW = 8 * BLOCK;
+  // Rows of a block, and elements of right that are packed at a time: 16 MiB, a share of the last-level cache.
+  static constexpr int64_t BLOCK = 12 * MR, PACKED_OPERANDS = int64_t(1) << 22;
+  // Rows up to which each thread packs the panels it multiplies by: measured on AVX2, 1.25 to 3 times as fast up to
+  // here; beyond, left comes from the last-level cache once per panel.
+  static constexpr int64_t MAX_FEW_ROWS = 8 * BLOCK;
 
-  // Rows up to which right's are read where they lie, once for all of left: packing them would take longer than the
-  // products. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth where the weight is
-  // large; with AVX2 twice as fast at one row and a tenth at eight of floats, or 16 of 16 bits, slower from twice as many
-  // on, and with fewer steps than this, over which sums along a row are spread, from eight on.
-  static constexpr int64_t DOTTED = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
-  static constexpr int64_t DOTTED_SHORT = 4, LONG = 256;
-  // The same where right's rows are steps, and how many columns are added up at a time then, whose sums stay near.
-  // Pairs along steps would have to be made of two of right's rows: 16 bits are multiplied as floats.
-  static constexpr int ACROSS_ROWS = M::PAIR == 2 ? 4 : 8;
+  // Rows up to which right is read in place, once for all rows of left (GEMV): packing would take longer than the
+  // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
+  // weight is large; with AVX2 twice as fast at one row and a tenth at eight rows of float32 or 16 of 16 bits, slower
+  // from twice as many on. With fewer than LONG_STEPS steps it is slower from eight rows on: horizontal sums dominate.
+  static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
+  static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
+  // The same if right's rows are steps (axpy), and the columns that are accumulated at a time, whose sums stay in
+  // cache. bf16 pairs would need two rows of right each: 16-bit types are widened to float32.
+  static constexpr int AXPY_ROWS = M::PACK == 2 ? 4 : 8;
   static constexpr int64_t STRIPE = 1024;
 
-  // A stretch of one term's steps; `first` is where it lies in the packed panels, in numbers of M.
+  // A range of one term's steps; `first` is its offset in the packed panels, in operands.
   struct Piece {
     const ch_term* term;
     int64_t from, count, first;
@@ -59,109 +59,110 @@ template <class M, class IO> class Projection {
 
   const ch_projection& w;
   int threads;
-  int64_t block, blocks, wide, at_once;
-  bool direct, few, dotted, across;
-  number* packed;
+  int64_t block, blocks, num_panels, panels_at_once;
+  bool left_in_place, few_rows, uses_dot, uses_axpy;
+  operand* packed;
   float* sums;
   float* totals;
   int64_t sums_row;
 
  public:
-  explicit Projection(const ch_projection& work) : w(work), at_once(0), packed(nullptr), sums(nullptr), totals(nullptr), sums_row(0) {
+  explicit Projection(const ch_projection& work) : w(work), panels_at_once(0), packed(nullptr), sums(nullptr),
+      totals(nullptr), sums_row(0) {
     double steps = 0;
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
-    wide = round_up(w.columns, PW) / PW;
-    // Not by the threads: sums along rows are added in another order than those of panels.
-    dotted = !w.left_turned && may_dot();
-    across = !w.left_turned && !w.right_turned && w.num_terms == 1 && w.terms[0].steps > 0 && w.rows <= ACROSS_ROWS;
-    few = dotted || across || (w.rows <= FEW && wide >= 2 * threads && !w.left_turned);
-    block = few ? block_of(w.rows, 1) : block_of(w.rows, threads);
+    num_panels = round_up(w.columns, PW) / PW;
+    // Independent of the threads: GEMV adds in another order than panels do.
+    uses_dot = !w.left_transposed && can_use_dot();
+    uses_axpy = !w.left_transposed && !w.right_transposed && w.num_terms == 1 && w.terms[0].steps > 0 && w.rows <= AXPY_ROWS;
+    few_rows = uses_dot || uses_axpy || (w.rows <= MAX_FEW_ROWS && num_panels >= 2 * threads && !w.left_transposed);
+    block = few_rows ? block_of(w.rows, 1) : block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
-    direct = !w.left_turned && in_place();
+    left_in_place = !w.left_transposed && left_readable();
   }
 
   int run() {
-    // What is not packed comes at once.
-    const int64_t most_steps = dotted || across ? INT64_MAX / 4 : w.left_turned ? TURNED_STEPS : STEPS;
-    if (!few && !keep_packed(room_of(most_steps))) return CH_NO_MEMORY;
+    // Without packing there is one group.
+    const int64_t max_steps = uses_dot || uses_axpy ? INT64_MAX / 4 : w.left_transposed ? TRANSPOSED_STEPS : STEPS;
+    if (!few_rows && !allocate_panels(max_group_steps(max_steps))) return CH_NO_MEMORY;
     Group group;
-    next_group(group, nullptr, most_steps);
-    if (!group.last && !keep_sums()) return CH_NO_MEMORY;
+    next_group(group, nullptr, max_steps);
+    if (!group.last && !allocate_sums()) return CH_NO_MEMORY;
     for (;;) {
-      if (across ? !multiply_across(group) : few ? !multiply_few(group) : !multiply_many(group)) return CH_NO_MEMORY;
+      if (uses_axpy ? !multiply_axpy(group) : few_rows ? !multiply_few(group) : !multiply_many(group)) return CH_NO_MEMORY;
       if (group.last) break;
-      next_group(group, &group, most_steps);
+      next_group(group, &group, max_steps);
     }
     clearhead::trim_scratch();
     return CH_OK;
   }
 
  private:
-  // Rows of a block such that the thread with the most has the fewest.
+  // Block height that minimises the rows of the busiest thread.
   static int64_t block_of(int64_t rows, int threads) {
-    int64_t best = MR, least_rows = INT64_MAX;
+    int64_t best = MR, min_rows = INT64_MAX;
     for (int64_t block = BLOCK; block >= (threads > 1 ? BLOCK / 2 : BLOCK); block -= MR) {
-      const int64_t rows_a_thread = ((rows + block - 1) / block + threads - 1) / threads * block;
-      if (rows_a_thread < least_rows) best = block, least_rows = rows_a_thread;
+      const int64_t rows_per_thread = ((rows + block - 1) / block + threads - 1) / threads * block;
+      if (rows_per_thread < min_rows) best = block, min_rows = rows_per_thread;
     }
-    // No more than there are.
-    return least(best, most((int64_t)MR, round_up((rows + threads - 1) / threads, MR)));
+    // At most the rows there are.
+    return minimum(best, maximum((int64_t)MR, round_up((rows + threads - 1) / threads, MR)));
   }
 
   // Steps of the largest group.
-  int64_t room_of(int64_t most_steps) const {
+  int64_t max_group_steps(int64_t max_steps) const {
     int64_t steps = 0;
     for (int t = 0; t < w.num_terms; t++) steps += round_up(row_steps<M>(w.terms[t].steps), VL);
-    return least(steps, most_steps);
+    return minimum(steps, max_steps);
   }
 
-  // Whether the numbers of M can be read from left as it lies.
-  bool in_place() const {
+  // Whether left can be read in place as operands.
+  bool left_readable() const {
     if constexpr (!__is_same(IO, Float32)) {
-      if (M::PAIR == 1) return false;
+      if (M::PACK == 1) return false;
       for (int t = 0; t < w.num_terms; t++) {
         const ch_term& term = w.terms[t];
-        if (term.steps % M::PAIR || term.left_row % M::PAIR || (uintptr_t)term.left % sizeof(number)) return false;
+        if (term.steps % M::PACK || term.left_row % M::PACK || (uintptr_t)term.left % sizeof(operand)) return false;
       }
     }
     return true;
   }
 
-  // Whether right's rows can be multiplied by as they lie.
-  bool may_dot() const {
+  // Whether rows of right can be read in place.
+  bool can_use_dot() const {
     const ch_term& term = w.terms[0];
-    if (w.num_terms != 1 || !w.right_turned || term.steps <= 0) return false;
-    // Pairs are read as numbers on both sides.
-    if (M::PAIR == 2 && (!in_place() || term.right_row % M::PAIR || (uintptr_t)term.right % sizeof(number))) return false;
-    return term.steps % (VL * M::PAIR) == 0 && w.rows <= (term.steps >= LONG ? DOTTED : DOTTED_SHORT);
+    if (w.num_terms != 1 || !w.right_transposed || term.steps <= 0) return false;
+    // Both sides are read as bf16 pairs.
+    if (M::PACK == 2 && (!left_readable() || term.right_row % M::PACK || (uintptr_t)term.right % sizeof(operand))) return false;
+    return term.steps % (VL * M::PACK) == 0 && w.rows <= (term.steps >= LONG_STEPS ? MAX_DOT_ROWS : MAX_DOT_ROWS_SHORT);
   }
 
-  // Room for as many panels of right as are packed at a time.
-  bool keep_packed(int64_t panel_steps) {
-    at_once = least(wide, most((int64_t)1, PACKED / (panel_steps * PW + 1)));
-    packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * panel_steps * PW) * sizeof(number) + 64);
+  // Allocates the panels of right that are packed at a time.
+  bool allocate_panels(int64_t panel_steps) {
+    panels_at_once = minimum(num_panels, maximum((int64_t)1, PACKED_OPERANDS / (panel_steps * PW + 1)));
+    packed = (operand*)scratch(clearhead::SLOT_SHARED, (size_t)(panels_at_once * panel_steps * PW) * sizeof(operand) + 64);
     return packed != nullptr;
   }
 
   bool multiply_many(const Group& group) {
-    for (int64_t panel = 0; panel < wide; panel += at_once) {
-      const int64_t count = least(at_once, wide - panel);
+    for (int64_t panel = 0; panel < num_panels; panel += panels_at_once) {
+      const int64_t count = minimum(panels_at_once, num_panels - panel);
       if (!pack(group, panel, count) || !multiply(group, panel, count)) return false;
     }
     return true;
   }
 
-  // Float sums of every number of the output, and of rows, for products that come in several groups.
-  bool keep_sums() {
+  // Allocates float32 sums of the output and of row sums, for GEMMs in several groups of steps.
+  bool allocate_sums() {
     sums_row = round_up(w.columns, VL);
     sums = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(w.rows * (sums_row + 1)) * sizeof(float));
     totals = sums + w.rows * sums_row;
     return sums != nullptr;
   }
 
-  // The pieces behind those of the group before, as many as have room.
-  void next_group(Group& group, const Group* before, int64_t most_steps) const {
+  // The pieces after those of the previous group, up to `max_steps`.
+  void next_group(Group& group, const Group* before, int64_t max_steps) const {
     int term = 0;
     int64_t from = 0;
     group.first = before == nullptr;
@@ -174,8 +175,8 @@ template <class M, class IO> class Projection {
     group.steps = 0;
     for (; term < w.num_terms; term++, from = 0) {
       const ch_term& term_here = w.terms[term];
-      const int64_t remaining = (most_steps - group.steps) * M::PAIR;
-      const int64_t count = least(remaining, term_here.steps - from);
+      const int64_t remaining = (max_steps - group.steps) * M::PACK;
+      const int64_t count = minimum(remaining, term_here.steps - from);
       if (count > 0) {
         group.pieces[group.count++] = Piece{&term_here, from, count, group.steps};
         group.steps += round_up(row_steps<M>(count), VL);
@@ -193,16 +194,16 @@ template <class M, class IO> class Projection {
     return fault.get() == CH_OK;
   }
 
-  bool pack_panel(const Group& group, int64_t panel, number* packed) const {
+  bool pack_panel(const Group& group, int64_t panel, operand* packed) const {
     const int64_t column = panel * PW;
-    const int columns = (int)least((int64_t)PW, w.columns - column);
+    const int columns = (int)minimum((int64_t)PW, w.columns - column);
     for (int i = 0; i < group.count; i++) {
       const Piece& piece = group.pieces[i];
       const type* right = (const type*)piece.term->right;
-      number* to = packed + piece.first * PW;
-      if (w.right_turned) {
-        const int64_t staged_numbers = VL * row_numbers<M>((int)piece.count);
-        number* staged = (number*)scratch(clearhead::SLOT_WORK, (size_t)staged_numbers * sizeof(number));
+      operand* to = packed + piece.first * PW;
+      if (w.right_transposed) {
+        const int64_t staged_operands = VL * row_operands<M>((int)piece.count);
+        operand* staged = (operand*)scratch(clearhead::SLOT_WORK, (size_t)staged_operands * sizeof(operand));
         if (staged == nullptr) return false;
         pack_panels<M, IO>(right + column * piece.term->right_row + piece.from, piece.term->right_row, columns,
                            (int)piece.count, to, staged);
@@ -214,50 +215,51 @@ template <class M, class IO> class Projection {
     return true;
   }
 
-  // Few rows: right is read once, and each panel of it packed by the thread that multiplies by it, in whose caches it
-  // stays.
+  // Few rows: right is read once, and each panel is packed by the thread that multiplies by it and stays in that
+  // thread's cache.
   bool multiply_few(const Group& group) {
-    // Each part lays left out anew where that has to be.
-    const int64_t parts = least(wide, (int64_t)(direct ? 4 : 1) * threads), per_part = (wide + parts - 1) / parts;
+    // Each part packs left again if left must be packed.
+    const int64_t parts = minimum(num_panels, (int64_t)(left_in_place ? 4 : 1) * threads),
+        per_part = (num_panels + parts - 1) / parts;
     Fault fault;
     parallel(threads, parts, [&](int64_t part) {
-      const int64_t laid = direct ? 0 : w.rows * left_row(group);
-      float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + laid) * sizeof(float));
-      const int64_t panel = dotted ? 0 : group.steps * PW;
-      number* panel_tile = (number*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(number) + 64);
+      const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
+      float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + left_floats) * sizeof(float));
+      const int64_t panel = uses_dot ? 0 : group.steps * PW;
+      operand* panel_tile = (operand*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(operand) + 64);
       if (tile == nullptr || panel_tile == nullptr) return fault.set(CH_NO_MEMORY);
-      number* left = (number*)(tile + block * PW);
-      if (!direct) lay_out(group, 0, w.rows, left, false);
-      if constexpr (M::PAIR == 1 && Widened<IO>::AT_ONCE == 2)
-        for (int64_t row = 0; row < w.rows && dotted; row++)
-          Widened<IO>::arrange(left + row * left_row(group), (int)(w.terms[0].steps / VL));
+      operand* left = (operand*)(tile + block * PW);
+      if (!left_in_place) pack_left(group, 0, w.rows, left, false);
+      if constexpr (M::PACK == 1 && Widened<IO>::LOAD_VECTORS == 2)
+        for (int64_t row = 0; row < w.rows && uses_dot; row++)
+          Widened<IO>::deinterleave(left + row * left_row(group), (int)(w.terms[0].steps / VL));
       DropoutMask mask;
-      for (int64_t p = part * per_part; p < least(wide, (part + 1) * per_part); p++) {
-        if (!dotted && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
+      for (int64_t p = part * per_part; p < minimum(num_panels, (part + 1) * per_part); p++) {
+        if (!uses_dot && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
         for (int64_t row = 0; row < w.rows; row += block) {
-          const int64_t rows = least(block, w.rows - row);
-          if (group.last && drops()) mask.find(w, row, rows, p * PW);
-          if (dotted) dotted_tile(group, left + row * left_row(group), row, rows, p * PW, tile, mask);
-          else tile_of(group, panel_tile, left + row * left_row(group), row, rows, p * PW, tile, mask);
+          const int64_t rows = minimum(block, w.rows - row);
+          if (group.last && drops()) mask.draw(w, row, rows, p * PW);
+          if (uses_dot) dot_tile(group, left + row * left_row(group), row, rows, p * PW, tile, mask);
+          else compute_tile(group, panel_tile, left + row * left_row(group), row, rows, p * PW, tile, mask);
         }
       }
     });
     return fault.get() == CH_OK;
   }
 
-  // Very few rows by right where it lies, whose rows are steps: each thread adds up stripes of columns of its own.
-  bool multiply_across(const Group& group) {
+  // Very few rows by right in place, with steps as rows: each thread accumulates its stripes of columns.
+  bool multiply_axpy(const Group& group) {
     const ch_term& term = w.terms[0];
-    const int64_t least_parts = (w.columns + STRIPE - 1) / STRIPE, parts = least(wide, round_up(least_parts, threads));
-    const int64_t stripe = (wide + parts - 1) / parts * PW;
+    const int64_t min_parts = (w.columns + STRIPE - 1) / STRIPE, parts = minimum(num_panels, round_up(min_parts, threads));
+    const int64_t stripe = (num_panels + parts - 1) / parts * PW;
     Fault fault;
     parallel(threads, parts, [&](int64_t part) {
-      const int64_t first = part * stripe, count = least(stripe, w.columns - first);
+      const int64_t first = part * stripe, count = minimum(stripe, w.columns - first);
       if (count <= 0) return;
       float* sums = (float*)scratch(clearhead::SLOT_COLUMNS,
-                                    (size_t)(ACROSS_ROWS * (STRIPE + PW) + w.rows * term.steps + VL) * sizeof(float));
+                                    (size_t)(AXPY_ROWS * (STRIPE + PW) + w.rows * term.steps + VL) * sizeof(float));
       if (sums == nullptr) return fault.set(CH_NO_MEMORY);
-      float *tile = sums + ACROSS_ROWS * STRIPE, *floats = tile + ACROSS_ROWS * PW;
+      float *tile = sums + AXPY_ROWS * STRIPE, *floats = tile + AXPY_ROWS * PW;
       const float* left = floats;
       int64_t left_row = term.steps;
       if constexpr (__is_same(IO, Float32)) left = (const float*)term.left, left_row = term.left_row;
@@ -266,140 +268,143 @@ template <class M, class IO> class Projection {
           for (int64_t s = 0; s < term.steps; s++)
             floats[r * term.steps + s] = get_one<IO>((const type*)term.left + r * term.left_row + s);
       const type* right = (const type*)term.right + first;
-      across_rows<ACROSS_ROWS>(left, left_row, right, (int)count, sums);
+      axpy_rows<AXPY_ROWS>(left, left_row, right, (int)count, sums);
       DropoutMask mask;
       for (int64_t column = first; column < first + count; column += PW) {
-        const int columns = (int)least((int64_t)PW, first + count - column);
+        const int columns = (int)minimum((int64_t)PW, first + count - column);
         for (int64_t r = 0; r < w.rows; r++)
           memcpy(tile + r * PW, sums + r * STRIPE + column - first, (size_t)round_up(columns, VL) * sizeof(float));
         float bias[PW] = {};
         if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-        if (drops()) mask.find(w, 0, w.rows, column);
-        finish(group, Way{0, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, w.rows, tile);
+        if (drops()) mask.draw(w, 0, w.rows, column);
+        finish(group, TilePosition{0, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, w.rows, tile);
       }
     });
     return fault.get() == CH_OK;
   }
   template <int ROWS>
-  void across_rows(const float* left, int64_t left_row, const type* right, int count, float* sums) const {
+  void axpy_rows(const float* left, int64_t left_row, const type* right, int count, float* sums) const {
     if constexpr (ROWS > 1)
-      if (w.rows < ROWS) return across_rows<ROWS - 1>(left, left_row, right, count, sums);
-    add_across<IO, ROWS>(w.terms[0].steps, left, left_row, right, w.terms[0].right_row, count, sums, STRIPE);
+      if (w.rows < ROWS) return axpy_rows<ROWS - 1>(left, left_row, right, count, sums);
+    gemv_axpy<IO, ROWS>(w.terms[0].steps, left, left_row, right, w.terms[0].right_row, count, sums, STRIPE);
   }
 
-  // Blocks of rows, and of panels where there are too few of rows for the threads; in halves where that costs nothing,
-  // so that no thread waits for another's last block.
+  // Blocks of rows, and of panels if there are fewer blocks than threads; halved if that is free, so that no thread
+  // waits for the last block of another.
   bool multiply(const Group& group, int64_t panel, int64_t count) {
-    const int64_t parts = least(count, most((2 * threads + blocks - 1) / blocks, (int64_t)(direct && threads > 1 ? 2 : 1)));
+    const int64_t parts = minimum(count, maximum((2 * threads + blocks - 1) / blocks,
+                                                 (int64_t)(left_in_place && threads > 1 ? 2 : 1)));
     const int64_t per_part = (count + parts - 1) / parts;
     Fault fault;
-    parallel(threads, blocks * parts, [&](int64_t unit) {
-      const int64_t row = unit / parts * block, rows = least(block, w.rows - row);
-      const int64_t first = unit % parts * per_part, end = least(count, first + per_part);
-      const int64_t laid = direct ? 0 : round_up(block, VL) * left_row(group);
-      float* tile = (float*)scratch(clearhead::SLOT_WORK, (size_t)(block * PW + laid) * sizeof(float));
+    parallel(threads, blocks * parts, [&](int64_t ones_operand) {
+      const int64_t row = ones_operand / parts * block, rows = minimum(block, w.rows - row);
+      const int64_t first = ones_operand % parts * per_part, end = minimum(count, first + per_part);
+      const int64_t left_floats = left_in_place ? 0 : round_up(block, VL) * left_row(group);
+      float* tile = (float*)scratch(clearhead::SLOT_WORK, (size_t)(block * PW + left_floats) * sizeof(float));
       if (tile == nullptr) return fault.set(CH_NO_MEMORY);
-      number* left = (number*)(tile + block * PW);
-      if (!direct) lay_out(group, row, rows, left, panel == 0 && first == 0);
+      operand* left = (operand*)(tile + block * PW);
+      if (!left_in_place) pack_left(group, row, rows, left, panel == 0 && first == 0);
       DropoutMask mask;
       for (int64_t p = first; p < end; p++) {
         const int64_t column = (panel + p) * PW;
-        if (group.last && drops()) mask.find(w, row, rows, column);
-        tile_of(group, packed + p * group.steps * PW, left, row, rows, column, tile, mask);
+        if (group.last && drops()) mask.draw(w, row, rows, column);
+        compute_tile(group, packed + p * group.steps * PW, left, row, rows, column, tile, mask);
       }
     });
     return fault.get() == CH_OK;
   }
 
-  // Whether dropout is to be drawn: a relu's output has 0 already where it was.
+  // Whether to draw dropout: a relu's output is already 0 at dropped elements.
   CH_INLINE bool drops() const { return w.dropped > 0 && w.gate == nullptr; }
 
-  // What dropout keeps of a block of rows, of as many columns as it is drawn for at a time.
+  // The dropout mask of a block of rows, for the columns of one draw.
   struct DropoutMask {
     int64_t group = -1, first = -1;
-    KeptBits rows_kept[BLOCK];
+    KeepMask keep_masks[BLOCK];
 
-    void find(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
-      if (column / PLACES == group && row == first) return;
-      group = column / PLACES, first = row;
-      for (int64_t r = 0; r < rows; r++) rows_kept[r].find(draw_of(w.seed, w.dropped, row + r, group), (uint32_t)group);
+    void draw(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
+      if (column / GROUP_COLUMNS == group && row == first) return;
+      group = column / GROUP_COLUMNS, first = row;
+      for (int64_t r = 0; r < rows; r++) keep_masks[r].draw(philox_row(w.seed, w.dropped, row + r, group), (uint32_t)group);
     }
-    CH_INLINE vf of(int64_t r, int64_t column, vf number) const {
-      return where_bits(rows_kept[r].from((int)(column % PLACES)), number);
+    CH_INLINE vf of(int64_t r, int64_t column, vf value) const {
+      return select_bits(keep_masks[r].from((int)(column % GROUP_COLUMNS)), value);
     }
   };
 
   CH_INLINE int vectors(int64_t column) const {
-    return (int)(round_up(least((int64_t)PW, w.columns - column), VL) / VL);
+    return (int)(round_up(minimum((int64_t)PW, w.columns - column), VL) / VL);
   }
-  // Numbers from one laid-out row to the next: not a power of two, whose rows would share a few lines of the cache.
+  // Row stride of a packed left: not a power of two, so rows do not share a few cache sets.
   CH_INLINE int64_t left_row(const Group& group) const { return group.steps + VL; }
 
-  // A block of rows times a panel, summed a stretch of steps at a time; after the last stretch, rows leave at once,
-  // while they are in the innermost cache.
-  void tile_of(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int64_t column,
-               float* tile, const DropoutMask& mask) const {
-    const int columns = (int)least((int64_t)PW, w.columns - column), vecs = vectors(column);
+  // A block of rows times a panel, over ranges of DEPTH steps; after the last range the epilogue runs while the tile is
+  // in L1.
+  void compute_tile(const Group& group, const operand* right, const operand* packed_left, int64_t row, int64_t rows,
+                    int64_t column, float* tile, const DropoutMask& mask) const {
+    const int columns = (int)minimum((int64_t)PW, w.columns - column), vecs = vectors(column);
     float bias[PW] = {};
     const bool biased = group.last && w.bias != nullptr;
     if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    const Way way = {row, column, columns, biased ? bias : nullptr, mask};
-    // What takes few steps and no look at its neighbours leaves from the registers.
+    const TilePosition position = {row, column, columns, biased ? bias : nullptr, mask};
+    // Epilogues without transcendentals or a second operand run from registers.
     const bool simple = w.activation <= CH_RELU && w.slope == nullptr && w.dropped == 0 && w.gate == nullptr;
     const bool plain = group.first && group.last && simple && columns % VL == 0;
     bool started = false;
     for (int i = 0; i < group.count; i++) {
       const Piece& piece = group.pieces[i];
-      const int64_t stride = direct ? piece.term->left_row / M::PAIR : left_row(group);
-      const number* left = direct ? (const number*)((const type*)piece.term->left + row * piece.term->left_row) +
-                                        piece.from / M::PAIR
-                                  : laid + piece.first;
+      const int64_t stride = left_in_place ? piece.term->left_row / M::PACK : left_row(group);
+      const operand* left = left_in_place ? (const operand*)((const type*)piece.term->left + row * piece.term->left_row) +
+                                        piece.from / M::PACK
+                                  : packed_left + piece.first;
       for (int64_t s = 0; s < piece.steps(); s += DEPTH, started = true) {
-        const int64_t steps = least(DEPTH, piece.steps() - s);
-        const number* b = right + (piece.first + s) * PW;
-        const bool leave = i == group.count - 1 && s + steps == piece.steps();
-        if (leave) expect(group, way, 0, least((int64_t)2 * MR, rows));
+        const int64_t steps = minimum(DEPTH, piece.steps() - s);
+        const operand* b = right + (piece.first + s) * PW;
+        const bool finishes = i == group.count - 1 && s + steps == piece.steps();
+        if (finishes) prefetch_tile(group, position, 0, minimum((int64_t)2 * MR, rows));
         for (int64_t r = 0; r < rows; r += MR) {
-          const int count = (int)least((int64_t)MR, rows - r);
-          const number* a = left + r * stride + s;
-          if (leave) expect(group, way, r + 2 * MR, least(r + 3 * MR, rows));
-          if (leave && plain) {
+          const int count = (int)minimum((int64_t)MR, rows - r);
+          const operand* a = left + r * stride + s;
+          if (finishes) prefetch_tile(group, position, r + 2 * MR, minimum(r + 3 * MR, rows));
+          if (finishes && plain) {
             type* output = (type*)w.output + (row + r) * w.output_row + column;
             const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.activation == CH_RELU};
-            leaving_product(count, vecs, steps, a, stride, b, out);
+            multiply_with_epilogue(count, vecs, steps, a, stride, b, out);
             continue;
           }
-          if (started) product<M, ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
-          else product<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
-          if (leave) finish(group, way, r, r + count, tile);
+          if (started) gemm<M, ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
+          else gemm<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
+          if (finishes) finish(group, position, r, r + count, tile);
         }
       }
     }
     if (started) return;
     memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
-    finish(group, way, 0, rows, tile);
+    finish(group, position, 0, rows, tile);
   }
 
-  // The same of right's rows where they lie.
-  void dotted_tile(const Group& group, const number* laid, int64_t row, int64_t rows, int64_t column, float* tile,
-                   const DropoutMask& mask) const {
-    const int columns = (int)least((int64_t)PW, w.columns - column);
+  // The same with rows of right in place (GEMV).
+  void dot_tile(const Group& group, const operand* packed_left, int64_t row, int64_t rows, int64_t column, float* tile,
+                const DropoutMask& mask) const {
+    const int columns = (int)minimum((int64_t)PW, w.columns - column);
     float bias[PW] = {};
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
     memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
     const ch_term& term = w.terms[0];
     const int vectors = (int)(row_steps<M>(term.steps) / VL);
     const type* right = (const type*)term.right + column * term.right_row;
-    const number* left = direct ? (const number*)((const type*)term.left + row * term.left_row) : laid;
-    const int64_t left_stride = direct ? term.left_row / M::PAIR : left_row(group);
-    if constexpr (M::PAIR == 2 || __is_same(IO, Float32))
-      dots<M>((int)rows, left, left_stride, (const number*)right, term.right_row / M::PAIR, columns, vectors, tile, PW, false);
+    const operand* left = left_in_place ? (const operand*)((const type*)term.left + row * term.left_row) : packed_left;
+    const int64_t left_stride = left_in_place ? term.left_row / M::PACK : left_row(group);
+    if constexpr (M::PACK == 2 || __is_same(IO, Float32))
+      gemv_dot<M>((int)rows, left, left_stride, (const operand*)right, term.right_row / M::PACK, columns, vectors, tile,
+                  PW, false);
     else
-      dots<Widened<IO>>((int)rows, left, left_stride, right, term.right_row, columns, vectors, tile, PW, false);
-    finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, rows, tile);
+      gemv_dot<Widened<IO>>((int)rows, left, left_stride, right, term.right_row, columns, vectors, tile, PW, false);
+    finish(group, TilePosition{row, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, rows, tile);
   }
 
-  // Where the sums of a few rows go: with bias and relu, rounded, to the output. `before` are those of earlier steps.
+  // Destination of the sums of a few rows: with bias and relu, rounded, to the output. `before` has the sums of earlier
+  // steps.
   struct Out {
     type* output;
     int64_t row;
@@ -409,9 +414,9 @@ template <class M, class IO> class Projection {
   };
 
   template <int ROWS, int VECS>
-  static CH_INLINE void leaving_block(int64_t steps, const number* a, int64_t a_row, const number* b, const Out& out) {
+  static CH_INLINE void epilogue_block(int64_t steps, const operand* a, int64_t a_row, const operand* b, const Out& out) {
     const vf lowest = out.relu ? (vf){} : all(-INF);
-    sums_of<M, ROWS, VECS>(steps, a, a_row, 1, b, PW, [&](int r, int v, vf sum) CH_INLINED {
+    micro_kernel<M, ROWS, VECS>(steps, a, a_row, 1, b, PW, [&](int r, int v, vf sum) CH_INLINED {
       if (out.before != nullptr) sum += load(out.before + r * PW + v * VL);
       sum += load(out.bias + v * VL);
       put_vector<IO>(out.output + r * out.row + v * VL, sum < lowest ? lowest : sum);
@@ -419,93 +424,93 @@ template <class M, class IO> class Projection {
   }
 
   template <int VECS>
-  static __attribute__((noinline)) void leaving_rows(int rows, int64_t steps, const number* a, int64_t a_row,
-                                                     const number* b, const Out& out) {
+  static __attribute__((noinline)) void epilogue_rows(int rows, int64_t steps, const operand* a, int64_t a_row,
+                                                      const operand* b, const Out& out) {
     switch (rows) {
-      case 6: return leaving_block<6, VECS>(steps, a, a_row, b, out);
-      case 5: return leaving_block<5, VECS>(steps, a, a_row, b, out);
-      case 4: return leaving_block<4, VECS>(steps, a, a_row, b, out);
-      case 3: return leaving_block<3, VECS>(steps, a, a_row, b, out);
-      case 2: return leaving_block<2, VECS>(steps, a, a_row, b, out);
-      default: return leaving_block<1, VECS>(steps, a, a_row, b, out);
+      case 6: return epilogue_block<6, VECS>(steps, a, a_row, b, out);
+      case 5: return epilogue_block<5, VECS>(steps, a, a_row, b, out);
+      case 4: return epilogue_block<4, VECS>(steps, a, a_row, b, out);
+      case 3: return epilogue_block<3, VECS>(steps, a, a_row, b, out);
+      case 2: return epilogue_block<2, VECS>(steps, a, a_row, b, out);
+      default: return epilogue_block<1, VECS>(steps, a, a_row, b, out);
     }
   }
 
-  // `product` on its way out.
-  static CH_INLINE void leaving_product(int rows, int vecs, int64_t steps, const number* a, int64_t a_row,
-                                        const number* b, const Out& out) {
+  // The micro-kernel with its epilogue in registers.
+  static CH_INLINE void multiply_with_epilogue(int rows, int vecs, int64_t steps, const operand* a, int64_t a_row,
+                                               const operand* b, const Out& out) {
     if constexpr (NV == 4) {
-      if (vecs == 4) return leaving_rows<4>(rows, steps, a, a_row, b, out);
-      if (vecs == 3) return leaving_rows<3>(rows, steps, a, a_row, b, out);
+      if (vecs == 4) return epilogue_rows<4>(rows, steps, a, a_row, b, out);
+      if (vecs == 3) return epilogue_rows<3>(rows, steps, a, a_row, b, out);
     }
-    if (vecs == 2) return leaving_rows<2>(rows, steps, a, a_row, b, out);
-    return leaving_rows<1>(rows, steps, a, a_row, b, out);
+    if (vecs == 2) return epilogue_rows<2>(rows, steps, a, a_row, b, out);
+    return epilogue_rows<1>(rows, steps, a, a_row, b, out);
   }
 
-  // Where a tile goes.
-  struct Way {
+  // The position of a tile.
+  struct TilePosition {
     int64_t row, column;
     int columns;
     const float* bias;
     const DropoutMask& mask;
   };
 
-  // Asks for the lines that rows of the tile will be written to, and held against.
-  CH_INLINE void expect(const Group& group, const Way& way, int64_t from, int64_t to) const {
-    for (int64_t r = way.row + from; r < way.row + to; r++) {
-      const int64_t bytes = way.columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
-      const auto ask = [&](const void* line, int written) CH_INLINED {
+  // Prefetches the lines that the epilogue of the tile reads and writes.
+  CH_INLINE void prefetch_tile(const Group& group, const TilePosition& position, int64_t from, int64_t to) const {
+    for (int64_t r = position.row + from; r < position.row + to; r++) {
+      const int64_t bytes = position.columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
+      const auto prefetch = [&](const void* line, int written) CH_INLINED {
         for (int64_t byte = 0; byte < bytes; byte += 64)
           if (written) __builtin_prefetch((const char*)line + byte, 1);
           else __builtin_prefetch((const char*)line + byte);
       };
       if (!group.last) {
-        ask(sums + r * sums_row + way.column, 1);
+        prefetch(sums + r * sums_row + position.column, 1);
         continue;
       }
-      ask((const type*)w.output + r * w.output_row + way.column, 1);
-      if (w.slope != nullptr) ask((const type*)w.slope + r * w.slope_row + way.column, 1);
-      if (w.gate != nullptr) ask((const type*)w.gate + r * w.gate_row + way.column, 0);
-      if (w.slope_gate != nullptr) ask((const type*)w.slope_gate + r * w.slope_gate_row + way.column, 0);
+      prefetch((const type*)w.output + r * w.output_row + position.column, 1);
+      if (w.slope != nullptr) prefetch((const type*)w.slope + r * w.slope_row + position.column, 1);
+      if (w.gate != nullptr) prefetch((const type*)w.gate + r * w.gate_row + position.column, 0);
+      if (w.slope_gate != nullptr) prefetch((const type*)w.slope_gate + r * w.slope_gate_row + position.column, 0);
     }
   }
 
-  // A sum on its way out: through the gates, or through activation and dropout.
-  CH_INLINE vf through_gate(vf sum, vf gate, vf slope_gate, vf& slope) const {
+  // The epilogue of one vector of sums: gates, or activation and dropout.
+  CH_INLINE vf apply_gate(vf sum, vf gate, vf slope_gate, vf& slope) const {
     slope = sum * slope_gate;
     if (w.gate_kind == CH_GATE_SLOPE) return sum * gate;
-    // NaN in the gate hides nothing.
+    // NaN in the gate propagates.
     const vf open = w.dropped > 0 ? sum * all(dropout_factor(w.dropped)) : sum;
     return gate <= (vf){} ? (vf){} : open;
   }
-  CH_INLINE vf activated(const Way& way, int64_t r, int c, vf sum, vf& slope) const {
-    vf number = activation_of(w.activation, sum, slope);
-    if (w.dropped == 0) return number;
+  CH_INLINE vf apply_activation(const TilePosition& position, int64_t r, int c, vf sum, vf& slope) const {
+    vf value = activation_of(w.activation, sum, slope);
+    if (w.dropped == 0) return value;
     const vf factor = all(dropout_factor(w.dropped));
-    slope = way.mask.of(r, way.column + c, slope * factor);
-    return way.mask.of(r, way.column + c, number * factor);
+    slope = position.mask.of(r, position.column + c, slope * factor);
+    return position.mask.of(r, position.column + c, value * factor);
   }
 
-  // The way out of rows of a tile: to the sums, or with all of them, and what becomes of them, rounded to the output.
-  void finish(const Group& group, const Way& way, int64_t from, int64_t to, const float* tile) const {
+  // Stores rows of a tile as partial sums, or the final sums through the epilogue, rounded, in the output.
+  void finish(const Group& group, const TilePosition& position, int64_t from, int64_t to, const float* tile) const {
     for (int64_t r = from; r < to; r++) {
-      const int64_t row = way.row + r;
+      const int64_t row = position.row + r;
       const float* tile_row = tile + r * PW;
-      float* sum = sums + row * sums_row + way.column;
-      type* output = (type*)w.output + row * w.output_row + way.column;
-      type* slope = w.slope == nullptr ? nullptr : (type*)w.slope + row * w.slope_row + way.column;
-      const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + row * w.gate_row + way.column;
+      float* sum = sums + row * sums_row + position.column;
+      type* output = (type*)w.output + row * w.output_row + position.column;
+      type* slope = w.slope == nullptr ? nullptr : (type*)w.slope + row * w.slope_row + position.column;
+      const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + row * w.gate_row + position.column;
       const type* slope_gate =
-          w.slope_gate == nullptr ? nullptr : (const type*)w.slope_gate + row * w.slope_gate_row + way.column;
-      for (int c = 0; c < way.columns; c += VL) {
-        vf number = load(tile_row + c), grows;
-        if (!group.first) number += load(sum + c);
+          w.slope_gate == nullptr ? nullptr : (const type*)w.slope_gate + row * w.slope_gate_row + position.column;
+      for (int c = 0; c < position.columns; c += VL) {
+        vf value = load(tile_row + c), derivative;
+        if (!group.first) value += load(sum + c);
         if (!group.last) {
-          store(sum + c, number);
+          store(sum + c, value);
           continue;
         }
-        if (way.bias != nullptr) number += load(way.bias + c);
-        const int columns = way.columns - c;
+        if (position.bias != nullptr) value += load(position.bias + c);
+        const int columns = position.columns - c;
         const bool whole = columns >= VL;
         float padded[VL];
         const auto read = [&](const type* from) CH_INLINED {
@@ -514,83 +519,84 @@ template <class M, class IO> class Projection {
           get_row<IO>(from + c, columns, padded, VL);
           return load(padded);
         };
-        if (gate == nullptr) number = activated(way, r, c, number, grows);
-        else number = through_gate(number, read(gate), read(slope_gate), grows);
+        if (gate == nullptr) value = apply_activation(position, r, c, value, derivative);
+        else value = apply_gate(value, read(gate), read(slope_gate), derivative);
         if (whole) {
-          put_vector<IO>(output + c, number);
-          if (slope != nullptr) put_vector<IO>(slope + c, grows);
+          put_vector<IO>(output + c, value);
+          if (slope != nullptr) put_vector<IO>(slope + c, derivative);
           continue;
         }
-        store(padded, number);
+        store(padded, value);
         put_row<IO>(output + c, columns, padded, 1.0f);
         if (slope == nullptr) continue;
-        store(padded, grows);
+        store(padded, derivative);
         put_row<IO>(slope + c, columns, padded, 1.0f);
       }
     }
   }
 
-  // Rows [row, row + rows) of left, one number of every step after the other.
-  void lay_out(const Group& group, int64_t row, int64_t rows, number* to, bool counts) const {
-    float counted[BLOCK + VL] = {};
+  // Packs rows [row, row + rows) of left with contiguous steps.
+  void pack_left(const Group& group, int64_t row, int64_t rows, operand* to, bool adds_row_sums) const {
+    float row_totals[BLOCK + VL] = {};
     for (int i = 0; i < group.count; i++) {
       const Piece& piece = group.pieces[i];
       const type* left = (const type*)piece.term->left;
       const int64_t stride = piece.term->left_row;
-      if (w.left_turned) {
-        turn(left + piece.from * stride + row, stride, piece.count, (int)rows, to + piece.first, left_row(group),
-             counted);
+      if (w.left_transposed) {
+        transpose_left(left + piece.from * stride + row, stride, piece.count, (int)rows, to + piece.first, left_row(group),
+                       row_totals);
       } else {
         for (int64_t r = 0; r < rows; r++)
-          get_numbers<M, IO>(left + (row + r) * stride + piece.from, (int)piece.count,
-                             to + r * left_row(group) + piece.first, (int)round_up(piece.steps(), VL));
+          get_operands<M, IO>(left + (row + r) * stride + piece.from, (int)piece.count,
+                              to + r * left_row(group) + piece.first, (int)round_up(piece.steps(), VL));
       }
     }
-    if (counts && w.row_sums != nullptr) count_rows(group, row, rows, counted);
+    if (adds_row_sums && w.row_sums != nullptr) add_row_sums(group, row, rows, row_totals);
   }
 
-  // Steps as they lie, each with all rows, to rows with all steps; adds every row's numbers to `counted`.
-  static void turn(const type* from, int64_t stride, int64_t count, int rows, number* to, int64_t to_row,
-                   float* counted) {
-    const int wide = (int)round_up(rows, VL);
-    const number one = unit();
-    number staged[VL * (BLOCK + VL)];
+  // Transposes steps with contiguous rows to rows with contiguous steps; adds each row's elements to `row_totals`.
+  static void transpose_left(const type* from, int64_t stride, int64_t count, int rows, operand* to, int64_t to_row,
+                             float* row_totals) {
+    const int padded_rows = (int)round_up(rows, VL);
+    const operand one = ones_operand();
+    operand staged[VL * (BLOCK + VL)];
     for (int64_t s = 0; s < row_steps<M>(count); s += VL) {
       for (int64_t r = 0; r < VL; r++) {
-        const int64_t step = (s + r) * M::PAIR;
-        number* staged_row = staged + r * wide;
-        ask_for(from, stride, step + PREFETCH_STEPS * M::PAIR, count, rows);
-        if (step >= count) memset(staged_row, 0, (size_t)wide * sizeof(number));
-        else if constexpr (M::PAIR == 1) get_row<IO>(from + step * stride, rows, staged_row, wide);
-        else pair_row(from + step * stride, step + 1 < count ? from + (step + 1) * stride : nullptr, rows, staged_row, wide);
+        const int64_t step = (s + r) * M::PACK;
+        operand* staged_row = staged + r * padded_rows;
+        prefetch_steps(from, stride, step + PREFETCH_STEPS * M::PACK, count, rows);
+        if (step >= count) memset(staged_row, 0, (size_t)padded_rows * sizeof(operand));
+        else if constexpr (M::PACK == 1) get_row<IO>(from + step * stride, rows, staged_row, padded_rows);
+        else pair_row(from + step * stride, step + 1 < count ? from + (step + 1) * stride : nullptr, rows, staged_row,
+                      padded_rows);
       }
-      for (int c = 0; c < wide; c += VL) {
-        vf sum = load(counted + c);
-        for (int64_t r = 0; r < VL; r++) sum = M::madd_spread(sum, M::spread(&one), M::get(staged + r * wide + c));
-        store(counted + c, sum);
-        transpose_block((const uint32_t*)staged + c, wide, (uint32_t*)to + c * to_row + s, to_row);
+      for (int c = 0; c < padded_rows; c += VL) {
+        vf sum = load(row_totals + c);
+        for (int64_t r = 0; r < VL; r++) sum = M::madd_broadcast(sum, M::broadcast(&one), M::get(staged + r * padded_rows + c));
+        store(row_totals + c, sum);
+        transpose_block((const uint32_t*)staged + c, padded_rows, (uint32_t*)to + c * to_row + s, to_row);
       }
     }
   }
 
-  // Asks for the lines of the steps that make a number.
-  static CH_INLINE void ask_for(const type* from, int64_t stride, int64_t step, int64_t count, int rows) {
-    for (int64_t last = least(count, step + M::PAIR); step < last; step++)
+  // Prefetches the lines of the steps that form an operand.
+  static CH_INLINE void prefetch_steps(const type* from, int64_t stride, int64_t step, int64_t count, int rows) {
+    for (int64_t last = minimum(count, step + M::PACK); step < last; step++)
       for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += 64)
         __builtin_prefetch((const char*)(from + step * stride) + byte);
   }
 
-  // 1 as a number: 1 and 1 where it is a pair.
-  static CH_INLINE number unit() {
-    if constexpr (M::PAIR == 1) return 1.0f;
+  // The operand 1: a pair of ones for bf16.
+  static CH_INLINE operand ones_operand() {
+    if constexpr (M::PACK == 1) return 1.0f;
     else return 0x3f803f80u;
   }
 
-  void count_rows(const Group& group, int64_t row, int64_t rows, float* counted) const {
+  void add_row_sums(const Group& group, int64_t row, int64_t rows, float* row_totals) const {
     if (!group.first)
-      for (int64_t r = 0; r < rows; r++) counted[r] += totals[row + r];
-    if (group.last) put_row<IO>((type*)w.row_sums + row, (int)rows, counted, 1.0f);
-    else memcpy(totals + row, counted, (size_t)rows * sizeof(float));
+      for (int64_t r = 0; r < rows; r++) row_totals[r] += totals[row + r];
+    if (group.last) put_row<IO>((type*)w.row_sums + row, (int)rows, row_totals, 1.0f);
+    else memcpy(totals + row, row_totals, (size_t)rows * sizeof(float));
   }
 };
 

@@ -1,25 +1,25 @@
-// The entry points of linear layers' products.
+// The entry points of the GEMMs of linear layers.
 #include "checks.h"
 
 namespace clearhead {
 namespace {
 
-int64_t number_size(const ch_projection& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
+int64_t element_size(const ch_projection& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
 
-// What lies as `rows` rows of `columns`, or turned.
+// A matrix of `rows` by `columns`, or its transpose.
 int check_matrix(const ch_projection& work, const void* data, int64_t rows, int64_t columns, int64_t row, bool transposed,
                  Access access) {
-  const int64_t lying = transposed ? columns : rows, last = transposed ? rows : columns;
-  return check_memory(data, {{{lying, row}, {1, 0}, {1, 0}}, last}, number_size(work), access);
+  const int64_t leading = transposed ? columns : rows, last = transposed ? rows : columns;
+  return check_memory(data, {{{leading, row}, {1, 0}, {1, 0}}, last}, element_size(work), access);
 }
 
 int check_vector(const ch_projection& work, const void* data, int64_t count) {
   return data == nullptr ? CH_OK : check_matrix(work, data, 1, count, 0, false, Access::read);
 }
 
-// Activation, dropout and gate: each is known, and they go together.
-int check_way_out(const ch_projection& work) {
-  if (work.activation < CH_PLAIN || work.activation > CH_QUICK_GELU || !is_share(work.dropped)) return CH_BAD_OPTION;
+// Activation, dropout and gate: each is valid, and so is the combination.
+int check_epilogue(const ch_projection& work) {
+  if (work.activation < CH_PLAIN || work.activation > CH_QUICK_GELU || !is_dropout_level(work.dropped)) return CH_BAD_OPTION;
   if (work.gate == nullptr) return work.slope_gate == nullptr ? CH_OK : CH_BAD_OPTION;
   if (work.gate_kind != CH_GATE_OUTPUT && work.gate_kind != CH_GATE_SLOPE) return CH_BAD_OPTION;
   if (work.activation != CH_PLAIN || (work.slope == nullptr) != (work.slope_gate == nullptr)) return CH_BAD_OPTION;
@@ -37,23 +37,23 @@ int check_sizes(const ch_projection& work) {
     if (!is_count(steps) || !countable(1, 1, work.rows, steps) || !countable(1, 1, work.columns, steps))
       return CH_BAD_SHAPE;
   }
-  if (work.threads < 1 || work.threads > most_threads) return CH_BAD_OPTION;
-  for (int32_t flag : {work.left_turned, work.right_turned}) {
+  if (work.threads < 1 || work.threads > max_threads) return CH_BAD_OPTION;
+  for (int32_t flag : {work.left_transposed, work.right_transposed}) {
     if (flag != 0 && flag != 1) return CH_BAD_OPTION;
   }
-  CH_TRY(check_way_out(work));
+  CH_TRY(check_epilogue(work));
   if (work.row_sums == nullptr) return CH_OK;
-  // Sums of several terms' rows are nobody's yet, nor of rows that are read in place, nor without any product.
+  // Row sums are not defined for several terms or for a left that is read in place, and need at least one column.
   if (work.columns == 0) return CH_BAD_SHAPE;
-  return !work.left_turned || work.num_terms != 1 ? CH_BAD_OPTION : CH_OK;
+  return !work.left_transposed || work.num_terms != 1 ? CH_BAD_OPTION : CH_OK;
 }
 
 int check(const ch_projection& work) {
   CH_TRY(check_sizes(work));
   for (int t = 0; t < work.num_terms; ++t) {
     const ch_term& term = work.terms[t];
-    CH_TRY(check_matrix(work, term.left, work.rows, term.steps, term.left_row, work.left_turned, Access::read));
-    CH_TRY(check_matrix(work, term.right, term.steps, work.columns, term.right_row, work.right_turned, Access::read));
+    CH_TRY(check_matrix(work, term.left, work.rows, term.steps, term.left_row, work.left_transposed, Access::read));
+    CH_TRY(check_matrix(work, term.right, term.steps, work.columns, term.right_row, work.right_transposed, Access::read));
   }
   CH_TRY(check_vector(work, work.bias, work.columns));
   if (work.gate != nullptr)

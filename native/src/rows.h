@@ -1,48 +1,48 @@
-// Which keys a row may attend to: runs, bands and tables, as the loops over tiles want to know it.
+// Which keys a row may attend to: intervals, bands and tables, in the form that the loops over tiles need.
 #pragma once
 
 #include "../include/clearhead_native.h"
-#include "product.h"
+#include "gemm_kernel.h"
 
 namespace CH_NS {
 
-// One row of the mask: up to CH_MAX_RUNS runs of keys, cut by the band, and its lines of the tables.
-struct Row {
-  int32_t runs;
-  int32_t start[CH_MAX_RUNS], stop[CH_MAX_RUNS];  // ascending, disjoint, none empty
-  int32_t low, high;                              // of all runs; low = high = 0 when there is none
-  const uint8_t* allowed;                         // null: no table
+// One row of the mask: up to CH_MAX_INTERVALS intervals of keys, intersected with the band, and its rows of the tables.
+struct MaskRow {
+  int32_t intervals;
+  int32_t start[CH_MAX_INTERVALS], stop[CH_MAX_INTERVALS];  // ascending, disjoint, not empty
+  int32_t low, high;  // of all intervals; low = high = 0 if there is none
+  const uint8_t* allowed;  // null: no table
   const uint8_t* blocks;
 };
 
-// q_pos - bound and the like without overflow: bounds go up to INT64_MAX.
+// Clamps a value. Callers handle a bound of INT64_MAX separately, so q_pos - bound cannot overflow.
 CH_INLINE int64_t clip(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-// Into its place: a row that is returned is copied there in pieces that were not written as such, and waits for them.
-inline void mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i, Row& row) {
+// Writes into `row`: a returned struct would be copied with wider loads than its stores, which stalls store forwarding.
+inline void mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i, MaskRow& row) {
   int64_t q_pos = w.query_offset + i, k_len = w.k_len;
   int64_t from = w.before == INT64_MAX ? 0 : clip(q_pos - w.before, 0, k_len);
   int64_t to = w.after == INT64_MAX ? k_len : clip(q_pos + w.after + 1, 0, k_len);
-  const int64_t at = b * w.run_batch + h * w.run_head + i * w.run_row;
-  int given = w.start != nullptr ? w.runs : 1;
-  row.runs = 0;
-  for (int run = 0; run < given; run++) {
+  const int64_t at = b * w.interval_batch + h * w.interval_head + i * w.interval_row;
+  int num_intervals = w.start != nullptr ? w.intervals : 1;
+  row.intervals = 0;
+  for (int index = 0; index < num_intervals; index++) {
     int64_t low = from, high = to;
     if (w.start != nullptr) {
-      low = most(low, (int64_t)w.start[at + run]);
-      high = least(high, (int64_t)w.stop[at + run]);
-      // Runs that are not ascending would be read twice.
-      if (row.runs > 0) low = most(low, (int64_t)row.stop[row.runs - 1]);
+      low = maximum(low, (int64_t)w.start[at + index]);
+      high = minimum(high, (int64_t)w.stop[at + index]);
+      // Intervals that are not ascending would be read twice.
+      if (row.intervals > 0) low = maximum(low, (int64_t)row.stop[row.intervals - 1]);
     }
     if (high <= low) continue;
-    row.start[row.runs] = (int32_t)low;
-    row.stop[row.runs] = (int32_t)high;
-    row.runs++;
+    row.start[row.intervals] = (int32_t)low;
+    row.stop[row.intervals] = (int32_t)high;
+    row.intervals++;
   }
-  row.low = row.runs > 0 ? row.start[0] : 0;
-  row.high = row.runs > 0 ? row.stop[row.runs - 1] : 0;
+  row.low = row.intervals > 0 ? row.start[0] : 0;
+  row.high = row.intervals > 0 ? row.stop[row.intervals - 1] : 0;
   row.allowed = nullptr;
   row.blocks = nullptr;
   if (w.allowed.data != nullptr)
@@ -58,16 +58,17 @@ CH_INLINE bool is_masked(const ch_attention& w) {
   return has_tables(w) || w.start != nullptr || w.before != INT64_MAX || w.after != INT64_MAX;
 }
 
-CH_INLINE bool may_attend(const ch_attention& w, const Row& row, int64_t key) {
-  bool in_run = false;
-  for (int run = 0; run < row.runs; run++) in_run = in_run || (key >= row.start[run] && key < row.stop[run]);
-  if (!in_run) return false;
+CH_INLINE bool may_attend(const ch_attention& w, const MaskRow& row, int64_t key) {
+  bool in_interval = false;
+  for (int index = 0; index < row.intervals; index++) in_interval = in_interval ||
+      (key >= row.start[index] && key < row.stop[index]);
+  if (!in_interval) return false;
   if (row.allowed != nullptr && !row.allowed[key * w.allowed.column]) return false;
   return row.blocks == nullptr || row.blocks[key / w.block_size * w.blocks.column];
 }
 
-struct Span {
-  int low, high;  // empty when high <= low
+struct Interval {
+  int low, high;  // empty if high <= low
 };
 
 CH_INLINE bool none_of_eight(const uint8_t* from) {
@@ -76,19 +77,19 @@ CH_INLINE bool none_of_eight(const uint8_t* from) {
   return eight == 0;
 }
 
-// The part of the keys [first, last) that a row reaches, seen from the tables too.
-inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t last) {
-  int64_t low = most((int64_t)row.low, first), high = least((int64_t)row.high, last);
-  // Between two runs there may be nothing for many tiles.
-  for (int run = 0; row.runs > 1 && run < row.runs; run++) {
-    if (row.stop[run] > low) {
-      low = most(low, (int64_t)row.start[run]);
+// The interval of keys in [first, last) that a row can attend to, tables included.
+inline Interval attended_interval(const ch_attention& w, const MaskRow& row, int64_t first, int64_t last) {
+  int64_t low = maximum((int64_t)row.low, first), high = minimum((int64_t)row.high, last);
+  // Between two intervals many tiles may be empty.
+  for (int index = 0; row.intervals > 1 && index < row.intervals; index++) {
+    if (row.stop[index] > low) {
+      low = maximum(low, (int64_t)row.start[index]);
       break;
     }
   }
-  for (int run = row.runs - 1; row.runs > 1 && run >= 0; run--) {
-    if (row.start[run] < high) {
-      high = least(high, (int64_t)row.stop[run]);
+  for (int index = row.intervals - 1; row.intervals > 1 && index >= 0; index--) {
+    if (row.start[index] < high) {
+      high = minimum(high, (int64_t)row.stop[index]);
       break;
     }
   }
@@ -99,20 +100,21 @@ inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t 
       high = (high - 1) / w.block_size * (int64_t)w.block_size;
   }
   if (row.allowed != nullptr) {
-    // Eight keys at a time: under a window that was written out, most of a row is looked through here.
+    // Eight keys at a time: for a sliding window given as a dense table this scans most of a row.
     const bool dense = w.allowed.column == 1;
     while (dense && low + 8 <= high && none_of_eight(row.allowed + low)) low += 8;
     while (low < high && !row.allowed[low * w.allowed.column]) low++;
     while (dense && low + 8 <= high && none_of_eight(row.allowed + high - 8)) high -= 8;
     while (low < high && !row.allowed[(high - 1) * w.allowed.column]) high--;
   }
-  return Span{(int)low, (int)(high > low ? high : low)};
+  return Interval{(int)low, (int)(high > low ? high : low)};
 }
 
-// Whether the table of blocks lets any of a head's rows [first, first + count) attend to any of the keys [from, to). Under a
-// pattern most tiles of a long call are empty, and this asks less than all rows would. Of smaller blocks it would not.
-inline bool blocks_meet(const ch_attention& w, int64_t b, int64_t h, int64_t first, int64_t count, int64_t from,
-                        int64_t to) {
+// Whether the block table lets any of a head's rows [first, first + count) attend to any of the keys [from, to). In a
+// long call with a block pattern most tiles are empty, and this test is cheaper than one per row; with smaller blocks
+// it is not.
+inline bool blocks_allow(const ch_attention& w, int64_t b, int64_t h, int64_t first, int64_t count, int64_t from,
+                         int64_t to) {
   constexpr int64_t SMALL = 16;
   if (w.blocks.data == nullptr || w.block_size < SMALL) return true;
   const int64_t size = w.block_size, begin = w.query_offset + first, left = from / size, right = (to - 1) / size;
@@ -127,18 +129,18 @@ CH_INLINE void fill(float* p, int64_t from, int64_t to, float value) {
   for (int64_t c = from; c < to; c++) p[c] = value;
 }
 
-// Writes -inf over what lies behind the last of `count` scores in its vector.
-CH_INLINE void end_scores(float* scores, int count) {
+// Writes -inf after the last of `count` scores in its vector.
+CH_INLINE void mask_tail(float* scores, int count) {
   const int whole = count / VL * VL;
   if (whole < count) store(scores + whole, first_of(load(scores + whole), count - whole, all(-INF)));
 }
 
-// Writes -inf over the scores of keys [first, first + count) that the row may not attend to.
-inline void forbid(const ch_attention& w, const Row& row, int64_t first, int count, float* scores) {
+// Writes -inf to the scores of keys [first, first + count) that the row may not attend to.
+inline void mask_scores(const ch_attention& w, const MaskRow& row, int64_t first, int count, float* scores) {
   int64_t done = 0;
-  for (int run = 0; run < row.runs; run++) {
-    fill(scores, done, clip(row.start[run] - first, done, count), -INF);
-    done = clip(row.stop[run] - first, done, count);
+  for (int index = 0; index < row.intervals; index++) {
+    fill(scores, done, clip(row.start[index] - first, done, count), -INF);
+    done = clip(row.stop[index] - first, done, count);
   }
   fill(scores, done, count, -INF);
   int64_t low = clip(row.low - first, 0, count), high = clip(row.high - first, 0, count);
@@ -152,7 +154,7 @@ inline void forbid(const ch_attention& w, const Row& row, int64_t first, int cou
   }
   if (row.blocks != nullptr) {
     for (int64_t c = low; c < high;) {
-      int64_t block = (first + c) / w.block_size, next = least((block + 1) * (int64_t)w.block_size - first, high);
+      int64_t block = (first + c) / w.block_size, next = minimum((block + 1) * (int64_t)w.block_size - first, high);
       if (!row.blocks[block * w.blocks.column]) fill(scores, c, next, -INF);
       c = next;
     }
@@ -160,8 +162,8 @@ inline void forbid(const ch_attention& w, const Row& row, int64_t first, int cou
 }
 
 // Whether a row may attend to all keys [first, last).
-CH_INLINE bool sees_all(const Row& row, int64_t first, int64_t last) {
-  return row.runs == 1 && row.start[0] <= first && row.stop[0] >= last && row.allowed == nullptr &&
+CH_INLINE bool allows_all(const MaskRow& row, int64_t first, int64_t last) {
+  return row.intervals == 1 && row.start[0] <= first && row.stop[0] >= last && row.allowed == nullptr &&
          row.blocks == nullptr;
 }
 

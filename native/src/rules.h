@@ -1,7 +1,7 @@
-// Score rules on a row of scores, and what backward needs of them.
+// Score rules on a row of scores, and their derivatives for backward.
 //
-// Rules that depend on q_pos - k_pos alone become one vector per head, indexed by k_pos - q_pos (a Toeplitz
-// matrix's diagonal values), built once per unit of work.
+// Rules that depend only on q_pos - k_pos become one vector per head, indexed by k_pos - q_pos (the diagonals of a
+// Toeplitz matrix), built once per unit of work.
 #pragma once
 
 #include "rows.h"
@@ -18,13 +18,14 @@ inline int count_diagonal(const ch_attention& w) {
   return count;
 }
 
-// Numbers in one diagonal vector: distances from -(last q_pos) to k_len - 1 - (first q_pos), and room to read on.
+// Elements of one diagonal vector: distances from -(last q_pos) to k_len - 1 - (first q_pos), and padding for reads
+// past them.
 CH_INLINE int64_t diagonal_length(const ch_attention& w) { return round_up(w.q_len + w.k_len + 4 * PW, 16); }
 
-// Where k_pos 0 lies for the query of index i.
+// The index of k_pos 0 for query i.
 CH_INLINE int64_t diagonal_start(const ch_attention& w, int64_t i) { return w.q_len - 1 - i; }
 
-// For each diagonal rule its vector of one head, one after the other.
+// The vectors of all diagonal rules for one head, one after the other.
 inline void make_diagonals(const ch_attention& w, int64_t h, float* to) {
   int64_t length = diagonal_length(w);
   for (int r = 0; r < w.num_rules; r++) {
@@ -56,8 +57,8 @@ CH_INLINE vf tanh_of(vf x) {
   return square < all(0.390625f) ? near : far;
 }
 
-// Applies scale and rules to the products of a row with keys [first, first + count); `slope` takes the derivative of
-// the soft-cap where there is one. May write up to the next multiple of VL.
+// Applies scale and rules to the dot products of a row with keys [first, first + count); `slope` receives the
+// derivative of the soft-cap if there is one. May write up to the next multiple of VL.
 inline void apply_rules(const ch_attention& w, const float* diagonals, int64_t b, int64_t h, int64_t i, int64_t first,
                         int count, float* scores, float* slope) {
   vf scale = all((float)w.scale);

@@ -1,7 +1,8 @@
-// Segments: neighbouring queries that see the same run of keys, each an attention of its own without that mask.
+// Segments: neighbouring queries that attend to the same interval of keys, each an attention of its own without that
+// mask.
 //
-// Padding is one segment for each sequence, packed documents one for each document. Tiles then begin where a segment
-// does, nothing between segments is multiplied, and what is not finite in one touches no other.
+// Padding gives one segment per sequence, packed documents one per document. Tiles start at segment boundaries, nothing
+// between segments is multiplied, and NaN or infinity in one segment affects no other.
 #pragma once
 
 #include "work.h"
@@ -14,34 +15,34 @@ struct Segment {
 };
 
 class Segments {
-  // Queries that pay for a segment's own beginning.
-  static constexpr int64_t LEAST = 8;
-  // Beyond so many queries or keys a segment is shared among threads, where there are few of them.
+  // Queries from which a segment is worth its setup.
+  static constexpr int64_t MIN_QUERIES = 8;
+  // From this many queries or keys on, a segment is shared among threads, if there are few of them.
   static constexpr int64_t LARGE = 512, MANY = 64;
 
   Segment* list = nullptr;
 
  public:
   int64_t count = 0;
-  int64_t large = 0;  // of these, the first ones, once sorted
+  int64_t large = 0;  // how many of them are large; they come first once sorted
   double operations = 0;
   bool no_memory = false;
 
-  // Of a call whose masks say nothing else; none where they are not worth it. `disjoint`: whether a key may be seen by
-  // one alone.
+  // The segments of a call that has no other mask; none if they are not worth it. `disjoint`: whether a key may belong
+  // to one segment only.
   Segments(const Task& w, bool disjoint) {
     if (!may(w, disjoint)) return;
-    const int64_t capacity = w.batch + w.batch * w.q_len / LEAST;
+    const int64_t capacity = w.batch + w.batch * w.q_len / MIN_QUERIES;
     list = (Segment*)scratch(clearhead::SLOT_SEGMENTS, (size_t)capacity * sizeof(Segment));
     if (list == nullptr) {
       no_memory = true;
       return;
     }
     for (int64_t b = 0; b < w.batch; b++) {
-      int64_t last = 0;  // key that no later segment may begin before
+      int64_t last = 0;  // no later segment may begin before this key
       for (int64_t i = 0; i < w.q_len; i++) {
-        const int64_t at = b * w.run_batch + i * w.run_row;
-        const int64_t key = clip(w.start[at], 0, w.k_len), keys = most((int64_t)0, clip(w.stop[at], 0, w.k_len) - key);
+        const int64_t at = b * w.interval_batch + i * w.interval_row;
+        const int64_t key = clip(w.start[at], 0, w.k_len), keys = maximum((int64_t)0, clip(w.stop[at], 0, w.k_len) - key);
         Segment* open = i > 0 ? list + count - 1 : nullptr;
         if (open != nullptr && open->keys == keys && (keys == 0 || open->key == key)) {
           open->queries++;
@@ -60,7 +61,7 @@ class Segments {
 
   const Segment& operator[](int64_t s) const { return list[s]; }
 
-  // Calls back with every stretch of keys that nobody sees: batch entry, first, end. Before they are sorted.
+  // Calls `body` with every interval of keys that no query attends to: batch entry, first, end. Must run before `sort`.
   template <class Body> void for_gaps(const Task& w, const Body& body) const {
     int64_t last = 0;
     for (int64_t s = 0; s < count; s++) {
@@ -72,7 +73,7 @@ class Segments {
     }
   }
 
-  // Large ones first, then by their work: what begins late should be short.
+  // Large ones first, then by decreasing work, so that the last ones to start are short.
   void sort(int64_t heads) {
     const bool many = count * heads >= MANY;
     auto before = [&](const Segment& one, const Segment& other) {
@@ -92,7 +93,7 @@ class Segments {
   // A segment as a call.
   Task part(const Task& w, int64_t s, int threads) const {
     const Segment& segment = list[s];
-    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = segment.b * w.heads * w.rows_apart + segment.query;
+    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = segment.b * w.heads * w.head_stride + segment.query;
     Task t = w;
     auto move = [&](ch_tensor& tensor, int64_t rows) {
       if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (segment.b * tensor.batch + rows * tensor.row) * size;
@@ -118,7 +119,7 @@ class Segments {
     t.k_len = segment.keys;
     t.query_offset += segment.query - segment.key;
     t.start = t.stop = nullptr;
-    t.runs = 0;
+    t.intervals = 0;
     t.threads = threads;
     t.units = count * w.kv_heads;
     t.first_batch += segment.b;
@@ -131,8 +132,8 @@ class Segments {
   static bool is_large(const Segment& s) { return s.queries > LARGE || s.keys > LARGE; }
 
   static bool may(const Task& w, bool backward) {
-    const bool by_row = w.start != nullptr && w.runs == 1 && (w.run_head == 0 || w.heads == 1);
-    if (!by_row || has_tables(w) || w.q_len < LEAST || w.batch == 0) return false;
+    const bool by_row = w.start != nullptr && w.intervals == 1 && (w.interval_head == 0 || w.heads == 1);
+    if (!by_row || has_tables(w) || w.q_len < MIN_QUERIES || w.batch == 0) return false;
     if (backward && w.statistics != nullptr) return false;
     for (int r = 0; r < w.num_rules; r++) {
       const ch_rule& rule = w.rules[r];

@@ -1,17 +1,17 @@
-// Statistics of the weights, gathered by forward while a block's scores and weights are near.
+// Statistics of the weights, computed by forward while a block's scores and weights are in cache.
 //
-// Sums over a row ride on the running softmax and are scaled with it. The best keys of a row are kept by score, before
-// the exponential, so that equal scores stay equal. What needs a row's final sum (sums over queries, pooled tiles, whole
-// rows) waits: the block's weights stay in a strip, each tile's relative to the largest score known when it was made,
-// and are brought to their final scale as they are read.
+// Sums over a row follow the online softmax and are rescaled with it. The top keys of a row are selected by score,
+// before the exponential, so that equal scores stay equal. Statistics that need a row's final normaliser (sums over
+// queries, pooled tiles, whole rows) are deferred: the block's weights are stored in a strip, each tile's relative to
+// the row maximum at that time, and rescaled when they are read.
 #pragma once
 
 #include "work.h"
 
 namespace CH_NS {
 
-// What takes a row's unfinished weights to weights: a factor, and its logarithm.
-struct Share {
+// The factor from a row's unnormalised weights to weights, and its logarithm.
+struct WeightScale {
   float factor, log;
 };
 
@@ -20,18 +20,18 @@ struct Candidate {
   int32_t key;
 };
 
-// Whether a stands behind b: less, or equal at a higher key.
+// Whether a ranks below b: a smaller score, or an equal score at a higher key.
 CH_INLINE bool ranks_below(Candidate a, Candidate b) { return a.score < b.score || (a.score == b.score && a.key > b.key); }
 
-// The best candidates seen, the last of them on top of a heap.
-struct Best {
+// The best candidates so far, in a heap with the worst on top.
+struct TopK {
   Candidate* heap;
   int64_t capacity;
   int32_t* num_candidates;
 
-  CH_INLINE float bar() const { return *num_candidates < capacity ? -INF : heap[in_order() ? capacity - 1 : 0].score; }
+  CH_INLINE float threshold() const { return *num_candidates < capacity ? -INF : heap[in_order() ? capacity - 1 : 0].score; }
 
-  void sink_down(int64_t at, int64_t count) const {
+  void sift_down(int64_t at, int64_t count) const {
     Candidate moved = heap[at];
     for (int64_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
       if (child + 1 < count && ranks_below(heap[child + 1], heap[child])) child++;
@@ -42,38 +42,38 @@ struct Best {
     heap[at] = moved;
   }
 
-  void take(Candidate one) const {
+  void insert(Candidate one) const {
     if (*num_candidates == capacity) {
       heap[0] = one;
-      return sink_down(0, capacity);
+      return sift_down(0, capacity);
     }
     int64_t at = (*num_candidates)++;
     for (; at > 0 && ranks_below(one, heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
     heap[at] = one;
   }
 
-  // Keys come in ascending order, so one that only equals the bar is too late.
+  // Keys are ascending, so a score that only equals the bar ranks below it.
   void scan(const float* scores, int count, int64_t first) const {
     if (in_order()) return scan_few(scores, count, first);
-    float least_score = bar();
+    float min_score = threshold();
     for (int c = 0; c < count; c += VL) {
-      uint32_t bits = above(load(scores + c), all(least_score));
+      uint32_t bits = above(load(scores + c), all(min_score));
       while (bits != 0) {
         int lane = __builtin_ctz(bits);
         bits &= bits - 1;
-        if (!(scores[c + lane] > least_score)) continue;
-        take(Candidate{scores[c + lane], (int32_t)(first + c + lane)});
-        least_score = bar();
+        if (!(scores[c + lane] > min_score)) continue;
+        insert(Candidate{scores[c + lane], (int32_t)(first + c + lane)});
+        min_score = threshold();
       }
     }
   }
 
-  // A few candidates fit vectors, scores and keys, and are kept in order: one more opens a gap at its place, and what
-  // falls off the end was not wanted.
+  // A few candidates fit in vectors of scores and keys, sorted: an insertion shifts the rest, and the last one drops
+  // out.
 #if defined(CH_AVX512)
   CH_INLINE bool in_order() const { return capacity <= 2 * VL; }
 
-  // Candidates in falling order, `HALVES` vectors of them.
+  // Candidates in descending order, `HALVES` vectors of them.
   template <int HALVES> struct Ordered {
     __m512 scores[HALVES];
     __m512i keys[HALVES];
@@ -85,17 +85,17 @@ struct Best {
       if constexpr (HALVES == 2) {
         uint32_t first = _mm512_cmp_ps_mask(scores[0], one, _CMP_GE_OQ);
         if (first != 0xffff) {
-          // The last of the first half moves to the head of the second.
+          // The last of the first half moves to the front of the second.
           __m512i last = _mm512_set1_epi32(VL - 1);
           scores[1] = _mm512_mask_expand_ps(_mm512_permutexvar_ps(last, scores[0]), 0xfffe, scores[1]);
           keys[1] = _mm512_mask_expand_epi32(_mm512_permutexvar_epi32(last, keys[0]), 0xfffe, keys[1]);
-          return open(0, first, one, its);
+          return insert_at(0, first, one, its);
         }
       }
-      open(HALVES - 1, reached, one, its);
+      insert_at(HALVES - 1, reached, one, its);
     }
 
-    CH_INLINE void open(int half, uint32_t reached, __m512 one, __m512i its) {
+    CH_INLINE void insert_at(int half, uint32_t reached, __m512 one, __m512i its) {
       __mmask16 others = (__mmask16)~(reached + 1);
       scores[half] = _mm512_mask_expand_ps(one, others, scores[half]);
       keys[half] = _mm512_mask_expand_epi32(its, others, keys[half]);
@@ -118,15 +118,15 @@ struct Best {
     }
     __m512i last = _mm512_set1_epi32((int)(capacity - 1) % VL);
     int half = (int)(capacity - 1) / VL;
-    __m512 bar = _mm512_permutexvar_ps(last, best.scores[half]);
+    __m512 threshold = _mm512_permutexvar_ps(last, best.scores[half]);
     for (int c = 0; c < count; c += VL) {
-      uint32_t bits = above(load(scores + c), (vf)bar);
+      uint32_t bits = above(load(scores + c), (vf)threshold);
       if (bits == 0) continue;
       for (; bits != 0; bits &= bits - 1) {
         int lane = __builtin_ctz(bits);
         best.put(scores[c + lane], (int32_t)(first + c + lane));
       }
-      bar = _mm512_permutexvar_ps(last, best.scores[half]);
+      threshold = _mm512_permutexvar_ps(last, best.scores[half]);
     }
     for (int part = 0; part < HALVES; part++) {
       _mm512_storeu_ps(heap_scores + part * VL, best.scores[part]);
@@ -149,31 +149,31 @@ struct Best {
       Candidate last = heap[0];
       heap[0] = heap[count];
       heap[count] = last;
-      sink_down(0, count);
+      sift_down(0, count);
     }
   }
 };
 
-// Sums over the queries of one span of a key head's rows.
-struct Columns {
-  float* lines;              // [group][lines][ld]
-  float *high, *total;       // [tile rows][k_tiles]
-  float *high_now, *total_now;  // [k_tiles][VL], of the tile row that is being filled
-  int64_t first, open;       // tile row of `high`'s first line; the one being filled, or -1
+// Sums over the queries of one range of a key head's rows.
+struct ColumnSums {
+  float* lines;  // [group][lines][ld]
+  float *high, *total;  // [tile rows][k_tiles]
+  float *high_now, *total_now;  // [k_tiles][VL], of the tile row in progress
+  int64_t first, open;  // tile row of `high`'s first line; the one in progress, or -1
 };
 
-// What statistics a call wants, and the sizes that follow.
+// The statistics that a call requests, and derived sizes.
 struct Statistics {
   const ch_attention& w;
   const ch_statistics* s;  // null: none
-  int tile, rows;          // keys of a tile; most rows of a block
+  int tile, rows;  // keys of a tile; most rows of a block
   int64_t group, tiles, ld, lines, side, q_tiles, k_tiles;
-  int64_t spans, span_blocks, span_tiles;
-  bool sums, ties, strip, columns;
+  int64_t ranges, range_blocks, range_tiles;
+  bool sums, ties, strip, has_column_sums;
 
-  Statistics(const ch_attention& work, const ch_statistics* of, int keys_of_tile, int most_rows)
-      : w(work), s(of), tile(keys_of_tile), rows(most_rows), ld(0), lines(0), side(0), q_tiles(0), k_tiles(0),
-        spans(1), span_blocks(0), span_tiles(0), sums(false), ties(false), strip(false), columns(false) {
+  Statistics(const ch_attention& work, const ch_statistics* of, int keys_of_tile, int max_rows)
+      : w(work), s(of), tile(keys_of_tile), rows(max_rows), ld(0), lines(0), side(0), q_tiles(0), k_tiles(0),
+        ranges(1), range_blocks(0), range_tiles(0), sums(false), ties(false), strip(false), has_column_sums(false) {
     group = w.heads / w.kv_heads;
     tiles = (w.k_len + tile - 1) / tile;
     if (s == nullptr) return;
@@ -181,51 +181,51 @@ struct Statistics {
     ties = s->ties != nullptr;
     lines = s->num_weights + (s->received != nullptr);
     side = s->heatmap;
-    columns = lines > 0 || side > 0;
-    strip = columns || s->num_rows > 0;
+    has_column_sums = lines > 0 || side > 0;
+    strip = has_column_sums || s->num_rows > 0;
     if (!strip) return;
-    // An odd number of cache lines, so that the rows of a group do not share their places in the cache.
+    // An odd number of cache lines, so that the rows of a group do not map to the same cache sets.
     ld = (round_up(w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
-    // 4 MiB, and whole groups of rows: which rows go together must not depend on what is asked for.
-    rows = (int)most((int64_t)MR, least((int64_t)most_rows, ((int64_t)1 << 20) / ld / MR * MR));
+    // 4 MiB, and whole groups of rows: the grouping of rows must not depend on which statistics are requested.
+    rows = (int)maximum((int64_t)MR, minimum((int64_t)max_rows, ((int64_t)1 << 20) / ld / MR * MR));
     q_tiles = side > 0 ? (w.q_len + side - 1) / side : 0;
     k_tiles = side > 0 ? (w.k_len + side - 1) / side : 0;
-    plan_spans();
+    plan_ranges();
   }
 
-  // Sums over queries are made in spans of rows and then added in order; the shape alone says which.
-  void plan_spans() {
+  // Sums over queries are computed per range of rows and then added in order; the ranges depend on the shape alone.
+  void plan_ranges() {
     int64_t blocks = (group * w.q_len + rows - 1) / rows, heads = w.batch * w.kv_heads;
-    int64_t wanted = least((64 + heads - 1) / most(heads, (int64_t)1), (int64_t)16);
-    // Together they may take 64 MiB.
-    int64_t fit = ((int64_t)1 << 24) / most(heads * group * lines * ld, (int64_t)1);
-    wanted = most((int64_t)1, least(least(wanted, fit), blocks));
-    span_blocks = most((int64_t)1, (blocks + wanted - 1) / wanted);
-    spans = most((int64_t)1, (blocks + span_blocks - 1) / span_blocks);
-    span_tiles = side > 0 ? least(span_blocks * rows / side + 2 + group, group * q_tiles) : 0;
+    int64_t wanted = minimum((64 + heads - 1) / maximum(heads, (int64_t)1), (int64_t)16);
+    // All of them take at most 64 MiB.
+    int64_t fit = ((int64_t)1 << 24) / maximum(heads * group * lines * ld, (int64_t)1);
+    wanted = maximum((int64_t)1, minimum(minimum(wanted, fit), blocks));
+    range_blocks = maximum((int64_t)1, (blocks + wanted - 1) / wanted);
+    ranges = maximum((int64_t)1, (blocks + range_blocks - 1) / range_blocks);
+    range_tiles = side > 0 ? minimum(range_blocks * rows / side + 2 + group, group * q_tiles) : 0;
   }
 
-  int64_t columns_bytes(Columns& c, char* base) const {
-    Carver carver{base};
-    c.lines = carver.take<float>(group * lines * ld);
-    c.high = carver.take<float>(span_tiles * k_tiles);
-    c.total = carver.take<float>(span_tiles * k_tiles);
-    c.high_now = carver.take<float>(k_tiles * VL);
-    c.total_now = carver.take<float>(k_tiles * VL);
-    return carver.next - base;
+  int64_t column_sums_bytes(ColumnSums& c, char* base) const {
+    BumpAllocator allocator{base};
+    c.lines = allocator.take<float>(group * lines * ld);
+    c.high = allocator.take<float>(range_tiles * k_tiles);
+    c.total = allocator.take<float>(range_tiles * k_tiles);
+    c.high_now = allocator.take<float>(k_tiles * VL);
+    c.total_now = allocator.take<float>(k_tiles * VL);
+    return allocator.next - base;
   }
 
-  // Which line of tiles a row of a key head falls into.
+  // The tile row of the heatmap that a row of a key head belongs to.
   CH_INLINE int64_t tile_row(int64_t row) const { return row / w.q_len * q_tiles + row % w.q_len / side; }
 
-  void begin_span(int64_t first_row, Columns& c, char* base) const {
-    int64_t bytes = columns_bytes(c, base);
+  void begin_range(int64_t first_row, ColumnSums& c, char* base) const {
+    int64_t bytes = column_sums_bytes(c, base);
     memset(base, 0, (size_t)bytes);
     c.first = side > 0 ? tile_row(first_row) : 0;
     c.open = -1;
   }
 
-  void close_tile_row(Columns& c) const {
+  void close_tile_row(ColumnSums& c) const {
     if (c.open < 0) return;
     int64_t at = (c.open - c.first) * k_tiles;
     for (int64_t j = 0; j < k_tiles; j++) {
@@ -237,7 +237,7 @@ struct Statistics {
     c.open = -1;
   }
 
-  // Results of a key head start at 0, take its spans in order, and end as means.
+  // Results of a key head start at 0, accumulate its ranges in order, and end as means.
   void begin_head(int64_t b, int64_t kh) const {
     int64_t h = b * w.heads + kh * group;
     if (s->received != nullptr) memset(s->received + h * w.k_len, 0, (size_t)(group * w.k_len) * sizeof(float));
@@ -249,8 +249,8 @@ struct Statistics {
     memset(s->heatmap_mean + h * places, 0, (size_t)(group * places) * sizeof(float));
   }
 
-  void add_span(int64_t b, int64_t kh, int64_t span, const Columns& c) const {
-    int64_t first = span * span_blocks * rows, last = least(first + span_blocks * rows, group * w.q_len) - 1;
+  void add_range(int64_t b, int64_t kh, int64_t range, const ColumnSums& c) const {
+    int64_t first = range * range_blocks * rows, last = minimum(first + range_blocks * rows, group * w.q_len) - 1;
     for (int64_t g = first / w.q_len; g <= last / w.q_len; g++)
       for (int64_t line = 0; line < lines; line++) {
         const float* from = c.lines + (g * lines + line) * ld;
@@ -270,13 +270,13 @@ struct Statistics {
   void end_head(int64_t b, int64_t kh) const {
     if (side == 0) return;
     for (int64_t line = 0; line < group * q_tiles; line++) {
-      int64_t high = least(side, w.q_len - line % q_tiles * side);
+      int64_t high = minimum(side, w.q_len - line % q_tiles * side);
       int64_t at = ((b * w.heads + kh * group) * q_tiles + line) * k_tiles;
       for (int64_t j = 0; j < k_tiles; j++) {
         float total = s->heatmap_mean[at + j];
-        // A maximum forgets NaN, a sum does not.
+        // The maximum drops NaN, the sum does not.
         if (total != total) s->heatmap_max[at + j] = total;
-        s->heatmap_mean[at + j] = total / ((float)high * (float)least(side, w.k_len - j * side));
+        s->heatmap_mean[at + j] = total / ((float)high * (float)minimum(side, w.k_len - j * side));
       }
     }
   }
@@ -288,21 +288,21 @@ struct Statistics {
   }
 };
 
-// What one thread gathers of a block of rows.
-struct Gather {
+// What one thread accumulates for a block of rows.
+struct BlockStatistics {
   float *entropy, *distance, *mass;  // [rows][VL]
-  float* ties;                       // [rows]
-  Candidate* best;                   // [rows][top_k]
-  int32_t* num_candidates;                     // [rows]
-  uint8_t* used;                     // [top_k]
-  float* strip;                      // [rows][ld]
-  float* mark;                       // [rows][tiles]: the largest score that a tile's weights are relative to
-  Span* extent;                      // [rows / MR][tiles]: the columns that were computed
-  float* dropped;                    // [MR][tile]: weights after dropout, where the strip keeps them before
-  Share* share;                      // [rows]
-  float* factor;                     // [rows][tiles]
+  float* ties;  // [rows]
+  Candidate* best;  // [rows][top_k]
+  int32_t* num_candidates;  // [rows]
+  uint8_t* used;  // [top_k]
+  float* strip;  // [rows][ld]
+  float* tile_maxima;  // [rows][tiles]: the row maximum that a tile's weights are relative to
+  Interval* extent;  // [rows / MR][tiles]: the columns that were computed
+  float* dropped_weights;  // [MR][tile]: weights after dropout, if the strip has those before it
+  WeightScale* weight_scale;  // [rows]
+  float* factor;  // [rows][tiles]
 
-  void carve(Carver& c, const Statistics& of) {
+  void carve(BumpAllocator& c, const Statistics& of) {
     if (of.s == nullptr) return;
     int64_t rows = of.rows, top = of.s->top_k;
     entropy = c.take<float>(of.sums ? rows * VL : 0);
@@ -313,10 +313,10 @@ struct Gather {
     num_candidates = c.take<int32_t>(rows);
     used = c.take<uint8_t>(top);
     strip = c.take<float>(of.strip ? rows * of.ld : 0);
-    mark = c.take<float>(of.strip ? rows * of.tiles : 0);
-    extent = c.take<Span>(of.strip ? (rows / MR + 1) * of.tiles : 0);
-    dropped = c.take<float>((int64_t)MR * of.tile);
-    share = c.take<Share>(rows);
+    tile_maxima = c.take<float>(of.strip ? rows * of.tiles : 0);
+    extent = c.take<Interval>(of.strip ? (rows / MR + 1) * of.tiles : 0);
+    dropped_weights = c.take<float>((int64_t)MR * of.tile);
+    weight_scale = c.take<WeightScale>(rows);
     factor = c.take<float>(of.strip ? rows * of.tiles : 0);
   }
 
@@ -327,15 +327,15 @@ struct Gather {
     }
     memset(ties, 0, (size_t)count * sizeof(float));
     memset(num_candidates, 0, (size_t)count * sizeof(int32_t));
-    if (of.strip) memset(extent, 0, (size_t)((count + MR - 1) / MR * of.tiles) * sizeof(Span));
+    if (of.strip) memset(extent, 0, (size_t)((count + MR - 1) / MR * of.tiles) * sizeof(Interval));
   }
 
   // Before the exponential: candidates and ties among the scores [c0, c1r) of a tile.
-  void look_at_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
-                      float before, float largest) const {
+  void scan_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
+                   float before, float largest) const {
     if (of.s->top_k > 0) {
-      Best row_heap{best + r * of.s->top_k, of.s->top_k, num_candidates + r};
-      if (peak > row_heap.bar()) row_heap.scan(scores + c0, c1r - c0, t0 + c0);
+      TopK row_heap{best + r * of.s->top_k, of.s->top_k, num_candidates + r};
+      if (peak > row_heap.threshold()) row_heap.scan(scores + c0, c1r - c0, t0 + c0);
     }
     if (!of.ties || !(peak == largest) || peak == -INF) return;
     int count = 0;
@@ -343,61 +343,63 @@ struct Gather {
     ties[r] = before == largest ? ties[r] + (float)count : (float)count;
   }
 
-  // Beside `weigh`, with the same arithmetic: the sums of weight times exponent, and of weight times distance. `step`
-  // is what the exponents of earlier tiles move by. `far` is q_pos - k_pos of the first column.
+  // Together with `softmax_row` and with the same arithmetic: the sums of weight times exponent, and of weight times
+  // distance. `step` is the shift of the exponents of earlier tiles. `first_distance` is q_pos - k_pos of the first column.
   template <int DEGREE, class Put>
-  CH_INLINE void weigh(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2, float far,
-                       int64_t sink_columns, float* total, const Put& put) const {
+  CH_INLINE void softmax_row(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2,
+                             float first_distance, int64_t sink_columns, float* total, const Put& put) const {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2), lowest = all(-1e4f);
     vf old = load(total), shrink = all(factor), sum = old * shrink;
     vf new_entropy = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;
-    vf way = load(distance + r * VL) * shrink, gap = all(far) - counting(), next = all((float)VL);
+    vf new_distance = load(distance + r * VL) * shrink, gap = all(first_distance) - counting(), next = all((float)VL);
     for (int c = c0; c < c1; c += VL) {
       vf x = (load(s + c) - shift) * scale;
       vf e = exp2_of<DEGREE>(x);
       sum += e;
       new_entropy += e * vmax(x, lowest);
-      way += e * absolute(gap);
+      new_distance += e * absolute(gap);
       gap -= next;
       put(c, e);
     }
     store(total, sum);
     store(entropy + r * VL, new_entropy);
-    store(distance + r * VL, way);
-    vf held_mass = load(mass + r * VL) * shrink;
-    for (int64_t c = c0; c < least((int64_t)c1, sink_columns); c += VL)
-      held_mass += first_of(load(s + c), least((int64_t)VL, sink_columns - c));
-    store(mass + r * VL, held_mass);
+    store(distance + r * VL, new_distance);
+    vf sink_mass = load(mass + r * VL) * shrink;
+    for (int64_t c = c0; c < minimum((int64_t)c1, sink_columns); c += VL)
+      sink_mass += first_of(load(s + c), minimum((int64_t)VL, sink_columns - c));
+    store(mass + r * VL, sink_mass);
   }
 
-  // One row is done: `largest` in raw scores, `top` the same in natural ones, `total` the sum before a sink joined it.
-  void end_row(const Statistics& of, int64_t place, int r, const Row& row, float largest, float top, float total,
+  // Finishes one row: `largest` is its maximum in raw scores, `top` in natural ones, `total` its normaliser without the
+  // sink.
+  void end_row(const Statistics& of, int64_t place, int r, const MaskRow& row, float largest, float top, float total,
                float base2) const {
     const ch_statistics& s = *of.s;
-    Share row_share = share[r];
+    WeightScale row_scale = weight_scale[r];
     if (s.max_score != nullptr) s.max_score[place] = total != total ? total : top;
     if (s.ties != nullptr) {
       // No score equals NaN.
       s.ties[2 * place] = largest == -INF ? __builtin_nanf("") : largest;
       s.ties[2 * place + 1] = ties[r];
     }
-    bool none = row_share.factor == 0.0f;
+    bool none = row_scale.factor == 0.0f;
     if (s.entropy != nullptr) {
-      float sum = LN2 * sum_of(load(entropy + r * VL)) + total * row_share.log, entropy_value = none ? 0.0f : -row_share.factor * sum;
+      float sum = LN2 * sum_of(load(entropy + r * VL)) + total * row_scale.log, entropy_value = none ? 0.0f
+          : -row_scale.factor * sum;
       s.entropy[place] = entropy_value < 0.0f ? 0.0f : entropy_value;
     }
-    if (s.distance != nullptr) s.distance[place] = none ? 0.0f : row_share.factor * sum_of(load(distance + r * VL));
-    // A row that is NaN elsewhere has no mass on keys that it may not attend to.
-    float held_mass = s.sink != nullptr && !none ? sum_of(load(mass + r * VL)) : 0.0f;
-    if (s.sink != nullptr) s.sink[place] = held_mass == 0.0f ? 0.0f : row_share.factor * held_mass;
+    if (s.distance != nullptr) s.distance[place] = none ? 0.0f : row_scale.factor * sum_of(load(distance + r * VL));
+    // A row that is NaN has no mass on keys that it may not attend to.
+    float sink_mass = s.sink != nullptr && !none ? sum_of(load(mass + r * VL)) : 0.0f;
+    if (s.sink != nullptr) s.sink[place] = sink_mass == 0.0f ? 0.0f : row_scale.factor * sink_mass;
     if (s.top_k > 0) end_best(of, place, r, row, largest, base2);
   }
 
-  void end_best(const Statistics& of, int64_t place, int r, const Row& row, float largest, float base2) const {
+  void end_best(const Statistics& of, int64_t place, int r, const MaskRow& row, float largest, float base2) const {
     int64_t k = of.s->top_k, filled = 0;
     float* weights = of.s->top_weights + place * k;
     int64_t* indices = of.s->top_indices + place * k;
-    float factor = share[r].factor;
+    float factor = weight_scale[r].factor;
     memset(used, 0, (size_t)k);
     if (factor != factor) {
       for (int64_t key = row.low; key < row.high && filled < k; key++) {
@@ -407,7 +409,7 @@ struct Gather {
         if (key < k) used[key] = 1;
       }
     } else {
-      Best row_heap{best + r * k, k, num_candidates + r};
+      TopK row_heap{best + r * k, k, num_candidates + r};
       row_heap.sort();
       for (; filled < *row_heap.num_candidates; filled++) {
         Candidate one = row_heap.heap[filled];
@@ -418,7 +420,7 @@ struct Gather {
         if (one.key < k) used[one.key] = 1;
       }
     }
-    // At most `found` of the first k keys are taken, so the rest is found among them.
+    // At most `filled` of the first k keys are used, so they suffice for the remaining entries.
     for (int64_t key = 0; filled < k; key++) {
       if (used[key]) continue;
       weights[filled] = 0.0f;
@@ -426,43 +428,44 @@ struct Gather {
     }
   }
 
-  // The strip's weights become final by one factor for each row and tile.
-  void end_strip(const Statistics& of, int count, const Row* row, const float* largest, float base2) const {
+  // One factor per row and tile normalises the strip's weights.
+  void end_strip(const Statistics& of, int count, const MaskRow* row, const float* largest, float base2) const {
     for (int r = 0; r < count; r++) {
-      float row_factor = share[r].factor;
-      const Span* extents = extent + r / MR * of.tiles;
+      float row_factor = weight_scale[r].factor;
+      const Interval* extents = extent + r / MR * of.tiles;
       for (int64_t t = 0; t < of.tiles; t++) {
-        Span span = extents[t];
-        if (span.high <= span.low) continue;
+        Interval interval = extents[t];
+        if (interval.high <= interval.low) continue;
         float& f = factor[r * of.tiles + t];
-        float then = mark[r * of.tiles + t];
-        f = row_factor == 0.0f ? 0.0f : then == largest[r] ? row_factor : exp2_of<5>(all((then - largest[r]) * base2))[0] * row_factor;
+        float then = tile_maxima[r * of.tiles + t];
+        f = row_factor == 0.0f ? 0.0f : then == largest[r] ? row_factor
+            : exp2_of<5>(all((then - largest[r]) * base2))[0] * row_factor;
         if (row_factor == row_factor) continue;
-        // A row that is NaN gives it to the keys it may attend to, and to no others.
+        // A NaN row gives NaN to the keys it may attend to, and to no others.
         f = 1.0f;
-        for (int c = span.low; c < span.high; c++)
+        for (int c = interval.low; c < interval.high; c++)
           strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c) ? row_factor : 0.0f;
       }
     }
   }
 
-  // Adds rows [r0, r1) of the block, all of head h and of queries from i on, to what is summed over queries.
-  void add_lines(const Statistics& of, int64_t b, int64_t h, int64_t i, int r0, int r1, Columns& columns) const {
+  // Adds rows [r0, r1) of the block, all of head h and of queries from i on, to the sums over queries.
+  void add_lines(const Statistics& of, int64_t b, int64_t h, int64_t i, int r0, int r1, ColumnSums& column_sums) const {
     const ch_statistics& s = *of.s;
-    const Span* extents = extent + r0 / MR * of.tiles;
-    float* head_line = columns.lines + h % of.group * of.lines * of.ld;
+    const Interval* extents = extent + r0 / MR * of.tiles;
+    float* head_line = column_sums.lines + h % of.group * of.lines * of.ld;
     for (int64_t line = 0; line < of.lines; line++, head_line += of.ld) {
       const float* by = line < s.num_weights ? s.row_weights + b * s.weight_batch + h * s.weight_head + line * of.w.q_len
                                              : nullptr;
       for (int64_t t = 0; t < of.tiles; t++) {
-        Span span = extents[t];
-        if (span.high <= span.low) continue;
+        Interval interval = extents[t];
+        if (interval.high <= interval.low) continue;
         vf f[MR];
         for (int r = 0; r < r1 - r0; r++)
           f[r] = all(factor[(r0 + r) * of.tiles + t] * (by != nullptr ? by[i + r] : 1.0f));
         const float* from = strip + r0 * of.ld + t * of.tile;
         float* to = head_line + t * of.tile;
-        for (int c = span.low; c < span.high; c += VL) {
+        for (int c = interval.low; c < interval.high; c += VL) {
           vf sum = load(to + c);
           for (int r = 0; r < r1 - r0; r++) sum += load(from + r * of.ld + c) * f[r];
           store(to + c, sum);
@@ -471,22 +474,22 @@ struct Gather {
     }
   }
 
-  // The same for the tiles of a heatmap; the rows lie in one line of tiles.
-  void add_tiles(const Statistics& of, int64_t tile_row, int r0, int r1, Columns& columns) const {
-    if (columns.open != tile_row) {
-      if (columns.open >= 0) of.close_tile_row(columns);
-      columns.open = tile_row;
+  // The same for the tiles of a heatmap; the rows belong to one tile row.
+  void add_tiles(const Statistics& of, int64_t tile_row, int r0, int r1, ColumnSums& column_sums) const {
+    if (column_sums.open != tile_row) {
+      if (column_sums.open >= 0) of.close_tile_row(column_sums);
+      column_sums.open = tile_row;
     }
-    const Span* extents = extent + r0 / MR * of.tiles;
+    const Interval* extents = extent + r0 / MR * of.tiles;
     for (int64_t t = 0; t < of.tiles; t++) {
-      Span span = extents[t];
-      if (span.high <= span.low) continue;
+      Interval interval = extents[t];
+      if (interval.high <= interval.low) continue;
       vf f[MR];
       for (int r = 0; r < r1 - r0; r++) f[r] = all(factor[(r0 + r) * of.tiles + t]);
-      int64_t from = t * of.tile + span.low, to = least(t * of.tile + span.high, of.w.k_len);
+      int64_t from = t * of.tile + interval.low, to = minimum(t * of.tile + interval.high, of.w.k_len);
       for (int64_t j = from / of.side; j * of.side < to; j++) {
-        int64_t low = most(from, j * of.side), high = least(to, (j + 1) * of.side);
-        vf top = load(columns.high_now + j * VL), sum = load(columns.total_now + j * VL);
+        int64_t low = maximum(from, j * of.side), high = minimum(to, (j + 1) * of.side);
+        vf top = load(column_sums.high_now + j * VL), sum = load(column_sums.total_now + j * VL);
         for (int64_t c = low; c < high; c += VL)
           for (int r = 0; r < r1 - r0; r++) {
             vf weight = load(strip + (r0 + r) * of.ld + c) * f[r];
@@ -494,8 +497,8 @@ struct Gather {
             top = vmax(top, weight);
             sum += weight;
           }
-        store(columns.high_now + j * VL, top);
-        store(columns.total_now + j * VL, sum);
+        store(column_sums.high_now + j * VL, top);
+        store(column_sums.total_now + j * VL, sum);
       }
     }
   }
@@ -506,28 +509,28 @@ struct Gather {
     float* to = of.s->rows + ((b * of.w.heads + h) * of.s->num_rows + slot) * of.w.k_len;
     memset(to, 0, (size_t)of.w.k_len * sizeof(float));
     for (int64_t t = 0; t < of.tiles; t++) {
-      Span span = extent[r / MR * of.tiles + t];
+      Interval interval = extent[r / MR * of.tiles + t];
       const float* from = strip + r * of.ld + t * of.tile;
       float f = factor[r * of.tiles + t];
-      int64_t last = least((int64_t)span.high, of.w.k_len - t * of.tile);
-      for (int64_t c = span.low; c < last; c++) to[t * of.tile + c] = from[c] * f;
+      int64_t last = minimum((int64_t)interval.high, of.w.k_len - t * of.tile);
+      for (int64_t c = interval.low; c < last; c++) to[t * of.tile + c] = from[c] * f;
     }
   }
 
-  // A block is done; `first` is its first row in its key head.
-  void end_block(const Statistics& of, int64_t b, int64_t kh, int64_t first, int count, const Row* row,
-                 const float* largest, float base2, Columns* columns) const {
+  // Finishes a block; `first` is its first row in its key head.
+  void end_block(const Statistics& of, int64_t b, int64_t kh, int64_t first, int count, const MaskRow* row,
+                 const float* largest, float base2, ColumnSums* column_sums) const {
     if (!of.strip) return;
     end_strip(of, count, row, largest, base2);
     for (int r0 = 0; r0 < count;) {
       int64_t h = kh * of.group + (first + r0) / of.w.q_len, i = (first + r0) % of.w.q_len;
-      int r1 = least(r0 / MR * MR + MR, count);
-      r1 = (int)least((int64_t)r1, r0 + of.w.q_len - i);
-      if (of.lines > 0) add_lines(of, b, h, i, r0, r1, *columns);
+      int r1 = minimum(r0 / MR * MR + MR, count);
+      r1 = (int)minimum((int64_t)r1, r0 + of.w.q_len - i);
+      if (of.lines > 0) add_lines(of, b, h, i, r0, r1, *column_sums);
       for (int part = r0; of.side > 0 && part < r1;) {
         int64_t query = i + part - r0;
-        int next = (int)least((int64_t)r1, part + of.side - query % of.side);
-        add_tiles(of, of.tile_row(first + part), part, next, *columns);
+        int next = (int)minimum((int64_t)r1, part + of.side - query % of.side);
+        add_tiles(of, of.tile_row(first + part), part, next, *column_sums);
         part = next;
       }
       for (int r = r0; of.s->num_rows > 0 && r < r1; r++) write_row(of, b, h, i + r - r0, r);

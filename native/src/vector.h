@@ -1,4 +1,4 @@
-// One vector of floats of the width that the instruction set has, and the few things done with it.
+// One vector of floats in the width of the instruction set, and its operations.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@
 #endif
 
 #define CH_INLINE inline __attribute__((always_inline))
-#define CH_INLINED __attribute__((always_inline))  // of a lambda
+#define CH_INLINED __attribute__((always_inline))  // for lambdas
 
 namespace CH_NS {
 
@@ -36,7 +36,7 @@ constexpr float INF = __builtin_inff();
 
 CH_INLINE vf load(const float* p) { return *(const vf_any*)p; }
 CH_INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
-// Numbers of 16 bits, which need not be aligned to more than themselves.
+// 16-bit elements, aligned to 2 bytes only.
 CH_INLINE vh get_halves(const uint16_t* p) {
   vh halves;
   memcpy(&halves, p, sizeof(halves));
@@ -45,23 +45,23 @@ CH_INLINE vh get_halves(const uint16_t* p) {
 CH_INLINE void put_halves(uint16_t* p, vh halves) { memcpy(p, &halves, sizeof(halves)); }
 CH_INLINE vf all(float x) { return x - (vf){}; }
 
-// A number for all lanes. NEON's products spread the lowest word of a register by themselves, where spreading it first would
-// keep a multiplier busy; left to choose, GCC does that with one row in six.
+// A value broadcast to all lanes. NEON's multiplications broadcast a lane by themselves, and a separate broadcast would
+// occupy a multiplier; left to choose, GCC emits one for every sixth row.
 #if defined(CH_NEON)
-typedef float Spread;
-CH_INLINE Spread spread_number(const float* x) { return *x; }
-CH_INLINE vf madd_number(vf sum, Spread a, vf b) {
+typedef float Broadcast;
+CH_INLINE Broadcast broadcast_float(const float* x) { return *x; }
+CH_INLINE vf madd_float(vf sum, Broadcast a, vf b) {
   asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(b), "w"(a));
   return sum;
 }
 #else
-typedef vf Spread;
-CH_INLINE Spread spread_number(const float* x) { return all(*x); }
-CH_INLINE vf madd_number(vf sum, Spread a, vf b) { return sum + a * b; }
+typedef vf Broadcast;
+CH_INLINE Broadcast broadcast_float(const float* x) { return all(*x); }
+CH_INLINE vf madd_float(vf sum, Broadcast a, vf b) { return sum + a * b; }
 #endif
 
-template <class T> CH_INLINE constexpr T least(T a, T b) { return a < b ? a : b; }
-template <class T> CH_INLINE constexpr T most(T a, T b) { return a > b ? a : b; }
+template <class T> CH_INLINE constexpr T minimum(T a, T b) { return a < b ? a : b; }
+template <class T> CH_INLINE constexpr T maximum(T a, T b) { return a > b ? a : b; }
 CH_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 CH_INLINE vf vmax(vf a, vf b) {
@@ -76,7 +76,7 @@ CH_INLINE vf vmax(vf a, vf b) {
 
 CH_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
-// The first numbers of two vectors, the second ones, and so on: from one and the other to both in turns.
+// Interleaves the elements of two vectors: the results continue from `one` to `other`.
 CH_INLINE void interleave(vf& one, vf& other) {
 #if defined(CH_AVX512)
   const __m512i low = (__m512i)(vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
@@ -108,14 +108,14 @@ CH_INLINE vf counting() {
   return v;
 }
 
-// Which lanes of a vector.
+// A lane mask.
 #if defined(CH_AVX512)
 typedef __mmask16 Lanes;
 #else
 typedef vi Lanes;  // 0 or -1
 #endif
 
-// A bit for each of them.
+// One bit per lane.
 CH_INLINE uint32_t bits_of(Lanes lanes) {
 #if defined(CH_AVX512)
   return lanes;
@@ -130,7 +130,7 @@ CH_INLINE uint32_t bits_of(Lanes lanes) {
 #endif
 }
 
-// A bit for each place where a > b.
+// One bit per lane: a > b.
 CH_INLINE uint32_t above(vf a, vf b) {
 #if defined(CH_AVX512)
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
@@ -139,7 +139,7 @@ CH_INLINE uint32_t above(vf a, vf b) {
 #endif
 }
 
-// The first `count` places, and those of `rest` behind them.
+// The first `count` lanes of v, and the others of `rest`.
 CH_INLINE vf first_of(vf v, int64_t count, vf rest = (vf){}) {
 #if defined(CH_AVX512)
   return (vf)_mm512_mask_mov_ps((__m512)rest, (__mmask16)((1u << count) - 1), (__m512)v);
@@ -183,22 +183,22 @@ CH_INLINE float max_of(vf v) {
 
 // 2**x. Relative error 1e-7 (DEGREE 5) or 4e-6 (DEGREE 4); exactly 0 for -inf, NaN for NaN.
 //
-// x is cut into its floor and a fraction in [0, 1), whose power is a polynomial (least maximal relative error).
+// x is split into its floor and a fraction in [0, 1), whose power is a minimax polynomial.
 template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
 #if defined(CH_AVX512)
-  // The immediate 1 rounds down; a fraction of -inf is 0 there, and scalef of -inf is 0.
+  // The immediate 1 rounds down; the fraction of -inf is 0, and scalef of -inf is 0.
   vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09);
 #else
-  // Below -126 the power is not a normal number: the exponent 0 of -127 makes it 0.
+  // Below -126 the result is not a normal float: the exponent bits 0 of -127 make it 0.
   const vf low = all(-127.0f), high = all(127.0f);
 #if defined(CH_AVX2)
-  // NaN, as the second of two, stays.
+  // NaN as the second operand propagates.
   const vf bounded = (vf)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
   const vf floor = (vf)_mm256_floor_ps((__m256)bounded);
   const vi whole = (vi)_mm256_cvtps_epi32((__m256)floor);
   const vf f = bounded - floor;
 #elif defined(CH_NEON)
-  // NaN stays.
+  // NaN propagates.
   const vf bounded = (vf)vminq_f32((float32x4_t)high, vmaxq_f32((float32x4_t)low, (float32x4_t)x));
   const vi whole = (vi)vcvtmq_s32_f32((float32x4_t)bounded);
   const vf f = bounded - (vf)vrndmq_f32((float32x4_t)bounded);
@@ -206,7 +206,7 @@ template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
   vf bounded = x < low ? low : x;
   bounded = bounded > high ? high : bounded;
   vi whole = __builtin_convertvector(bounded, vi);
-  whole += __builtin_convertvector(whole, vf) > bounded;  // -1 where the conversion rounded up
+  whole += __builtin_convertvector(whole, vf) > bounded;  // -1 if the conversion rounded up
   const vf f = bounded - __builtin_convertvector(whole, vf);
 #endif
 #endif

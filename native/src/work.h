@@ -1,4 +1,4 @@
-// What forward and backward share: derived sizes, and units of work handed to threads.
+// Shared by forward and backward: derived sizes, and the distribution of work over threads.
 #pragma once
 
 #include "isa.h"
@@ -11,61 +11,61 @@ namespace CH_NS {
 
 using clearhead::scratch;
 
-// Neither 0 nor so small that digits are lost, nor inf.
+// Normal as a float: not 0, subnormal, or inf.
 CH_INLINE bool is_normal(double factor) { return (float)factor >= __FLT_MIN__ && (float)factor <= __FLT_MAX__; }
 
 CH_INLINE bool no_rules(const ch_attention& w) {
   return w.num_rules == 0 && is_normal(w.scale) && is_normal(w.scale * 1.4426950408889634);
 }
 
-// The factors that take what is left after the rules to natural scores, and to base 2. Scores are subtracted first and
-// multiplied then: the other way round, rounding a product of 1e9 would be an error of a hundred in the exponent.
+// The factors from scores after the rules to natural scores, and to base 2. Scores are subtracted before the
+// multiplication: the other order would turn the rounding of a product of 1e9 into an error of 100 in the exponent.
 CH_INLINE float to_scores(const ch_attention& w) { return no_rules(w) ? (float)w.scale : 1.0f; }
 CH_INLINE float to_base2(const ch_attention& w) { return no_rules(w) ? (float)(w.scale * 1.4426950408889634) : LOG2E; }
 
-// Dropout of attention's weights.
+// Dropout of attention weights.
 struct Dropout {
   bool on;
   int32_t dropped;  // of CH_LEVELS
-  float factor;     // on what is kept
+  float factor;  // of the elements that are not dropped
 };
 
 CH_INLINE Dropout dropout_of(const ch_attention& w) {
   const int32_t dropped = (int32_t)(w.dropout * CH_LEVELS + 0.5);
-  return Dropout{w.dropout > 0.0, least(dropped, CH_LEVELS - 1), (float)(1.0 / (1.0 - w.dropout))};
+  return Dropout{w.dropout > 0.0, minimum(dropped, CH_LEVELS - 1), (float)(1.0 / (1.0 - w.dropout))};
 }
 
 template <class IO> CH_INLINE typename IO::type* at(const ch_tensor& t, int64_t b, int64_t h, int64_t row) {
   return (typename IO::type*)t.data + b * t.batch + h * t.head + row * t.row;
 }
 
-// Whether rows lie in a tensor as `get_numbers` and `pack_rows` would lay them out: floats, end to end, whole vectors, one
-// panel. Where a tile of keys meets few rows, copying it took a fifth of the time (measured: 16 queries, 2,048 keys).
-template <class M, class IO> CH_INLINE bool lies_laid_out(const ch_tensor& t, int64_t dim) {
-  return M::PAIR == 1 && __is_same(typename IO::type, float) && dim % VL == 0 && dim <= PW && t.row == dim;
+// Whether a tensor's rows already have the layout of `get_operands` and `pack_rows`: float32, contiguous, whole vectors,
+// one panel. For a tile of keys with few rows the copy took a fifth of the time (measured: 16 queries, 2,048 keys).
+template <class M, class IO> CH_INLINE bool has_packed_layout(const ch_tensor& t, int64_t dim) {
+  return M::PACK == 1 && __is_same(typename IO::type, float) && dim % VL == 0 && dim <= PW && t.row == dim;
 }
 
-// A call, or a part of one that is worked on like a call.
+// A call, or a part of one that is processed like a call.
 struct Task : ch_attention {
-  int64_t rows_apart;                            // from head to head, in what has a number for each row
-  int64_t first_batch, first_query, first_key;  // where dropout takes the first ones to be
-  int64_t units;                                // key heads of the whole call, in parts that know nothing of each other
+  int64_t head_stride;  // from head to head, in buffers with an element per row
+  int64_t first_batch, first_query, first_key;  // dropout's indices of the first ones
+  int64_t units;  // key heads of the whole call, in parts that are independent of each other
 
   explicit Task(const ch_attention& call)
-      : ch_attention(call), rows_apart(call.q_len), first_batch(0), first_query(call.query_offset), first_key(0),
+      : ch_attention(call), head_stride(call.q_len), first_batch(0), first_query(call.query_offset), first_key(0),
         units(call.batch * call.kv_heads) {}
 };
 
 CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {
-  return (b * w.heads + h) * w.rows_apart + i;
+  return (b * w.heads + h) * w.head_stride + i;
 }
 
-// What the weights of one query are dropped by.
-CH_INLINE Draw draw_of(const Task& w, const Dropout& dropout, int64_t b, int64_t h, int64_t i) {
-  return Draw{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
+// The Philox inputs of one query's weights.
+CH_INLINE PhiloxRow philox_row(const Task& w, const Dropout& dropout, int64_t b, int64_t h, int64_t i) {
+  return PhiloxRow{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
 }
 
-// Threads that pay for `operations`: waking another one costs a few microseconds.
+// Threads that `operations` are worth: waking another one costs a few microseconds.
 template <class Description> CH_INLINE int threads_for(const Description& w, double operations) {
   if (clearhead::after_fork()) return 1;
   double worth = operations / 1e5;
@@ -80,47 +80,47 @@ template <class Body> void parallel(int threads, int64_t units, const Body& body
   }
 #pragma omp parallel num_threads(threads)
   {
-    bool calls = false;
+    bool is_master = false;
 #pragma omp master
-    calls = true;
+    is_master = true;
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t u = 0; u < units; u++) body(u);
-    // What the caller has may still be read.
-    if (!calls) clearhead::trim_scratch();
+    // The master thread's buffers may still be in use.
+    if (!is_master) clearhead::trim_scratch();
   }
 }
 
-// Lets a thread take numbers that are not normal, below 2**-126, for 0, as the products in pairs do anyway. Weights that far
-// below the largest change no digit of a result, and each multiplication of one costs Intel's processors a hundred cycles
-// (measured: scores with a standard deviation of 20 made attention 12 times as slow).
-class NormalOnly {
+// Flushes subnormals (below 2**-126) to 0 in this thread, as the bf16 dot-product instructions do anyway. Weights that
+// far below the maximum change no digit of a result, and each multiplication with one costs Intel's processors a
+// hundred cycles (measured: scores with a standard deviation of 20 made attention 12 times as slow).
+class FlushSubnormals {
 #if defined(__SSE__)
   static constexpr uint32_t FLUSH = 0x8040;  // results and operands (Intel 64, volume 1, section 10.2.3)
   const uint32_t before = __builtin_ia32_stmxcsr();
 
  public:
-  explicit NormalOnly(bool wanted) { __builtin_ia32_ldmxcsr(wanted ? before | FLUSH : before); }
-  ~NormalOnly() { __builtin_ia32_ldmxcsr(before); }
+  explicit FlushSubnormals(bool wanted) { __builtin_ia32_ldmxcsr(wanted ? before | FLUSH : before); }
+  ~FlushSubnormals() { __builtin_ia32_ldmxcsr(before); }
 #else
  public:
-  explicit NormalOnly(bool) {}
-  ~NormalOnly() {}
+  explicit FlushSubnormals(bool) {}
+  ~FlushSubnormals() {}
 #endif
-  NormalOnly(const NormalOnly&) = delete;
-  NormalOnly& operator=(const NormalOnly&) = delete;
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 };
 
-// `parallel` for units of attention. A scale beyond all reason can make something of products that are not normal.
-template <class Body> void attend(const Task& w, int threads, int64_t units, const Body& body) {
+// `parallel` for units of attention. An extreme scale can make subnormal products matter, so they are not flushed then.
+template <class Body> void parallel_units(const Task& w, int threads, int64_t units, const Body& body) {
   const bool flushes = w.scale <= 1e6 && w.scale >= -1e6;
   parallel(threads, units, [&](int64_t u) {
-    const NormalOnly here(flushes);
+    const FlushSubnormals here(flushes);
     body(u);
   });
 }
 
-// Cuts one buffer into aligned parts; run once with null to learn the size.
-struct Carver {
+// Splits one buffer into aligned parts; a first pass over null gives the size.
+struct BumpAllocator {
   char* next;
   template <class T> T* take(int64_t count) {
     char* here = next;
@@ -129,7 +129,7 @@ struct Carver {
   }
 };
 
-// A thread saw what the caller has to hear of.
+// An error code that any thread can set.
 struct Fault {
   int code = CH_OK;
   void set(int code_now) { __atomic_store_n(&code, code_now, __ATOMIC_RELAXED); }

@@ -1,4 +1,4 @@
-# The kernels for ARM on another processor: built by a cross compiler, run by an emulator of one user's programs
+# The kernels for ARM on another processor: cross-compiled, and run in user-mode emulation
 # (Debian's g++-aarch64-linux-gnu and qemu-user-static).
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)

@@ -1,6 +1,7 @@
-// Activations, their slopes and dropout of activations in double, and how far the kernels may be from them.
+// Activations, their derivatives and dropout of activations in double, and error bounds for the kernels.
 //
-// A power is as exact as reference.h says; in front of it x is squared and scaled, whose roundings count x * x times.
+// An exponential has the error that reference.h states; its argument x * x is squared and scaled, whose roundings count
+// x * x times.
 #pragma once
 
 #include "reference.h"
@@ -11,44 +12,44 @@ struct Activated {
   double number, error;
 };
 
-// The share of x that passes: the normal distribution below x, or the logistic one.
-struct Share {
-  double passes, grows;  // and how much it grows with x
+// The cumulative probability at x: of the normal distribution, or of the logistic one.
+struct Probability {
+  double value, slope;  // and its derivative
 };
 
-inline Share share_of(int kind, double x) {
+inline Probability probability_of(int kind, double x) {
   if (kind == CH_GELU) return {0.5 * std::erfc(-x / std::sqrt(2.0)), std::exp(-x * x / 2) / std::sqrt(2 * M_PI)};
   const double twice = 2 * std::sqrt(2 / M_PI), cubic = 0.044715;
   const double steep = kind == CH_SILU ? 1 : 1.702;
   const double of = kind == CH_GELU_TANH ? twice * x * (1 + cubic * x * x) : steep * x;
   const double inner = kind == CH_GELU_TANH ? twice * (1 + 3 * cubic * x * x) : steep;
-  const double passes = 1 / (1 + std::exp(-of));
-  // Not as a product with 1 - passes, of which far above nothing is left.
-  return {passes, inner / (2 + std::exp(of) + std::exp(-of))};
+  const double value = 1 / (1 + std::exp(-of));
+  // Not as a product with 1 - value, which cancels far above 0.
+  return {value, inner / (2 + std::exp(of) + std::exp(-of))};
 }
 
 inline bool is_smooth(int kind) { return kind >= CH_GELU; }
 
-// Of a share: some twenty roundings and a power, whose argument has been rounded; far below nothing but what is
-// subnormal is left, and far above nothing but 1.
-inline double share_error(double x) { return 1.6e-6 + std::ldexp(std::fmin(x * x, 300), -23); }
+// Of a cumulative probability: some twenty roundings and an exponential with a rounded argument; far below 0 only
+// subnormals remain, and far above only 1.
+inline double probability_error(double x) { return 1.6e-6 + std::ldexp(std::fmin(x * x, 300), -23); }
 
 inline Activated activated(int kind, double sum, double error) {
   if (kind == CH_PLAIN) return {sum, error};
   if (kind == CH_RELU) return {sum < 0 ? 0 : sum, error};
-  const double passes = share_of(kind, sum).passes;
-  // No activation grows more than 1.13 times as fast as its number.
-  return {sum * passes, 1.13 * error + std::fabs(sum) * (passes * share_error(sum) + 1e-36)};
+  const double value = probability_of(kind, sum).value;
+  // No activation has a derivative above 1.13.
+  return {sum * value, 1.13 * error + std::fabs(sum) * (value * probability_error(sum) + 1e-36)};
 }
 
 inline Activated slope_of(int kind, double sum, double error) {
   if (kind == CH_PLAIN) return {1, 0};
   if (kind == CH_RELU) return {sum > 0 ? 1.0 : 0.0, error > 0 && std::fabs(sum) <= error ? 1.0 : 0.0};
-  const Share share = share_of(kind, sum);
-  // No slope grows faster than so many times its number.
+  const Probability probability = probability_of(kind, sum);
+  // Bound of the second derivative.
   const double growth = kind == CH_QUICK_GELU ? 0.86 : 0.8;
-  const double terms = share.passes + std::fabs(sum * share.grows);
-  return {share.passes + sum * share.grows, growth * error + terms * share_error(sum) + std::fabs(sum) * 1e-36};
+  const double terms = probability.value + std::fabs(sum * probability.slope);
+  return {probability.value + sum * probability.slope, growth * error + terms * probability_error(sum) + std::fabs(sum) * 1e-36};
 }
 
 // Whether dropout keeps an activation.

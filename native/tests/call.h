@@ -1,4 +1,4 @@
-// A Case laid out in guarded memory, described to the library, run, and compared.
+// A Case in guarded memory: described to the library, run, and compared.
 #pragma once
 
 #include "guarded.h"
@@ -34,12 +34,12 @@ class Call {
       fill(grad_lse, c.grad_lse);
     }
     lay_rules(random);
-    lay_mask(random);
+    place_mask(random);
     // Either is enough for backward in float32.
     with_output32 = c.dtype != CH_FLOAT32 || random.one_in(2);
-    forgets_output = c.k_len <= CH_TILE && c.allowed.empty() && c.blocks.empty() && random.one_in(2);
+    drops_output = c.k_len <= CH_TILE && c.allowed.empty() && c.blocks.empty() && random.one_in(2);
     describe();
-    for (Guarded* read : inputs()) read->keep();
+    for (Guarded* read : inputs()) read->save_original();
   }
 
   int forward(int isa, int threads) {
@@ -52,7 +52,7 @@ class Call {
     delta.clear(), grad_query.clear(), grad_key.clear(), grad_value.clear();
     for (Guarded& grad : rule_grads) grad.clear(true);
     ch_attention work_copy = work;
-    if (forgets_output) work_copy.output.data = work_copy.output32 = nullptr;
+    if (drops_output) work_copy.output.data = work_copy.output32 = nullptr;
     return ch_backward(&work_copy);
   }
 
@@ -78,7 +78,7 @@ class Call {
     }
   }
 
-  // Bit for bit.
+  // Compared bit for bit.
   std::vector<std::vector<uint8_t>> results() const {
     std::vector<std::vector<uint8_t>> all = {output.copy(),     lse.copy(),      softmax.copy(), delta.copy(),
                                              output32.copy(), grad_query.copy(), grad_key.copy(), grad_value.copy()};
@@ -92,15 +92,15 @@ class Call {
 
   ch_attention work{};
   bool with_output32 = true;
-  bool forgets_output = false;  // where backward can do without
+  bool drops_output = false;  // where backward does not need it
   Guarded query, key, value, output, output32, lse, softmax, delta, grad_query, grad_key, grad_value, grad_output, grad_lse;
   Guarded sink, start, stop, allowed, blocks;
   std::vector<Guarded> tables, rule_grads;
 
-  // Nothing was written outside what is written, and nothing to what is read.
+  // Nothing was written outside the outputs, and nothing to the inputs.
   void margins(const std::vector<Guarded*>& written, const std::string& name) {
     for (const Guarded* one : written) check(one->margins_intact(), name + ": wrote outside a tensor");
-    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to an input");
   }
 
   const Case& c;
@@ -112,14 +112,14 @@ class Call {
   Guarded floats(Random& random, int64_t heads, int64_t rows, int64_t last) const {
     return Guarded::make(random, CH_FLOAT32, 4, c.batch, heads, rows, last, true);
   }
-  static void fill(Guarded& to, const Numbers& from) {
+  static void fill(Guarded& to, const Values& from) {
     size_t at = 0;
     for (int64_t b = 0; b < to.count[0]; ++b)
       for (int64_t h = 0; h < to.count[1]; ++h)
         for (int64_t r = 0; r < to.count[2]; ++r)
           for (int64_t x = 0; x < to.last; ++x) encode(to.dtype, from[at++], to.at(b, h, r, x));
   }
-  Guarded put(Random& random, const Numbers& from, int64_t heads, int64_t rows, int64_t last, bool tight) const {
+  Guarded put(Random& random, const Values& from, int64_t heads, int64_t rows, int64_t last, bool tight) const {
     Guarded made = buffer(random, heads, rows, last, tight);
     fill(made, from);
     return made;
@@ -144,7 +144,7 @@ class Call {
       Guarded table = Guarded::make(random, CH_FLOAT32, 4, from.size[0], from.size[1], from.size[2], from.size[3],
                                     random.one_in(2));
       fill(table, from.table);
-      table.keep();
+      table.save_original();
       rule.table = table_of(table, from.size);
       tables.push_back(std::move(table));
       if (!from.wants_grad) continue;
@@ -164,21 +164,21 @@ class Call {
     work.sink_head = sink.stride[1];
   }
 
-  void lay_mask(Random& random) {
-    work.before = c.before, work.after = c.after, work.runs = c.runs;
-    if (c.runs > 0) {
-      const int64_t size[4] = {c.batch, c.heads, c.q_len, c.runs};
+  void place_mask(Random& random) {
+    work.before = c.before, work.after = c.after, work.intervals = c.intervals;
+    if (c.intervals > 0) {
+      const int64_t size[4] = {c.batch, c.heads, c.q_len, c.intervals};
       start = put_plain(random, c.start, size);
-      // The same strides serve both.
+      // Both tensors use the same strides.
       stop = std::move(start);
       start = Guarded();
       Random second(7);
       stop = put_plain(second, c.stop, size);
-      Random once_more(7);
-      start = put_plain(once_more, c.start, size);
+      Random same_random(7);
+      start = put_plain(same_random, c.start, size);
       work.start = static_cast<const int32_t*>(start.data()), work.stop = static_cast<const int32_t*>(stop.data());
-      work.run_batch = start.stride[0], work.run_row = start.stride[2];
-      work.run_head = c.same_runs ? 0 : start.stride[1];
+      work.interval_batch = start.stride[0], work.interval_row = start.stride[2];
+      work.interval_head = c.same_intervals ? 0 : start.stride[1];
     }
     if (!c.allowed.empty()) {
       allowed = put_plain(random, c.allowed, c.allowed_size);
@@ -212,11 +212,11 @@ class Call {
     std::vector<Guarded*> all = {&query, &key, &value, &grad_output, &grad_lse, &sink, &start, &stop, &allowed,
                                  &blocks};
     for (Guarded& table : tables) all.push_back(&table);
-    std::vector<Guarded*> laid;
+    std::vector<Guarded*> non_null;
     for (Guarded* one : all) {
-      if (one->data() != nullptr) laid.push_back(one);
+      if (one->data() != nullptr) non_null.push_back(one);
     }
-    return laid;
+    return non_null;
   }
 };
 

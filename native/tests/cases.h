@@ -1,4 +1,4 @@
-// Cases drawn at random, each a function of its number.
+// Random cases, each a function of its number.
 #pragma once
 
 #include "guarded.h"
@@ -6,15 +6,15 @@
 
 namespace test {
 
-struct Drawn : Case {
+struct RandomCase : Case {
   bool gradient = true;
 };
 
-inline void draw_numbers(Random& random, const Case& c, Numbers& to, int64_t count, double size) {
+inline void draw_values(Random& random, const Case& c, Values& to, int64_t count, double size) {
   to.resize(static_cast<size_t>(count));
   for (double& number : to) {
     number = size * (2 * random.uniform() - 1);
-    // 16-bit types hold eighths exactly.
+    // 16-bit types represent eighths exactly.
     number = c.dtype == CH_FLOAT32 ? static_cast<float>(number) : std::round(number * 32) / 32;
   }
 }
@@ -35,7 +35,7 @@ inline void draw_shape(Random& random, Case& c) {
   switch (random.below(12)) {
     case 0: c.q_len = 0; break;
     case 1: c.k_len = 0; break;
-    case 2: c.q_len = random.uniform(1, 16), c.k_len = random.uniform(500, 1500), c.batch = 1; break;  // decode
+    case 2: c.q_len = random.uniform(1, 16), c.k_len = random.uniform(500, 1500), c.batch = 1; break;  // decoding
     case 3: c.q_len = random.uniform(200, 300), c.k_len = random.uniform(250, 700), c.heads = c.kv_heads = 1; break;
     case 4: c.batch = 5, c.kv_heads = 4, c.heads = 4; break;  // more heads than threads
     case 5: c.q_len = c.k_len = random.uniform(520, 700), c.heads = c.kv_heads = 1, c.dim = c.value_dim = 8; break;
@@ -53,12 +53,12 @@ inline void draw_shape(Random& random, Case& c) {
   c.scale = random.pick(std::vector<double>{1.0, 1.0, 1.0, 8.0, -0.5, 0.0}) / std::sqrt(static_cast<double>(c.dim));
 }
 
-inline void draw_runs(Random& random, Case& c) {
-  c.runs = static_cast<int>(random.uniform(1, CH_MAX_RUNS));
+inline void draw_intervals(Random& random, Case& c) {
+  c.intervals = static_cast<int>(random.uniform(1, CH_MAX_INTERVALS));
   for (int64_t row = 0; row < c.batch * c.heads * c.q_len; ++row) {
     int64_t at = random.uniform(-3, c.k_len / 2 + 1);
-    for (int run = 0; run < c.runs; ++run) {
-      // Empty ones and ones beyond the keys too: the kernels clamp.
+    for (int run = 0; run < c.intervals; ++run) {
+      // Also empty ones and ones beyond the keys: the kernels clamp.
       c.start.push_back(static_cast<int32_t>(at));
       at += random.one_in(4) ? 0 : random.uniform(0, c.k_len / 2 + 4);
       c.stop.push_back(static_cast<int32_t>(at));
@@ -67,9 +67,9 @@ inline void draw_runs(Random& random, Case& c) {
   }
 }
 
-// Neighbouring queries that see one run of keys each: end to end, with gaps, and now and then over each other.
+// Neighbouring queries that share one interval of keys: packed, with gaps, and now and then overlapping.
 inline void draw_segments(Random& random, Case& c) {
-  c.runs = 1, c.same_runs = true;
+  c.intervals = 1, c.same_intervals = true;
   const bool disjoint = !random.one_in(5);
   for (int64_t b = 0; b < c.batch; ++b) {
     std::vector<int32_t> start, stop;
@@ -100,7 +100,7 @@ inline void draw_mask(Random& random, Case& c) {
     default: break;
   }
   if (random.one_in(4)) return draw_segments(random, c);
-  if (random.one_in(4)) draw_runs(random, c);
+  if (random.one_in(4)) draw_intervals(random, c);
   if (random.one_in(4) && c.k_len > 0 && c.q_len > 0) {
     const int64_t full[4] = {c.batch, c.heads, c.q_len, c.k_len};
     int64_t size = 1;
@@ -133,7 +133,7 @@ inline RuleCase draw_rule(Random& random, const Case& c) {
   rule.value = static_cast<float>(2 + 20 * random.uniform());
   rule.wants_grad = (rule.kind == CH_RULE_RELATIVE || rule.kind == CH_RULE_DENSE) && random.one_in(2);
   Case floats;
-  draw_numbers(random, floats, rule.table, rule.size[0] * rule.size[1] * rule.size[2] * rule.size[3], 1.0);
+  draw_values(random, floats, rule.table, rule.size[0] * rule.size[1] * rule.size[2] * rule.size[3], 1.0);
   return rule;
 }
 
@@ -144,30 +144,30 @@ inline void draw_rules(Random& random, Case& c) {
     caps += c.rules.back().kind == CH_RULE_SOFTCAP;
     if (caps > 1) c.rules.pop_back(), caps = 1;
   }
-  // A bias of -inf is a mask, as long as no soft-cap turns it into a number.
+  // A bias of -inf is a mask, unless a soft-cap makes it finite.
   if (!c.rules.empty() && c.rules.back().kind == CH_RULE_DENSE && random.one_in(2)) {
     for (double& number : c.rules.back().table) number = random.one_in(5) ? -INFINITY : number;
   }
   if (random.one_in(4)) {
     Case floats;
-    draw_numbers(random, floats, c.sink, c.heads, 2.0);
+    draw_values(random, floats, c.sink, c.heads, 2.0);
   }
 }
 
-inline Drawn draw(uint64_t number) {
+inline RandomCase draw(uint64_t number) {
   Random random(number);
-  Drawn c;
+  RandomCase c;
   draw_shape(random, c);
   draw_mask(random, c);
   draw_rules(random, c);
   if (random.one_in(4)) c.dropout = random.pick(std::vector<double>{0.1, 0.5, 0.9}), c.seed = random.next();
   const int64_t rows = c.batch * c.heads * c.q_len, keys = c.batch * c.kv_heads * c.k_len;
-  draw_numbers(random, c, c.query, rows * c.dim, 2.0);
-  draw_numbers(random, c, c.key, keys * c.dim, 2.0);
-  draw_numbers(random, c, c.value, keys * c.value_dim, 2.0);
-  draw_numbers(random, c, c.grad_output, rows * c.value_dim, 2.0);
+  draw_values(random, c, c.query, rows * c.dim, 2.0);
+  draw_values(random, c, c.key, keys * c.dim, 2.0);
+  draw_values(random, c, c.value, keys * c.value_dim, 2.0);
+  draw_values(random, c, c.grad_output, rows * c.value_dim, 2.0);
   Case floats;
-  if (random.one_in(3)) draw_numbers(random, floats, c.grad_lse, rows, 1.0);
+  if (random.one_in(3)) draw_values(random, floats, c.grad_lse, rows, 1.0);
   return c;
 }
 

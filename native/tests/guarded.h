@@ -1,6 +1,6 @@
-// Buffers that notice: NaN in front of, behind and between the rows, so that reading too far spoils a result and
-// writing too far is seen afterwards. Without a margin the allocation ends with the tensor, and AddressSanitizer
-// sees what NaN would not: a read whose value is then dropped.
+// Guarded buffers: NaN before, after and between the rows, so that reading out of bounds spoils a result and writing
+// out of bounds is detected afterwards. Without a margin the allocation ends with the tensor, and AddressSanitizer
+// detects what NaN would not: a read whose value is discarded.
 #pragma once
 
 #include <cmath>
@@ -36,7 +36,7 @@ class Random {
 
 inline size_t size_of(int dtype) { return dtype == CH_FLOAT32 ? 4 : 2; }
 
-// Exact for the numbers that tests put in: small, and with few bits in 16-bit types.
+// Exact for the values that tests use: small, and with few bits in 16-bit types.
 inline void encode(int dtype, double value, void* to) {
   const float single = static_cast<float>(value);
   uint32_t bits;
@@ -75,7 +75,7 @@ inline double decode(int dtype, const void* from) {
   return half & 0x8000 ? -size : size;
 }
 
-// A [batch, heads, rows, last] somewhere in guarded memory, every stride free.
+// A [batch, heads, rows, last] tensor in guarded memory, every stride free.
 class Guarded {
  public:
   Guarded() = default;
@@ -90,7 +90,7 @@ class Guarded {
   }
   ~Guarded() { std::free(memory); }
 
-  // `tight`: contiguous, in this order. Otherwise any order of the axes, with room between the rows.
+  // `tight`: contiguous, in this order. Otherwise any order of the axes, with gaps between the rows.
   static Guarded make(Random& random, int dtype, size_t element, int64_t batch, int64_t heads, int64_t rows,
                       int64_t last, bool tight) {
     Guarded made;
@@ -110,7 +110,7 @@ class Guarded {
     if (empty) extent = 0;
     const bool bare = random.one_in(2);
     made.front = bare ? 0 : static_cast<size_t>(1 + random.below(40));
-    // Where axes are not the last in memory, `extent` may end with a gap; the exact end is what ASan is to see.
+    // If the last axis is not the last in memory, `extent` may end with a gap; AddressSanitizer needs the exact end.
     int64_t exact = empty ? 0 : last;
     for (int axis = 0; axis < 3 && !empty; ++axis) exact += made.stride[axis] * (made.count[axis] - 1);
     made.bytes = (made.front + static_cast<size_t>(exact) + (bare ? 0 : 40)) * element;
@@ -127,15 +127,15 @@ class Guarded {
   double get(int64_t b, int64_t h, int64_t r, int64_t c) const { return decode(dtype, at(b, h, r, c)); }
   ch_tensor view() const { return {data(), stride[0], stride[1], stride[2]}; }
 
-  // Call before use: what is only read must be the same afterwards.
-  void keep() { original.assign(memory, memory + bytes); }
+  // Call before use: inputs must be unmodified afterwards.
+  void save_original() { original.assign(memory, memory + bytes); }
   bool unchanged() const { return bytes == 0 || std::memcmp(original.data(), memory, bytes) == 0; }
-  // All NaN again; with `zero` the tensor itself 0.
+  // Fills with NaN; with `zero` the tensor itself with 0.
   void clear(bool zero = false) {
     std::memset(memory, 0xff, bytes);
     if (zero) each([&](void* place) { std::memset(place, 0, element); });
   }
-  // Whether everything outside the tensor is as it was made.
+  // Whether everything outside the tensor is unmodified.
   bool margins_intact() const {
     std::vector<uint8_t> rest(memory, memory + bytes);
     each([&](void* place) { std::memset(rest.data() + (static_cast<uint8_t*>(place) - memory), 0xff, element); });

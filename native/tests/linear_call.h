@@ -1,4 +1,4 @@
-// A LinearCase laid out in guarded memory, described to the library, run, and compared.
+// A LinearCase in guarded memory: described to the library, run, and compared.
 #pragma once
 
 #include "linear_reference.h"
@@ -16,11 +16,11 @@ class LinearCall {
     output = buffer(random, c.heads, T, D, tight), grad_query = buffer(random, c.heads, T, F, tight);
     grad_key = buffer(random, c.kv_heads, T, F, tight), grad_value = buffer(random, c.kv_heads, T, D, tight);
     last_state = buffer(random, c.kv_heads, F, D), grad_state = buffer(random, c.kv_heads, F, D);
-    states = buffer(random, c.kv_heads, C, F * d), later = buffer(random, c.kv_heads, C, F * d);
+    states = buffer(random, c.kv_heads, C, F * d), grad_states = buffer(random, c.kv_heads, C, F * d);
     if (c.normalized) {
       shares = buffer(random, c.heads, T, 1);
       last_normalizer = buffer(random, c.kv_heads, 1, F), grad_normalizer = buffer(random, c.kv_heads, 1, F);
-      sums = buffer(random, c.kv_heads, C, f), later_sums = buffer(random, c.kv_heads, C, f);
+      sums = buffer(random, c.kv_heads, C, f), grad_sums = buffer(random, c.kv_heads, C, f);
     }
     for (Guarded* one : {&log_decay, &grad_decay})
       if (c.gates > 0) *one = buffer(random, c.kv_heads, T, c.gates);
@@ -33,10 +33,10 @@ class LinearCall {
     put(log_decay, c.log_decay), put(rate, c.rate), put(state, c.state), put(normalizer, c.normalizer);
     put(grad_last_state, c.grad_last_state), put(grad_last_normalizer, c.grad_last_normalizer);
     describe();
-    for (Guarded* one : inputs()) one->keep();
+    for (Guarded* one : inputs()) one->save_original();
   }
 
-  // Without `between` no state is kept for backward, and a head's chunks stay with one thread.
+  // Without `with_states` no state is saved for backward, and one thread processes a head's chunks.
   int forward(int isa, int threads, bool with_states = true) {
     for (Guarded* one : written_forward()) one->clear();
     ch_linear call = work;
@@ -45,15 +45,15 @@ class LinearCall {
     return ch_linear_forward(&call);
   }
 
-  // After a forward with `between`; without it here, there is no room to hand chunks out.
+  // After a forward with states; without them here, chunks cannot run in parallel.
   int backward(int isa, int threads, bool with_states = true) {
     for (Guarded* one : written_backward()) one->clear();
-    for (Guarded* one : saved()) one->keep();
+    for (Guarded* one : saved()) one->save_original();
     ch_linear call = work;
     call.isa = isa, call.threads = threads;
-    if (!with_states) call.later = call.later_sums = nullptr;
+    if (!with_states) call.grad_states = call.grad_sums = nullptr;
     const int code = ch_linear_backward(&call);
-    for (Guarded* one : saved()) check(one->unchanged(), "backward wrote to what forward left");
+    for (Guarded* one : saved()) check(one->unchanged(), "backward wrote to results of forward");
     return code;
   }
 
@@ -75,15 +75,15 @@ class LinearCall {
     if (c.normalized) compare(grad_normalizer, right.grad_normalizer, name + " grad_normalizer");
   }
 
-  // Bit for bit; `between` too where it was kept.
+  // Compared bit for bit, including saved states.
   std::vector<std::vector<uint8_t>> forward_bits(bool with_states) { return bits(written_forward(), with_states); }
   std::vector<std::vector<uint8_t>> backward_bits() { return bits(written_backward(), false); }
 
-  // Nothing was written outside what is written, and nothing to what is read.
+  // Nothing was written outside the outputs, and nothing to the inputs.
   void margins(const std::string& name) {
     for (const std::vector<Guarded*>& all : {written_forward(), written_backward()})
       for (const Guarded* one : all) check(one->margins_intact(), name + ": wrote outside a tensor");
-    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to an input");
   }
 
   void clear() {
@@ -101,7 +101,7 @@ class LinearCall {
   ch_linear work{};
   Guarded query, key, value, output, log_decay, rate, state, normalizer, last_state, last_normalizer, shares;
   Guarded states, sums, grad_output, grad_last_state, grad_last_normalizer, grad_query, grad_key, grad_value;
-  Guarded grad_state, grad_normalizer, grad_decay, grad_rate, later, later_sums;
+  Guarded grad_state, grad_normalizer, grad_decay, grad_rate, grad_states, grad_sums;
 
  private:
   static int64_t padded(int64_t count) { return (count + CH_LINEAR_PAD - 1) / CH_LINEAR_PAD * CH_LINEAR_PAD; }
@@ -110,7 +110,7 @@ class LinearCall {
     return Guarded::make(random, CH_FLOAT32, 4, c.batch, heads, rows, last, tight);
   }
 
-  static void put(Guarded& to, const Numbers& from) {
+  static void put(Guarded& to, const Values& from) {
     size_t at = 0;
     for (int64_t b = 0; b < to.count[0]; ++b)
       for (int64_t h = 0; h < to.count[1]; ++h)
@@ -135,10 +135,10 @@ class LinearCall {
     work.grad_query = grad_query.view(), work.grad_key = grad_key.view(), work.grad_value = grad_value.view();
     work.grad_state = floats(grad_state), work.grad_normalizer = floats(grad_normalizer);
     work.grad_decay = floats(grad_decay), work.grad_rate = floats(grad_rate);
-    work.later = floats(later), work.later_sums = floats(later_sums);
+    work.grad_states = floats(grad_states), work.grad_sums = floats(grad_sums);
   }
 
-  static std::vector<Guarded*> laid(const std::vector<Guarded*>& all) {
+  static std::vector<Guarded*> non_null(const std::vector<Guarded*>& all) {
     std::vector<Guarded*> list;
     for (Guarded* one : all) {
       if (one->data() != nullptr) list.push_back(one);
@@ -146,22 +146,22 @@ class LinearCall {
     return list;
   }
   std::vector<Guarded*> inputs() {
-    return laid({&query, &key, &value, &log_decay, &rate, &state, &normalizer, &grad_output, &grad_last_state,
-                 &grad_last_normalizer});
+    return non_null({&query, &key, &value, &log_decay, &rate, &state, &normalizer, &grad_output, &grad_last_state,
+                     &grad_last_normalizer});
   }
-  std::vector<Guarded*> saved() { return laid({&states, &sums, &output, &shares}); }
-  // What lies between calls comes last.
+  std::vector<Guarded*> saved() { return non_null({&states, &sums, &output, &shares}); }
+  // Saved states come last.
   std::vector<Guarded*> written_forward() {
-    return laid({&output, &last_state, &last_normalizer, &shares, &states, &sums});
+    return non_null({&output, &last_state, &last_normalizer, &shares, &states, &sums});
   }
   std::vector<Guarded*> written_backward() {
-    return laid({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate, &later,
-                 &later_sums});
+    return non_null({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate, &grad_states,
+                     &grad_sums});
   }
   std::vector<std::vector<uint8_t>> bits(const std::vector<Guarded*>& all, bool with_states) const {
     std::vector<std::vector<uint8_t>> all_bits;
     for (const Guarded* one : all) {
-      const bool is_state = one == &states || one == &sums || one == &later || one == &later_sums;
+      const bool is_state = one == &states || one == &sums || one == &grad_states || one == &grad_sums;
       if (with_states || !is_state) all_bits.push_back(one->copy());
     }
     return all_bits;

@@ -1,4 +1,4 @@
-// Calls of the linear family in plain values, drawn at random, each a function of its number.
+// Random calls of the linear attention family in plain values, each a function of its number.
 #pragma once
 
 #include <algorithm>
@@ -7,16 +7,16 @@
 
 namespace test {
 
-// Every array contiguous; an empty one stands for null.
+// Every array is contiguous; an empty one stands for null.
 struct LinearCase {
   int map = CH_FEATURE_IDENTITY;
   bool normalized = false;
   int64_t batch = 1, heads = 1, kv_heads = 1, length = 1, features = 1, value_dim = 1, chunk = 1, gates = 0;
   double scale = 1;
-  Numbers query, key, value;           // [batch, heads or kv_heads, length, features or value_dim]
-  Numbers log_decay, rate;             // [batch, kv_heads, length, gates] and [batch, kv_heads, length]
-  Numbers state, normalizer;           // [batch, kv_heads, features, value_dim] and [batch, kv_heads, features]
-  Numbers grad_output, grad_last_state, grad_last_normalizer;
+  Values query, key, value;           // [batch, heads or kv_heads, length, features or value_dim]
+  Values log_decay, rate;             // [batch, kv_heads, length, gates] and [batch, kv_heads, length]
+  Values state, normalizer;           // [batch, kv_heads, features, value_dim] and [batch, kv_heads, features]
+  Values grad_output, grad_last_state, grad_last_normalizer;
 
   int64_t group() const { return heads / kv_heads; }
   int64_t chunks() const { return (length + chunk - 1) / chunk; }
@@ -52,7 +52,7 @@ inline const std::vector<Member>& members() {
   return all;
 }
 
-inline void draw_floats(Random& random, Numbers& to, int64_t count, double size) {
+inline void draw_floats(Random& random, Values& to, int64_t count, double size) {
   to.resize(static_cast<size_t>(count));
   for (double& number : to) number = static_cast<float>(size * (2 * random.uniform() - 1));
 }
@@ -60,7 +60,7 @@ inline void draw_floats(Random& random, Numbers& to, int64_t count, double size)
 inline void draw_sizes(Random& random, LinearCase& c, uint64_t number) {
   static const std::vector<int64_t> chunks = {1, 4, 16, 63, 64, 256}, groups = {1, 2, 4};
   static const std::vector<int64_t> dims = {1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 130, 256};
-  // One after the other, so that every member meets every size of chunk, and every length several of them.
+  // In sequence, so that every member is tested with every chunk size, and every length with several of them.
   const uint64_t pair = number / members().size();
   c.chunk = chunks[pair % chunks.size()];
   const int64_t lengths[] = {c.chunk, 3 * c.chunk + 5, c.chunk + 1, 1, c.chunk - 1, random.uniform(1, 4 * c.chunk)};
@@ -84,11 +84,11 @@ inline void draw_decays(Random& random, LinearCase& c, const Member& member) {
   c.gates = member.by_channel ? c.features : 1;
   const double strength = random.pick(std::vector<double>{0.0, 0.01, 0.3, 5.0});
   c.log_decay.resize(static_cast<size_t>(c.units() * c.length * c.gates));
-  // -100 forgets all.
+  // -100 forgets everything.
   for (double& one : c.log_decay) one = static_cast<float>(random.one_in(50) ? -100 : -strength * random.uniform());
 }
 
-// Up to 1 over a key's square, where a token replaces what its key finds; beyond 2 over it states would grow for ever.
+// Up to 1 over the square of a key, where a token replaces the value of its key; beyond 2 over it states diverge.
 inline void draw_rates(Random& random, LinearCase& c, const Member& member) {
   if (!member.delta) return;
   for (int64_t token = 0; token < c.units() * c.length; ++token) {
@@ -122,8 +122,8 @@ inline LinearCase draw_linear(uint64_t number) {
   const double size = c.map == CH_FEATURE_IDENTITY ? std::sqrt(3.0) / std::sqrt(width) : 2.0;
   draw_floats(random, c.query, c.batch * c.heads * c.length * c.features, size);
   draw_floats(random, c.key, c.units() * c.length * c.features, size);
-  // Sums of what may be negative come near to 0, where nobody could say how far a quotient may be off.
-  for (Numbers* one : {&c.query, &c.key})
+  // Sums of values with both signs cancel near 0, where the error of a quotient is unbounded.
+  for (Values* one : {&c.query, &c.key})
     for (double& x : *one) x = c.normalized && c.map == CH_FEATURE_IDENTITY ? std::fabs(x) : x;
   draw_floats(random, c.value, c.units() * c.length * c.value_dim, 2.0);
   draw_floats(random, c.grad_output, c.batch * c.heads * c.length * c.value_dim, 1.0);

@@ -1,4 +1,4 @@
-// NaN and inf in one place of a call: what does not depend on that place must be what it is without them.
+// NaN and infinity in one place of a call: results that do not depend on that place must be unmodified.
 #pragma once
 
 #include <functional>
@@ -9,8 +9,8 @@ namespace test {
 
 enum class Place { query, key, value, rate, decay };
 
-// Which results depend on a token of the spoiled head. Tokens are told apart as before, at and after it; with `column`
-// a value is spoiled in one channel alone.
+// Which results depend on a token of the spoiled head. Tokens are classified as before, at and after it; with `column`
+// a value is spoiled in one channel only.
 struct Spoiled {
   static constexpr int64_t token = 42, kv_head = 1, head = 3, column = 5;
 
@@ -25,7 +25,7 @@ struct Spoiled {
   bool grad_query(int64_t h, int64_t i) const { return place == Place::query ? h == head && i == token : i >= token; }
   bool grad_key(int64_t i) const {
     if (place == Place::query) return i <= token;
-    // Quotients, and what the delta rule writes, hand it on to other tokens.
+    // Quotients, and the values that the delta rule writes, propagate it to other tokens.
     if (member.normalized || place == Place::rate || place == Place::decay) return true;
     if (!member.delta) return i == token;
     return place == Place::key || i >= token;
@@ -54,7 +54,7 @@ struct Spoiled {
 
 using Reaches = std::function<bool(int64_t h, int64_t i, int64_t x)>;
 
-// The same numbers wherever the spoiled place does not reach.
+// Equal values wherever the spoiled place has no influence.
 inline void compare_clean(const Guarded& clean, const Guarded& got, int64_t group, const std::string& name,
                           const Reaches& reaches) {
   for (int64_t h = 0; h < clean.count[1]; ++h)
@@ -89,7 +89,7 @@ inline LinearCase contained_case(const Member& member, int map) {
 
 inline void spoil(LinearCase& c, Place place, double bad) {
   const int64_t token = Spoiled::kv_head * c.length + Spoiled::token;
-  const auto row = [&](Numbers& of, int64_t at, int64_t last) {
+  const auto row = [&](Values& of, int64_t at, int64_t last) {
     for (int64_t x = 0; x < last; ++x) of[static_cast<size_t>(at * last + x)] = bad;
   };
   if (place == Place::query) row(c.query, Spoiled::head * c.length + Spoiled::token, c.features);

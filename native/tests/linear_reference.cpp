@@ -1,4 +1,4 @@
-// Compiled without sanitizers: it is slow enough.
+// Compiled without sanitizers, which would be too slow.
 #include "linear_reference.h"
 
 #include <algorithm>
@@ -8,34 +8,34 @@ namespace test {
 namespace {
 
 constexpr int passes = 3;
-// Of a few million results one lies five standard deviations off, and three draws tell the deviation to within a factor
-// of about three.
+// Of a few million results one is five standard deviations off, and three draws estimate the deviation to within a
+// factor of about three.
 constexpr double spread = 16;
 
-// The sums of decays' gradients run from a chunk's end back to a token, over what queries and keys moved.
-Numbers decay_noise(const LinearCase& c, const LinearResults& exact, const LinearResults& noisy) {
-  Numbers sums(exact.grad_decay.size(), 0.0);
+// The sums of decays' gradients run from a chunk's end back to a token, over the perturbations of queries and keys.
+Values decay_noise(const LinearCase& c, const LinearResults& exact, const LinearResults& noisy) {
+  Values sums(exact.grad_decay.size(), 0.0);
   for (int64_t unit = 0; unit < c.units(); ++unit)
     for (int64_t f = 0; f < c.features; ++f) {
       double sum = 0;
       for (int64_t t = c.length; t-- > 0;) {
         const size_t end = static_cast<size_t>((unit * c.chunks() + t / c.chunk) * c.features + f);
         const size_t token = static_cast<size_t>(unit * c.length + t), at = token * c.features + f;
-        if (t == c.length - 1 || (t + 1) % c.chunk == 0) sum = noisy.ends[end] - exact.ends[end];
-        sum += noisy.moved[at] - exact.moved[at];
+        if (t == c.length - 1 || (t + 1) % c.chunk == 0) sum = noisy.perturbed_last[end] - exact.perturbed_last[end];
+        sum += noisy.perturbed[at] - exact.perturbed[at];
         sums[token * c.gates + (c.gates > 1 ? f : 0)] += sum;
       }
     }
   return sums;
 }
 
-// From squares of how far passes were off, pooled over rows of `last` numbers and their neighbours among `rows`.
-Result bounded(const Numbers& number, const Numbers& squares, int64_t rows, int64_t last) {
+// From squared deviations of the passes, pooled over rows of `last` elements and their neighbours among `rows`.
+Result bounded(const Values& number, const Values& squares, int64_t rows, int64_t last) {
   Result result;
   result.number = number;
   result.bound.resize(number.size());
   const int64_t reach = std::max(int64_t{2}, 3 / last + 1), total = static_cast<int64_t>(number.size()) / last;
-  Numbers sums(static_cast<size_t>(total), 0.0);
+  Values sums(static_cast<size_t>(total), 0.0);
   for (size_t at = 0; at < number.size(); ++at) sums[at / last] += squares[at];
   for (int64_t row = 0; row < total; ++row) {
     const int64_t first = row / rows * rows;
@@ -58,14 +58,14 @@ LinearExpected expected(const LinearCase& c) {
   std::vector<LinearResults> noisy;
   for (int pass = 0; pass < passes; ++pass)
     noisy.push_back(std::move(Recurrence(c, 0x1p-24, static_cast<uint64_t>(pass) + 1).r));
-  const auto around = [&](Numbers LinearResults::*field, int64_t rows, int64_t last) {
-    const Numbers& right = exact.r.*field;
-    Numbers squares(right.size(), 0.0);
+  const auto around = [&](Values LinearResults::*field, int64_t rows, int64_t last) {
+    const Values& right = exact.r.*field;
+    Values squares(right.size(), 0.0);
     for (const LinearResults& one : noisy)
       for (size_t at = 0; at < right.size(); ++at) squares[at] += std::pow((one.*field)[at] - right[at], 2);
     if (field == &LinearResults::grad_decay) {
       for (const LinearResults& one : noisy) {
-        const Numbers noise = decay_noise(c, exact.r, one);
+        const Values noise = decay_noise(c, exact.r, one);
         for (size_t at = 0; at < right.size(); ++at) squares[at] += std::pow(noise[at], 2);
       }
     }

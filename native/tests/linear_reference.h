@@ -1,11 +1,11 @@
-// The linear family and its gradients in double, one token after the other; and how far float32 may be from it.
+// The linear attention family and its gradients in double, one token after the other; and error bounds for float32.
 //
-// How far is measured (Monte Carlo arithmetic; Parker 1997, "Monte Carlo arithmetic: exploiting randomness in
-// floating-point arithmetic", section 3): the same recurrence runs again with every product and sum moved by one
-// rounding of float32, up or down at random. Where the kernels go another way, so do the roundings: a decay is moved by
-// one of the running sum of its chunk, from which it is taken, and what tokens of a chunk do to each other by one of
-// each term of the chunk's products. What that does to the results near a number is what rounding does to this
-// number, to within a small factor. Nothing in it was fitted to a result.
+// The bounds are measured (Monte Carlo arithmetic; Parker 1997, "Monte Carlo arithmetic: exploiting randomness in
+// floating-point arithmetic", section 3): the same recurrence runs again with every product and sum perturbed by one
+// rounding of float32, up or down at random. Where the kernels compute differently, the perturbations follow: a decay
+// is perturbed by a rounding of its chunk's running sum, which it is computed from, and the effects of a chunk's tokens
+// on each other by a rounding of each term of the chunk's GEMMs. The change of the results near an element estimates
+// the effect of rounding on that element, to within a small factor. No bound was fitted to a result.
 #pragma once
 
 #include "linear_case.h"
@@ -13,14 +13,14 @@
 namespace test {
 
 struct LinearResults {
-  Numbers output, shares, last_state, last_normalizer;
-  Numbers grad_query, grad_key, grad_value, grad_decay, grad_rate, grad_state, grad_normalizer;
-  // The kernels add up gradients of decays from these, [batch, kv_heads, length, features]: of a chunk's running sums
-  // of log decays; and [batch, kv_heads, chunks, features], of its last.
-  Numbers moved, ends;
+  Values output, shares, last_state, last_normalizer;
+  Values grad_query, grad_key, grad_value, grad_decay, grad_rate, grad_state, grad_normalizer;
+  // The kernels sum gradients of decays from these: [batch, kv_heads, length, features], of a chunk's running sums of
+  // log decays; and [batch, kv_heads, chunks, features], of its last one.
+  Values perturbed, perturbed_last;
 };
 
-// The recurrence of one call, every operation moved by `unit` of its result.
+// The recurrence of one call, every operation perturbed by `unit` of its result.
 class Recurrence {
  public:
   Recurrence(const LinearCase& of, double unit, uint64_t seed) : c(of), u(unit), seed(seed), random(seed) {
@@ -31,10 +31,10 @@ class Recurrence {
     r.grad_query.resize(heads * f), r.grad_key.resize(keys * f), r.grad_value.resize(keys * d);
     r.grad_decay.resize(keys * static_cast<size_t>(c.gates)), r.grad_rate.resize(keys);
     r.grad_state.resize(rows * d), r.grad_normalizer.resize(rows);
-    r.moved.resize(keys * f), r.ends.resize(static_cast<size_t>(c.units() * c.chunks()) * f);
+    r.perturbed.resize(keys * f), r.perturbed_last.resize(static_cast<size_t>(c.units() * c.chunks()) * f);
     const size_t tokens = static_cast<size_t>(T), group = static_cast<size_t>(c.group());
     states.resize((tokens + 1) * f * d), faded.resize(tokens * f * d), sums.resize((tokens + 1) * f);
-    keep.resize(tokens * f), k.resize(tokens * f), q.resize(group * tokens * f);
+    decay_factors.resize(tokens * f), k.resize(tokens * f), q.resize(group * tokens * f);
     written.resize(tokens * d), missing.resize(tokens * d), ups.resize(group * tokens * d);
     for (int64_t unit_at = 0; unit_at < c.units(); ++unit_at) {
       start(unit_at);
@@ -49,14 +49,15 @@ class Recurrence {
   LinearResults r;
 
  private:
-  double moved(double x, double by) {
+  double perturbed(double x, double by) {
     if (u == 0) return x;
     random = random * 6364136223846793005u + 1442695040888963407u;
     return random >> 63 ? x + by : x - by;
   }
-  double rounded(double x) { return moved(x, x * u); }
-  // One pass moves all decays one way: a few of them could cancel by chance, and with them all that they act on.
-  bool together() const { return seed == 1; }
+  double rounded(double x) { return perturbed(x, x * u); }
+  // One pass perturbs all decays in the same direction: a few random ones could cancel, and with them all their
+  // effects.
+  bool same_direction() const { return seed == 1; }
   // sum += a b
   void add(double& sum, double a, double b) { sum = rounded(sum + rounded(a * b)); }
 
@@ -75,32 +76,32 @@ class Recurrence {
     for (int64_t f = 0; f < F; ++f) {
       for (int64_t t = 0; t < T; ++t) {
         const double here = c.gates == 0 ? 0 : c.log_decay[(unit * T + t) * c.gates + (c.gates > 1 ? f : 0)];
-        keep[t * F + f] = c.gates == 0 ? 1 : rounded(std::exp(together() ? here + here * u : rounded(here)));
+        decay_factors[t * F + f] = c.gates == 0 ? 1 : rounded(std::exp(same_direction() ? here + here * u : rounded(here)));
       }
     }
   }
 
   bool ends_chunk(int64_t t) const { return t == T - 1 || (t + 1) % c.chunk == 0; }
 
-  // The state behind a chunk, by each term that the chunk adds to it.
-  void move_state(int64_t t, double* state) {
+  // Perturbs the state after a chunk by each term that the chunk adds.
+  void perturb_state(int64_t t, double* state) {
     earlier(t, t, [&](int64_t j, const double* fade) {
       for (int64_t f = 0; f < F; ++f)
         for (int64_t d = 0; d < D; ++d)
-          state[f * D + d] = moved(state[f * D + d], k[j * F + f] * fade[f] * written[j * D + d] * u);
+          state[f * D + d] = perturbed(state[f * D + d], k[j * F + f] * fade[f] * written[j * D + d] * u);
     });
   }
 
-  // The gradient of the state before a chunk, likewise.
-  void move_state_back(int64_t first) {
-    Numbers fade(static_cast<size_t>(F), 1.0);
+  // The same for the gradient of the state before a chunk.
+  void perturb_state_back(int64_t first) {
+    Values fade(static_cast<size_t>(F), 1.0);
     for (int64_t i = first; i < T && (i == first || i % c.chunk != 0) && u > 0; ++i) {
-      for (int64_t f = 0; f < F; ++f) fade[f] *= keep[i * F + f];
+      for (int64_t f = 0; f < F; ++f) fade[f] *= decay_factors[i * F + f];
       for (int64_t g = 0; g < c.group() + c.delta(); ++g) {
         const double* row = g < c.group() ? &q[(g * T + i) * F] : &k[i * F];
         const double* gradient = g < c.group() ? &ups[(g * T + i) * D] : &r.grad_value[(unit * T + i) * D];
         for (int64_t f = 0; f < F; ++f)
-          for (int64_t d = 0; d < D; ++d) ds[f * D + d] = moved(ds[f * D + d], row[f] * fade[f] * gradient[d] * u);
+          for (int64_t d = 0; d < D; ++d) ds[f * D + d] = perturbed(ds[f * D + d], row[f] * fade[f] * gradient[d] * u);
       }
     }
   }
@@ -109,40 +110,40 @@ class Recurrence {
   template <class Use> void earlier(int64_t t, int64_t last, const Use& use) {
     if (u == 0) return;
     const int64_t first = t / c.chunk * c.chunk;
-    Numbers fades(static_cast<size_t>((t - first + 1) * F), 1.0);
-    for (int64_t i = (t - first) * F; i-- > 0;) fades[i] = fades[i + F] * keep[first * F + i + F];
+    Values fades(static_cast<size_t>((t - first + 1) * F), 1.0);
+    for (int64_t i = (t - first) * F; i-- > 0;) fades[i] = fades[i + F] * decay_factors[first * F + i + F];
     for (int64_t j = first; j <= last; ++j) use(j, &fades[(j - first) * F]);
   }
 
-  // Moves `x` by a rounding of one more term of a sum, and by one of the sum.
-  void move_term(double& x, double& sum, double term) {
+  // Perturbs `x` by a rounding of one more term of a sum, and by one of the sum.
+  void perturb_term(double& x, double& sum, double term) {
     sum += term;
-    x = moved(moved(x, term * u), sum * u);
+    x = perturbed(perturbed(x, term * u), sum * u);
   }
 
-  // Moves what a row reads of the chunk's tokens.
-  void move_read(int64_t t, int64_t last, const double* row, Numbers& result) {
-    Numbers sum(static_cast<size_t>(D), 0.0);
+  // Perturbs what a row reads of the chunk's tokens.
+  void perturb_read(int64_t t, int64_t last, const double* row, Values& result) {
+    Values sum(static_cast<size_t>(D), 0.0);
     earlier(t, last, [&](int64_t j, const double* fade) {
       double p = 0;
       for (int64_t f = 0; f < F; ++f) p += row[f] * fade[f] * k[j * F + f];
-      for (int64_t d = 0; d < D; ++d) move_term(result[d], sum[d], p * written[j * D + d]);
+      for (int64_t d = 0; d < D; ++d) perturb_term(result[d], sum[d], p * written[j * D + d]);
     });
   }
 
-  // Moves gradients of a row and of the tokens that it reads, from that of what it found.
-  void move_back(int64_t t, int64_t last, const double* row, const double* result, Numbers& d_row) {
-    Numbers sum(static_cast<size_t>(F), 0.0);
+  // Perturbs gradients of a row and of the tokens it reads, from the gradient of the row's result.
+  void perturb_back(int64_t t, int64_t last, const double* row, const double* result, Values& d_row) {
+    Values sum(static_cast<size_t>(F), 0.0);
     earlier(t, last, [&](int64_t j, const double* fade) {
       double p = 0, e = 0;
       for (int64_t f = 0; f < F; ++f) p += row[f] * fade[f] * k[j * F + f];
       for (int64_t d = 0; d < D; ++d) {
         e += result[d] * written[j * D + d];
-        move_term(late_value[j * D + d], value_sums[j * D + d], p * result[d]);
+        perturb_term(late_value[j * D + d], value_sums[j * D + d], p * result[d]);
       }
       for (int64_t f = 0; f < F; ++f) {
-        move_term(late_key[j * F + f], key_sums[j * F + f], e * row[f] * fade[f]);
-        move_term(d_row[f], sum[f], e * k[j * F + f] * fade[f]);
+        perturb_term(late_key[j * F + f], key_sums[j * F + f], e * row[f] * fade[f]);
+        perturb_term(d_row[f], sum[f], e * k[j * F + f] * fade[f]);
       }
     });
   }
@@ -150,12 +151,12 @@ class Recurrence {
   void step(int64_t t) {
     const double *from = &states[t * F * D], *key = &k[t * F], *value = &c.value[(unit * T + t) * D];
     double *decayed = &faded[t * F * D], *to = &states[(t + 1) * F * D], *write = &written[t * D];
-    Numbers result(static_cast<size_t>(D), 0.0);
+    Values result(static_cast<size_t>(D), 0.0);
     for (int64_t f = 0; f < F; ++f)
-      for (int64_t d = 0; d < D; ++d) decayed[f * D + d] = rounded(from[f * D + d] * keep[t * F + f]);
+      for (int64_t d = 0; d < D; ++d) decayed[f * D + d] = rounded(from[f * D + d] * decay_factors[t * F + f]);
     for (int64_t d = 0; d < D && c.delta(); ++d)
       for (int64_t f = 0; f < F; ++f) add(result[d], key[f], decayed[f * D + d]);
-    if (c.delta()) move_read(t, t - 1, key, result);
+    if (c.delta()) perturb_read(t, t - 1, key, result);
     for (int64_t d = 0; d < D; ++d) {
       missing[t * D + d] = rounded(value[d] - result[d]);
       write[d] = c.delta() ? rounded(missing[t * D + d] * c.rate[unit * T + t]) : value[d];
@@ -165,20 +166,20 @@ class Recurrence {
       for (int64_t d = 0; d < D; ++d) to[f * D + d] = rounded(decayed[f * D + d] + rounded(key[f] * write[d]));
     }
     for (int64_t g = 0; g < c.group(); ++g) read(t, g, to);
-    if (ends_chunk(t)) move_state(t, to);
+    if (ends_chunk(t)) perturb_state(t, to);
   }
 
   void read(int64_t t, int64_t g, const double* state) {
     const double* query = &q[(g * T + t) * F];
-    double below = 0, share = 1;
+    double below = 0, inverse = 1;
     for (int64_t f = 0; f < F; ++f) add(below, query[f], sums[(t + 1) * F + f]);
     // A row without weight gives 0.
-    if (c.normalized) share = r.shares[head_of(g) * T + t] = std::fabs(below) < 1e-37 ? 0 : rounded(1 / below);
-    Numbers result(static_cast<size_t>(D), 0.0);
+    if (c.normalized) inverse = r.shares[head_of(g) * T + t] = std::fabs(below) < 1e-37 ? 0 : rounded(1 / below);
+    Values result(static_cast<size_t>(D), 0.0);
     for (int64_t d = 0; d < D; ++d)
       for (int64_t f = 0; f < F; ++f) add(result[d], query[f], state[f * D + d]);
-    move_read(t, t, query, result);
-    for (int64_t d = 0; d < D; ++d) r.output[(head_of(g) * T + t) * D + d] = rounded(result[d] * share);
+    perturb_read(t, t, query, result);
+    for (int64_t d = 0; d < D; ++d) r.output[(head_of(g) * T + t) * D + d] = rounded(result[d] * inverse);
   }
 
   void finish() {
@@ -198,50 +199,50 @@ class Recurrence {
     if (ends_chunk(t)) {
       for (int64_t f = 0; f < F; ++f)
         for (int64_t d = 0; d < D; ++d)
-          add(r.ends[(unit * c.chunks() + t / c.chunk) * F + f], states[((t + 1) * F + f) * D + d], ds[f * D + d]);
+          add(r.perturbed_last[(unit * c.chunks() + t / c.chunk) * F + f], states[((t + 1) * F + f) * D + d], ds[f * D + d]);
     }
     for (int64_t g = 0; g < c.group(); ++g) read_back(t, g);
-    Numbers gone(static_cast<size_t>(D), 0.0);  // gradient of what is written, then of what was missing
+    Values missing_grad(static_cast<size_t>(D), 0.0);  // gradient of what is written, then of the residual
     for (int64_t d = 0; d < D; ++d) {
-      for (int64_t f = 0; f < F; ++f) add(gone[d], key[f], ds[f * D + d]);
-      gone[d] += late_value[t * D + d];
+      for (int64_t f = 0; f < F; ++f) add(missing_grad[d], key[f], ds[f * D + d]);
+      missing_grad[d] += late_value[t * D + d];
       if (!c.delta()) continue;
-      add(r.grad_rate[token], gone[d], missing[t * D + d]);
-      gone[d] = rounded(gone[d] * c.rate[token]);
+      add(r.grad_rate[token], missing_grad[d], missing[t * D + d]);
+      missing_grad[d] = rounded(missing_grad[d] * c.rate[token]);
     }
-    Numbers result(static_cast<size_t>(F), 0.0);
-    if (c.delta()) move_back(t, t - 1, key, gone.data(), result);
-    for (int64_t d = 0; d < D; ++d) r.grad_value[token * D + d] = gone[d];
+    Values result(static_cast<size_t>(F), 0.0);
+    if (c.delta()) perturb_back(t, t - 1, key, missing_grad.data(), result);
+    for (int64_t d = 0; d < D; ++d) r.grad_value[token * D + d] = missing_grad[d];
     for (int64_t f = 0; f < F; ++f) {
-      double wrote = late_key[t * F + f], asked = result[f], decay = 0;
+      double wrote = late_key[t * F + f], read_grad = result[f], decay = 0;
       for (int64_t d = 0; d < D; ++d) add(wrote, ds[f * D + d], write[d]);
       for (int64_t d = 0; d < D && c.delta(); ++d) {
-        add(asked, -decayed[f * D + d], gone[d]);
-        ds[f * D + d] = rounded(ds[f * D + d] - rounded(key[f] * gone[d]));
+        add(read_grad, -decayed[f * D + d], missing_grad[d]);
+        ds[f * D + d] = rounded(ds[f * D + d] - rounded(key[f] * missing_grad[d]));
       }
-      r.moved[token * F + f] += key[f] * (asked - wrote);
-      r.grad_key[token * F + f] = rounded(wrote + asked + dz[f]) * slope(c.map, c.key[token * F + f]);
+      r.perturbed[token * F + f] += key[f] * (read_grad - wrote);
+      r.grad_key[token * F + f] = rounded(wrote + read_grad + dz[f]) * slope(c.map, c.key[token * F + f]);
       for (int64_t d = 0; d < D; ++d) {
         add(decay, ds[f * D + d], decayed[f * D + d]);
-        ds[f * D + d] = rounded(ds[f * D + d] * keep[t * F + f]);
+        ds[f * D + d] = rounded(ds[f * D + d] * decay_factors[t * F + f]);
       }
       if (c.gates > 0) r.grad_decay[token * c.gates + (c.gates > 1 ? f : 0)] += decay;
     }
-    if (t % c.chunk == 0) move_state_back(t);
+    if (t % c.chunk == 0) perturb_state_back(t);
   }
 
   void read_back(int64_t t, int64_t g) {
     const double *state = &states[(t + 1) * F * D], *query = &q[(g * T + t) * F];
     const int64_t row = head_of(g) * T + t;
     const double *grad = &c.grad_output[row * D], *output = &r.output[row * D];
-    const double share = c.normalized ? r.shares[row] : 1;
+    const double inverse = c.normalized ? r.shares[row] : 1;
     double* up = &ups[(g * T + t) * D];
     double lower = 0;
     for (int64_t d = 0; d < D; ++d) {
-      up[d] = rounded(grad[d] * share);
+      up[d] = rounded(grad[d] * inverse);
       if (c.normalized) add(lower, -up[d], output[d]);
     }
-    Numbers result(static_cast<size_t>(F), 0.0);
+    Values result(static_cast<size_t>(F), 0.0);
     for (int64_t f = 0; f < F; ++f) {
       result[f] = lower * sums[(t + 1) * F + f];
       for (int64_t d = 0; d < D; ++d) {
@@ -250,9 +251,9 @@ class Recurrence {
       }
       add(dz[f], query[f], lower);
     }
-    move_back(t, t, query, up, result);
+    perturb_back(t, t, query, up, result);
     for (int64_t f = 0; f < F; ++f) {
-      r.moved[(unit * T + t) * F + f] += query[f] * result[f];
+      r.perturbed[(unit * T + t) * F + f] += query[f] * result[f];
       r.grad_query[row * F + f] = rounded(result[f] * static_cast<float>(c.scale)) * slope(c.map, c.query[row * F + f]);
     }
   }
@@ -262,10 +263,11 @@ class Recurrence {
   const uint64_t seed;
   uint64_t random;
   int64_t F, D, T, unit = 0;
-  // Of one head of keys: states before and after each token, the state it finds, decays, features, what is written.
-  Numbers states, faded, sums, keep, k, q, written, missing, ds, dz;
-  // Gradients of numerators; what later tokens moved gradients by, and the sums so far.
-  Numbers ups, late_key, late_value, key_sums, value_sums;
+  // Of one key head: states before and after each token, the value read from the state, decays, features, what is
+  // written.
+  Values states, faded, sums, decay_factors, k, q, written, missing, ds, dz;
+  // Gradients of numerators; perturbations of gradients by later tokens, and the sums so far.
+  Values ups, late_key, late_value, key_sums, value_sums;
 };
 
 struct LinearExpected {

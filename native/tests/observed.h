@@ -1,4 +1,4 @@
-// Statistics of a Call: weights of every row against the formula, everything else against what those weights say.
+// Statistics of a Call: the weights of every row against the formula, everything else against these weights.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ class Observed {
     describe();
   }
 
-  // The same output as without statistics, bit for bit; then the statistics.
+  // The output is bitwise identical to the one without statistics; then the statistics.
   void run(int isa, int threads, const Expected& right, const std::string& name) {
     const std::vector<uint8_t> plain = call.output.copy();
     for (Guarded* one : written()) one->clear();
@@ -71,7 +71,7 @@ class Observed {
     s.rows = in(rows), s.row_slots = slots.data(), s.num_rows = c.q_len;
   }
 
-  // Rows were asked for in the opposite order.
+  // Rows were requested in the opposite order.
   Result transposed(const Result& of) const {
     Result to = of;
     for (int64_t head = 0; head < c.batch * c.heads; ++head)
@@ -87,7 +87,7 @@ class Observed {
   double weight(int64_t b, int64_t h, int64_t i, int64_t j) const { return rows.get(b, h, c.q_len - 1 - i, j); }
 
   void near(double actual, double right, double size, const char* what, const std::string& name) const {
-    // Sums of up to 2 * max(q_len, k_len) terms, and a logarithm of numbers near 1.
+    // Sums of up to 2 * max(q_len, k_len) terms, and a logarithm of values near 1.
     const double n = static_cast<double>(c.q_len + c.k_len) + 64, exp = c.dtype == CH_FLOAT32 ? 4e-7 : 8e-6;
     if (!(std::fabs(actual - right) <= (n * 0x1p-23 + 8 * exp) * (size + std::fabs(right)) + 1e-30))
       fail(name + " " + what + " is " + std::to_string(actual) + ", not " + std::to_string(right));
@@ -140,12 +140,12 @@ class Observed {
       std::memcpy(&index, top_indices.at(b, h, i, x), 8);
       const double p = top_weights.get(b, h, i, x), best = -order[static_cast<size_t>(x)].first;
       near(p, best, best, "top weight", name);
-      if (index < 0 || index >= c.k_len) return fail(name + ": a top index is no key");
+      if (index < 0 || index >= c.k_len) return fail(name + ": a top index is not a key");
       near(p, weight(b, h, i, index), p, "weight at a top index", name);
       if (x > 0 && p == 0 && top_weights.get(b, h, i, x - 1) == 0) {
         int64_t before = 0;
         std::memcpy(&before, top_indices.at(b, h, i, x - 1), 8);
-        check(before < index, name + ": keys without weight are out of order");
+        check(before < index, name + ": keys of zero weight are not ascending");
       }
     }
   }

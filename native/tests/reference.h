@@ -1,9 +1,9 @@
-// Attention and its gradients in double, from the formula, one number at a time; and beside each result how far a
-// computation in the kernels' precision may be from it.
+// Attention and its gradients in double, from the formula, one element at a time; and beside each result an error bound
+// for the kernels' precision.
 //
-// The bounds are the usual ones of rounding analysis (Higham 2002, "Accuracy and Stability of Numerical
-// Algorithms", section 3.1): n additions of products err by at most n * u * sum(|terms|), and what a score errs by
-// is what its weight errs by, relatively. Nothing in them was fitted to a result.
+// The bounds are those of rounding analysis (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section
+// 3.1): n additions of products err by at most n * u * sum(|terms|), and the absolute error of a score is the relative
+// error of its weight. No bound was fitted to a result.
 #pragma once
 
 #include <array>
@@ -21,37 +21,37 @@ struct RuleCase {
   int reach = 0;
   // A table [batch or 1, heads or 1, q_len or 1, k_len or 1]; RELATIVE has [1, heads or 1, 1, 2 * reach + 1].
   int64_t size[4] = {1, 1, 1, 1};
-  Numbers table;
+  Values table;
   bool wants_grad = false;
 };
 
-// One call in plain values; every array contiguous.
+// One call in plain values; every array is contiguous.
 struct Case {
   int dtype = CH_FLOAT32;
   int64_t batch = 1, heads = 1, kv_heads = 1, q_len = 1, k_len = 1, dim = 1, value_dim = 1, offset = 0;
   double scale = 1, dropout = 0;
   uint64_t seed = 0;
   int64_t before = INT64_MAX, after = INT64_MAX;
-  int runs = 0;
+  int intervals = 0;
   std::vector<int32_t> start, stop;       // [batch, heads, q_len, runs]
-  bool same_runs = false;                 // in every head
+  bool same_intervals = false;                 // in every head
   int64_t allowed_size[4] = {0, 0, 0, 0};  // 0: none
   std::vector<uint8_t> allowed;
   int64_t block_size = 0, block_rows = 0, block_columns = 0;
   std::vector<uint8_t> blocks;  // [batch, heads, block_rows, block_columns]
   std::vector<RuleCase> rules;
-  Numbers sink;                  // [heads], or empty
-  Numbers query, key, value;
-  Numbers grad_output, grad_lse;  // grad_lse may be empty
+  Values sink;                  // [heads], or empty
+  Values query, key, value;
+  Values grad_output, grad_lse;  // grad_lse may be empty
 
   bool may(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t q_pos = offset + i;
     if (before != INT64_MAX && j < q_pos - before) return false;
     if (after != INT64_MAX && j > q_pos + after) return false;
-    if (runs > 0) {
+    if (intervals > 0) {
       bool inside = false;
-      for (int r = 0; r < runs; ++r) {
-        const size_t at = static_cast<size_t>(((b * heads + h) * q_len + i) * runs + r);
+      for (int r = 0; r < intervals; ++r) {
+        const size_t at = static_cast<size_t>(((b * heads + h) * q_len + i) * intervals + r);
         inside = inside || (j >= start[at] && j < stop[at]);
       }
       if (!inside) return false;
@@ -70,7 +70,7 @@ struct Case {
   }
 
   bool masked() const {
-    return before != INT64_MAX || after != INT64_MAX || runs > 0 || !allowed.empty() || !blocks.empty();
+    return before != INT64_MAX || after != INT64_MAX || intervals > 0 || !allowed.empty() || !blocks.empty();
   }
 };
 
@@ -87,7 +87,7 @@ inline std::array<uint32_t, 4> philox_words(uint64_t seed, std::array<uint32_t, 
   return c;
 }
 
-// Whether dropout keeps a column of a row: 16 bits of a counter of its 64 columns.
+// Whether dropout keeps a column of a row: 16 bits of one of the counters of its 64 columns.
 inline bool keeps(uint64_t seed, int dropped, uint64_t column, std::array<uint32_t, 3> row) {
   const uint64_t counter = column / 64 * 8 + column % 32 / 4, pair = column % 64 / 32;
   const std::array<uint32_t, 4> words = philox_words(seed, {static_cast<uint32_t>(counter), row[0], row[1], row[2]});
@@ -97,24 +97,24 @@ inline bool keeps(uint64_t seed, int dropped, uint64_t column, std::array<uint32
 
 struct Expected {
   Result output, output32, lse, weights, delta, grad_query, grad_key, grad_value;
-  std::vector<Result> grad_rules;  // shaped like the tables, but DENSE always with k_len columns
+  std::vector<Result> grad_rules;  // with the shape of the tables, but DENSE always with k_len columns
 };
 
 struct Precision {
-  double u = 0x1p-24;       // float32, in which everything is summed
-  double exp;               // relative error of a power
-  double weight, out;       // rounding of weights before the second product, and of results
-  double tiny;              // absolute: where results are subnormal
+  double u = 0x1p-24;  // unit roundoff of float32, in which everything is summed
+  double exp;  // relative error of an exponential
+  double weight, out;  // rounding of weights before the second GEMM, and of results
+  double tiny;  // absolute, for subnormal results
   explicit Precision(int dtype) {
-    const bool wide = dtype == CH_FLOAT32;
-    exp = wide ? 4e-7 : 8e-6;
-    weight = wide ? 0.0 : 0x1p-8;
-    out = wide ? 0x1p-24 : dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
+    const bool is_float32 = dtype == CH_FLOAT32;
+    exp = is_float32 ? 4e-7 : 8e-6;
+    weight = is_float32 ? 0.0 : 0x1p-8;
+    out = is_float32 ? 0x1p-24 : dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
     tiny = dtype == CH_FLOAT16 ? 0x1p-24 : 1e-30;
   }
 };
 
-// Scores of one row, and what they may err by.
+// Scores of one row, and their error bounds.
 class Reference {
  public:
   explicit Reference(const Case& of) : c(of), p(of.dtype) {
@@ -139,10 +139,10 @@ class Reference {
   struct Score {
     int64_t key;
     double score, error, weight, factor, slope;
-    std::vector<double> rule_slope;  // of the final score by what each rule adds
+    std::vector<double> rule_slope;  // derivative of the final score by each rule's addend
   };
 
-  const double* key_row(const Numbers& of, int64_t b, int64_t h, int64_t j, int64_t last) const {
+  const double* key_row(const Values& of, int64_t b, int64_t h, int64_t j, int64_t last) const {
     const int64_t kv = h / (c.heads / c.kv_heads);
     return of.data() + ((b * c.kv_heads + kv) * c.k_len + j) * last;
   }
@@ -200,13 +200,13 @@ class Reference {
     for (Score& s : scores) {
       s.weight = std::exp(s.score - largest);
       total += s.weight;
-      // The change to base 2 and the shift by the maximum round once more each.
+      // The conversion to base 2 and the shift by the maximum round once more each.
       s.error += 4 * p.u * (std::fabs(s.score) + std::fabs(largest));
       error = std::fmax(error, s.error);
     }
     r.lse.number[static_cast<size_t>(place)] = total > 0 ? largest + std::log(total) : -INFINITY;
     if (total == 0) {
-      // Nobody reads the delta of an empty row, as long as it is a number.
+      // The delta of an empty row is unused; it must not be NaN.
       r.delta.bound[static_cast<size_t>(place)] = INFINITY;
       return;
     }
@@ -228,7 +228,7 @@ class Reference {
   }
 
   void forward(int64_t b, int64_t h, int64_t place, const std::vector<Score>& scores, double error, double n) {
-    // Numerator and sum err by the largest error of a score each, and every tile's rescaling rounds.
+    // Numerator and normaliser have the largest error of a score each, and every tile's rescaling rounds.
     const double relative = 2 * error + 4 * p.exp + 2 * p.weight + 2 * n * p.u;
     for (int64_t x = 0; x < c.value_dim; ++x) {
       double sum = 0, size = 0;
@@ -270,7 +270,7 @@ class Reference {
       const double inner = s.factor * dp - delta;
       const double inner_error = s.factor * width * 2 * p.u * size + delta_error + 4 * p.u * std::fabs(inner);
       const double ds = s.weight * inner;
-      // The slope of a soft-cap moves with its score, and is a difference from 1.
+      // The derivative of a soft-cap depends on its score, and is a difference from 1.
       const double slope_error = has_cap() ? 2 * s.error / least_cap() + 64 * p.u : 0;
       const double ds_error = std::fabs(ds) * (weight_error + 2 * p.weight + slope_error) + s.weight * inner_error;
       const double whole = ds * s.slope * c.scale;
@@ -306,7 +306,7 @@ class Reference {
       size[3] = of.size[3];
     }
     const size_t at = Case::broadcast(size, b, h, i, column);
-    // So many terms can meet in one number of the table.
+    // This many terms can be summed in one element of the table.
     const double terms = static_cast<double>(c.batch * c.heads * c.q_len * c.k_len);
     r.grad_rules[rule].number[at] += ds * s.rule_slope[rule];
     r.grad_rules[rule].bound[at] += ds_error + terms * p.u * std::fabs(ds) + 1e-30;

@@ -1,4 +1,4 @@
-// What a test says: a result and how far from it one may be, and what failed.
+// Test results: a value and its error bound, and the report of failures.
 #pragma once
 
 #include <cstdio>
@@ -10,10 +10,10 @@
 
 namespace test {
 
-using Numbers = std::vector<double>;
+using Values = std::vector<double>;
 
 struct Result {
-  Numbers number, bound;
+  Values number, bound;
   void size(int64_t n) {
     number.assign(static_cast<size_t>(n), 0.0);
     bound.assign(static_cast<size_t>(n), 0.0);
@@ -21,10 +21,10 @@ struct Result {
 };
 
 inline int failures = 0;
-inline double fullest = 0;  // largest share of a bound that any result used
+inline double largest_ratio = 0;  // largest fraction of a bound that any result used
 
 inline void fail(const std::string& line) {
-  // A handful says enough.
+  // Twenty lines are enough.
   if (++failures <= 20) std::fprintf(stderr, "FAILED %s\n", line.c_str());
 }
 
@@ -45,7 +45,7 @@ inline void compare(const Guarded& got, const Result& right, const std::string& 
           const double actual = got.get(b, h, i, x), number = right.number[at], bound = right.bound[at];
           const double error = actual == number ? 0.0 : std::fabs(actual - number);
           if (error <= bound) {
-            if (bound > 0 && bound > 1e-25) fullest = std::fmax(fullest, error / bound);
+            if (bound > 0 && bound > 1e-25) largest_ratio = std::fmax(largest_ratio, error / bound);
             continue;
           }
           char line[256];
@@ -57,12 +57,12 @@ inline void compare(const Guarded& got, const Result& right, const std::string& 
         }
 }
 
-// What threads keep between calls is not there yet: neither its room nor what an earlier call left in it. New memory
-// is NaN (fresh.cpp), so that nothing may be read there before it is written.
-template <class Body> void on_a_fresh_thread(const Body& body) { std::thread(body).join(); }
+// Runs on a new thread, without the workspaces that threads cache between calls and without their contents. New memory
+// is NaN (nan_malloc.cpp), so that reading it before writing shows.
+template <class Body> void on_new_thread(const Body& body) { std::thread(body).join(); }
 
 template <class Run> void expect_done_first(const Run& run, const std::string& name) {
-  on_a_fresh_thread([&] { expect(run(), CH_OK, name); });
+  on_new_thread([&] { expect(run(), CH_OK, name); });
 }
 
 // Instruction sets of this processor, by index.

@@ -1,4 +1,4 @@
-// Descriptions that are wrong in one place each: every one must come back with its code, and nothing written.
+// Invalid descriptions, each wrong in one place: every one must return its code and write nothing.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@ template <class Work> struct Bad {
   std::function<void(Work&)> spoil;
 };
 
-// A list of them, with what any description may be wrong in.
+// A list of them, plus the mistakes that any description can have.
 template <class Work> std::vector<Bad<Work>> spoiled(std::vector<Bad<Work>> all) {
   all.push_back({"size", CH_BAD_SIZE, [](Work& w) { w.size += 8; }});
   all.push_back({"abi", CH_BAD_SIZE, [](Work& w) { w.abi -= 1; }});
@@ -35,7 +35,7 @@ int expect_refused(const Work& right, const std::vector<Bad<Work>>& all, const s
   for (const Bad<Work>& bad : all) {
     Work work = right;
     bad.spoil(work);
-    const std::string line = name + " with a bad description (" + bad.what + ")";
+    const std::string line = name + " with an invalid description (" + bad.what + ")";
     expect(enter(&work), bad.code, line);
     check(untouched(), line + ": something was written");
   }

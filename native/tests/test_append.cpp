@@ -1,5 +1,4 @@
-// Rows put behind those that a target holds, at every instruction set and several threads, and descriptions of it that
-// are wrong in one place each.
+// Appends to a cache, with every instruction set and several threads, and invalid descriptions.
 #include "activation_reference.h"
 #include "spoiled.h"
 
@@ -11,7 +10,7 @@ struct AppendCall {
   Guarded source, target;
   ch_append work{};
 
-  // `behind`: rows of the target behind those that are written.
+  // `behind`: rows of the target after the written ones.
   AppendCall(Random& random, int dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
              int64_t spare) {
     source = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
@@ -24,10 +23,10 @@ struct AppendCall {
     work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = dtype;
     work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
     work.source = source.view(), work.target = target.view();
-    source.keep();
+    source.save_original();
   }
 
-  // Whether the new rows are there, and every other byte is as it was made.
+  // Whether the new rows are there, and every other byte is unmodified.
   bool done() {
     const ch_append& w = work;
     bool right = true;
@@ -58,7 +57,7 @@ int every_size() {
           const std::string name = "append " + std::to_string(dtype) + ", size " + std::to_string(&s - sizes) + ", " +
                                    ch_isa_name(isa) + ", threads " + std::to_string(threads);
           expect(ch_append_rows(&call.work), CH_OK, name);
-          check(call.done(), name + ": other bytes than those of the new rows");
+          check(call.done(), name + ": bytes outside the new rows were written");
         }
   return cases;
 }
@@ -74,7 +73,7 @@ int bad_descriptions() {
       {"negative first", CH_BAD_SHAPE, [](W& w) { w.first = -1; }},
       {"huge first", CH_BAD_SHAPE, [](W& w) { w.first = INT64_MAX; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
-      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
       {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
       {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
       {"odd source", CH_BAD_POINTER, [](W& w) { make_odd(w.source.data); }},
@@ -88,11 +87,11 @@ int bad_descriptions() {
   Random random(4);
   AppendCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1);
   const int count = expect_refused(call.work, all, "append", ch_append_rows, [&] { return call.target.untouched(); });
-  expect(ch_append_rows(nullptr), CH_BAD_POINTER, "append of nothing");
-  // What is read may lie on itself: the same row for every head.
+  expect(ch_append_rows(nullptr), CH_BAD_POINTER, "append of a null description");
+  // Inputs may alias themselves: the same row for every head.
   ch_append shared = call.work;
   shared.source.head = 0;
-  expect(ch_append_rows(&shared), CH_OK, "append of what heads share");
+  expect(ch_append_rows(&shared), CH_OK, "append of rows shared by heads");
   return count;
 }
 

@@ -1,5 +1,5 @@
-// The library against the formula: every instruction set that this processor has, at 1, 2 and 5 threads.
-// `test_attention [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+// Attention against the formula: every instruction set of this processor, with 1, 2 and 5 threads. `test_attention
+// [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <pthread.h>
 
 #include <cstdlib>
@@ -8,7 +8,7 @@
 #include "cases.h"
 #include "observed.h"
 
-// AddressSanitizer's; not every compiler brings its header along.
+// AddressSanitizer's; not every compiler ships its header.
 extern "C" size_t __sanitizer_get_current_allocated_bytes(void);
 
 namespace test {
@@ -31,7 +31,7 @@ void expect_done(int code, const std::string& name) {
   if (code != CH_OK) fail(name + ": " + ch_message(code));
 }
 
-// Right, inside its memory, and the same bits at any number of threads.
+// Correct, within its memory, and bitwise identical with any number of threads.
 void on_set(int isa, Call& call, Observed& observed, const Expected& right, const std::string& what) {
   std::vector<std::vector<uint8_t>> first, first_statistics;
   for (int threads : {1, 2, 5}) {
@@ -41,14 +41,14 @@ void on_set(int isa, Call& call, Observed& observed, const Expected& right, cons
     if (threads == 1) call.compare_forward(right, name);
     observed.run(isa, threads, right, name);
     if (threads == 1) first_statistics = observed.results();
-    check(observed.results() == first_statistics, name + ": other bits of statistics than with one thread");
+    check(observed.results() == first_statistics, name + ": statistics differ from those with one thread");
     expect_done(call.backward(), name + " backward");
     if (failures != before) return;
     if (threads == 1) {
       call.compare_backward(right, name);
       first = call.results();
     } else {
-      check(call.results() == first, name + ": other bits than with one thread");
+      check(call.results() == first, name + ": bits differ from those with one thread");
     }
   }
 }
@@ -60,21 +60,21 @@ void one_case(uint64_t number) {
   Call call(c, random);
   Observed observed(call, random);
   for (int isa : usable_sets())
-    on_a_fresh_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
+    on_new_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
 }
 
-// Two heads of 90 keys; the caller sets each row's run.
+// Two heads of 90 keys; the caller sets each row's interval.
 Case of_two_heads(Random& random, int dtype, int64_t q_len) {
   Case c;
-  c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = q_len, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
-  draw_numbers(random, c, c.query, 2 * q_len * 24, 2.0);
-  draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
-  draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
-  draw_numbers(random, c, c.grad_output, 2 * q_len * 40, 2.0);
+  c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = q_len, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.intervals = 1;
+  draw_values(random, c, c.query, 2 * q_len * 24, 2.0);
+  draw_values(random, c, c.key, 2 * 90 * 24, 2.0);
+  draw_values(random, c, c.value, 2 * 90 * 40, 2.0);
+  draw_values(random, c, c.grad_output, 2 * q_len * 40, 2.0);
   return c;
 }
 
-// NaN in a key and a value that nobody may attend to reaches nothing; backward says that it saw it, and writes nothing.
+// NaN in a masked key and value affects no result; backward returns CH_NOT_FINITE and writes nothing.
 void containment() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 5);
@@ -93,15 +93,15 @@ void containment() {
                                  std::to_string(dtype);
         expect_done(call.forward(isa, 2), name);
         call.compare_forward(right, name);
-        check(call.backward() == CH_NOT_FINITE, name + ": backward must say CH_NOT_FINITE");
+        check(call.backward() == CH_NOT_FINITE, name + ": backward must return CH_NOT_FINITE");
         check(call.gradients_untouched(), name + ": backward must not write");
       }
     }
   }
 }
 
-// A gradient that arrives and is not finite would reach keys that its row may not attend to: backward refuses it too.
-void contained_arrivals() {
+// NaN or infinity in an output gradient would reach masked keys: backward refuses it too.
+void nonfinite_output_gradients() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 7);
     Case c = of_two_heads(random, dtype, 40);
@@ -113,22 +113,22 @@ void contained_arrivals() {
       else spoiled.grad_output[static_cast<size_t>(79 * 40 + 39)] = NAN;
       Call call(spoiled, random);
       for (int isa : usable_sets()) {
-        const std::string name = std::string("NaN that arrives, ") + ch_isa_name(isa) + ", dtype " +
+        const std::string name = std::string("NaN in an output gradient, ") + ch_isa_name(isa) + ", dtype " +
                                  std::to_string(dtype);
         expect_done(call.forward(isa, 2), name);
-        check(call.backward() == CH_NOT_FINITE, name + ": backward must say CH_NOT_FINITE");
+        check(call.backward() == CH_NOT_FINITE, name + ": backward must return CH_NOT_FINITE");
         check(call.gradients_untouched(), name + ": backward must not write");
       }
     }
   }
 }
 
-// Two documents and padding behind them, which is NaN: backward never reads it.
-void contained_segments() {
+// Two documents followed by padding, which is NaN: backward never reads it.
+void nan_padding() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     Random random(static_cast<uint64_t>(dtype) + 11);
     Case c = of_two_heads(random, dtype, 90);
-    c.same_runs = true;
+    c.same_intervals = true;
     for (int row = 0; row < 180; ++row) {
       const int i = row % 90;
       c.start.push_back(i < 50 ? 0 : i < 77 ? 50 : 77), c.stop.push_back(i < 50 ? 50 : 77);
@@ -143,7 +143,7 @@ void contained_segments() {
       }
     Call call(spoiled, random);
     for (int isa : usable_sets()) {
-      const std::string name = std::string("NaN behind documents, ") + ch_isa_name(isa) + ", dtype " +
+      const std::string name = std::string("NaN in padding, ") + ch_isa_name(isa) + ", dtype " +
                                std::to_string(dtype);
       expect_done(call.forward(isa, 2), name);
       call.compare_forward(right, name);
@@ -153,24 +153,24 @@ void contained_segments() {
   }
 }
 
-// More queries than are done in one piece see nothing, there being no keys or none for them.
-void nothing_to_see() {
+// More queries than one block has, which attend to nothing: without keys, or with none allowed.
+void queries_without_keys() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     for (int64_t k_len : {0, 90}) {
       Case c;
-      c.dtype = dtype, c.q_len = 700, c.k_len = k_len, c.dim = 24, c.value_dim = 40, c.runs = 1, c.same_runs = true;
+      c.dtype = dtype, c.q_len = 700, c.k_len = k_len, c.dim = 24, c.value_dim = 40, c.intervals = 1, c.same_intervals = true;
       Random random(static_cast<uint64_t>(dtype) + 17);
-      draw_numbers(random, c, c.query, 700 * 24, 2.0);
-      draw_numbers(random, c, c.key, k_len * 24, 2.0);
-      draw_numbers(random, c, c.value, k_len * 40, 2.0);
-      draw_numbers(random, c, c.grad_output, 700 * 40, 2.0);
+      draw_values(random, c, c.query, 700 * 24, 2.0);
+      draw_values(random, c, c.key, k_len * 24, 2.0);
+      draw_values(random, c, c.value, k_len * 40, 2.0);
+      draw_values(random, c, c.grad_output, 700 * 40, 2.0);
       c.start.assign(700, 0), c.stop.assign(700, 0);
       const Expected right = Reference(c).r;
       Call call(c, random);
       for (int isa : usable_sets()) {
-        const std::string name = std::string("nothing to see, ") + ch_isa_name(isa) + ", keys " +
+        const std::string name = std::string("queries without keys, ") + ch_isa_name(isa) + ", keys " +
                                  std::to_string(k_len) + ", dtype " + std::to_string(dtype);
-        on_a_fresh_thread([&] {
+        on_new_thread([&] {
           expect_done(call.forward(isa, 1), name);
           call.compare_forward(right, name);
           expect_done(call.backward(), name);
@@ -193,81 +193,82 @@ void both_ways(Case& c, Random& random, const std::string& what) {
   }
 }
 
-// Scales that are 0 or subnormal as floats, and those that are inf once they are turned to base 2.
+// Scales that are 0 or subnormal as floats, and scales that overflow in base 2.
 void scales() {
   for (double scale : {1e-46, 1e-40, 2.0e38, 2.4e38, 3.4e38})
     for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
-      // Products of halves are not so small.
+      // Products of halves are not that small.
       if (scale > 1 && dtype != CH_FLOAT32) continue;
       Case c;
       c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = 24, c.value_dim = 40;
       c.scale = scale;
       Random random(static_cast<uint64_t>(dtype) + 23);
-      draw_numbers(random, c, c.query, 2 * 13 * 24, 0.25);
-      draw_numbers(random, c, c.key, 2 * 70 * 24, 0.25);
-      draw_numbers(random, c, c.value, 2 * 70 * 40, 2.0);
-      draw_numbers(random, c, c.grad_output, 2 * 13 * 40, 2.0);
-      for (Numbers* one : {&c.query, &c.key})
+      draw_values(random, c, c.query, 2 * 13 * 24, 0.25);
+      draw_values(random, c, c.key, 2 * 70 * 24, 0.25);
+      draw_values(random, c, c.value, 2 * 70 * 40, 2.0);
+      draw_values(random, c, c.grad_output, 2 * 13 * 40, 2.0);
+      for (Values* one : {&c.query, &c.key})
         for (double& number : *one) number = scale > 1 ? std::ldexp(number, -62) : number;
       both_ways(c, random, "scale " + std::to_string(std::log10(scale)) + " as a power of ten");
     }
 }
 
-// What is not normal in 16 bits is normal in floats, though attention takes floats that are not for 0.
-void halves_that_are_not_normal() {
+// Subnormal halves are normal floats and must not be flushed, though attention flushes subnormal floats.
+void subnormal_halves() {
   for (int64_t dim : {3, 16, 19}) {
     Case c;
     c.dtype = CH_FLOAT16, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = dim, c.value_dim = 40, c.scale = 256;
     Random random(static_cast<uint64_t>(dim) + 41);
-    draw_numbers(random, c, c.query, 2 * 13 * dim, 2.0);
-    draw_numbers(random, c, c.key, 2 * 70 * dim, 2.0);
-    draw_numbers(random, c, c.value, 2 * 70 * 40, 2.0);
-    draw_numbers(random, c, c.grad_output, 2 * 13 * 40, 0.125);
-    for (double& number : c.query) number = std::ldexp(number, -16);  // multiples of 2^-21, all of them below 2^-14
-    both_ways(c, random, "halves that are not normal");
+    draw_values(random, c, c.query, 2 * 13 * dim, 2.0);
+    draw_values(random, c, c.key, 2 * 70 * dim, 2.0);
+    draw_values(random, c, c.value, 2 * 70 * 40, 2.0);
+    draw_values(random, c, c.grad_output, 2 * 13 * 40, 0.125);
+    for (double& number : c.query) number = std::ldexp(number, -16);  // multiples of 2^-21, all below 2^-14
+    both_ways(c, random, "subnormal halves");
   }
 }
 
-// A bias that is no number where nobody may attend: neither is the slope of a cap behind it.
-void capped_where_nobody_looks() {
+// NaN in a bias at a masked score: the derivative of the cap there is NaN too, and must not propagate.
+void masked_nan_under_cap() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
     for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
       Case c;
       c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = c.k_len = 90, c.dim = 24, c.value_dim = 40, c.after = 0;
       Random random(static_cast<uint64_t>(dtype) + 29);
-      for (Numbers* one : {&c.query, &c.key}) draw_numbers(random, c, *one, 2 * 90 * 24, 2.0);
-      for (Numbers* one : {&c.value, &c.grad_output}) draw_numbers(random, c, *one, 2 * 90 * 40, 2.0);
+      for (Values* one : {&c.query, &c.key}) draw_values(random, c, *one, 2 * 90 * 24, 2.0);
+      for (Values* one : {&c.value, &c.grad_output}) draw_values(random, c, *one, 2 * 90 * 40, 2.0);
       RuleCase bias, cap;
       bias.kind = CH_RULE_DENSE, bias.size[2] = bias.size[3] = 90, bias.wants_grad = true;
       for (int place = 0; place < 90 * 90; ++place) bias.table.push_back(place % 90 > place / 90 ? bad : 0.5);
       cap.kind = CH_RULE_SOFTCAP, cap.value = 5;
       c.rules = {bias, cap};
-      both_ways(c, random, "a cap of no number");
+      both_ways(c, random, "masked NaN under a soft-cap");
     }
 }
 
-// A row that sees no key has the sink's logit alone: NaN is not hidden there either.
-void sinks_of_nan() {
-  for (bool in_runs : {false, true}) {
+// A row without keys has only the sink's logit: NaN propagates from there too.
+void nan_sink_logits() {
+  for (bool in_intervals : {false, true}) {
     Case c;
     c.q_len = 20, c.k_len = 30, c.dim = 8, c.value_dim = 8, c.sink = {NAN};
     Random random(31);
-    draw_numbers(random, c, c.query, 20 * 8, 2.0);
-    for (Numbers* one : {&c.key, &c.value}) draw_numbers(random, c, *one, 30 * 8, 2.0);
-    if (in_runs) c.runs = 1, c.same_runs = true, c.start.assign(20, 0), c.stop.assign(20, 0);
+    draw_values(random, c, c.query, 20 * 8, 2.0);
+    for (Values* one : {&c.key, &c.value}) draw_values(random, c, *one, 30 * 8, 2.0);
+    if (in_intervals) c.intervals = 1, c.same_intervals = true, c.start.assign(20, 0), c.stop.assign(20, 0);
     else c.allowed.assign(20 * 30, 0), c.allowed_size[0] = c.allowed_size[1] = 1, c.allowed_size[2] = 20, c.allowed_size[3] = 30;
     Call call(c, random);
     for (int isa : usable_sets()) {
-      expect_done(call.forward(isa, 1), "a sink that is NaN");
+      expect_done(call.forward(isa, 1), "a NaN sink");
       bool all = true;
-      for (int64_t i = 0; i < 20; ++i) all = all && std::isnan(call.output.get(0, 0, i, 3)) && std::isnan(call.lse.get(0, 0, i, 0));
-      check(all, std::string("a sink that is NaN is hidden beside an empty row, ") + ch_isa_name(isa));
+      for (int64_t i = 0; i < 20; ++i) all = all && std::isnan(call.output.get(0, 0, i, 3)) &&
+          std::isnan(call.lse.get(0, 0, i, 0));
+      check(all, std::string("a NaN sink does not propagate to an empty row, ") + ch_isa_name(isa));
     }
   }
 }
 
-// Few rows over so many keys that their weights are kept for fewer rows than the keys are read for at once.
-void looking_at_long_rows() {
+// Few rows over so many keys that the strip has fewer rows than an in-place read of the keys covers.
+void statistics_of_long_rows() {
   constexpr int64_t batch = 64, rows = 7, keys = 90000, dim = 16;
   Random random(37);
   std::vector<float> query(batch * rows * dim), key(keys * dim), output(batch * rows * dim), second(batch * rows * dim);
@@ -288,8 +289,8 @@ void looking_at_long_rows() {
   check(output == second, "statistics of long rows changed the output");
 }
 
-// What a long backward needed is not kept by the threads that helped either.
-void helpers_keep_little() {
+// Worker threads do not cache the large workspace of a long backward.
+void workers_free_large_workspaces() {
   constexpr int64_t heads = 4, rows = 70000, dim = 256;
   std::vector<float> one(rows * dim), softmax(heads * rows * 2), delta(heads * rows);
   std::vector<float> grad_query(heads * rows * dim), grad_key(heads * 8 * dim), grad_value(heads * 8 * dim);
@@ -304,7 +305,7 @@ void helpers_keep_little() {
   const size_t before = __sanitizer_get_current_allocated_bytes();
   expect_done(ch_backward(&work), "a long backward");
   const size_t after = __sanitizer_get_current_allocated_bytes();
-  check(after < before + rows * dim * sizeof(float), "threads keep what a long backward needed");
+  check(after < before + rows * dim * sizeof(float), "threads cache the workspace of a long backward");
 }
 
 struct Caller {
@@ -319,7 +320,7 @@ void* call_often(void* argument) {
   Random random(caller.number);
   Call call(*caller.c, random);
   for (int round = 0; round < 6; ++round) {
-    const std::string name = describe(caller.number, *caller.c) + " beside others";
+    const std::string name = describe(caller.number, *caller.c) + " with concurrent callers";
     expect_done(call.forward(caller.isa, 1 + round % 3), name);
     call.compare_forward(*caller.right, name);
     expect_done(call.backward(), name);
@@ -328,8 +329,8 @@ void* call_often(void* argument) {
   return nullptr;
 }
 
-// Eight threads at once, each with its own work and its own number of threads.
-void many_callers() {
+// Eight concurrent callers, each with its own work and its own number of threads.
+void concurrent_callers() {
   constexpr int count = 8;
   std::vector<Case> cases;
   std::vector<Expected> right;
@@ -353,20 +354,20 @@ int main(int arguments, char** argument) {
   int others = 0;
   if (arguments == 1 || count == 0) {
     test::containment();
-    test::contained_arrivals();
-    test::contained_segments();
-    test::nothing_to_see();
+    test::nonfinite_output_gradients();
+    test::nan_padding();
+    test::queries_without_keys();
     test::scales();
-    test::halves_that_are_not_normal();
-    test::capped_where_nobody_looks();
-    test::sinks_of_nan();
-    test::looking_at_long_rows();
-    test::helpers_keep_little();
-    test::many_callers();
+    test::subnormal_halves();
+    test::masked_nan_under_cap();
+    test::nan_sink_logits();
+    test::statistics_of_long_rows();
+    test::workers_free_large_workspaces();
+    test::concurrent_callers();
     others = test::entry_tests();
   }
-  std::printf("%llu cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
+  std::printf("%llu cases and %d invalid descriptions on", static_cast<unsigned long long>(count), others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;
 }

@@ -1,5 +1,5 @@
-// Dropout of activations against its definition, at every instruction set and several threads, and descriptions of it
-// that are wrong in one place each.
+// Dropout of activations against its definition, with every instruction set and several threads, and invalid
+// descriptions.
 #include "activation_reference.h"
 #include "spoiled.h"
 
@@ -24,11 +24,11 @@ struct DropoutCall {
     work.dropped = static_cast<int32_t>(random.uniform(0, 65535));
     work.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
     work.rows = rows, work.columns = columns, work.input = input.data(), work.added = added.data(), work.output = output.data();
-    input.keep();
-    if (adds) added.keep();
+    input.save_original();
+    if (adds) added.save_original();
   }
 
-  // Three bits: every dtype has them, and their sums.
+  // Three bits: every dtype represents them and their sums.
   static double draw(Random& random) { return static_cast<double>(random.uniform(-8, 8)) / 4; }
 };
 
@@ -42,7 +42,7 @@ void compare(const DropoutCall& call, const std::string& name) {
     const double right = (keep ? input * factor : 0) + added, got = call.output.get(0, 0, 0, i);
     // The factor, the product and the sum are rounded in float32, and the result once more to its dtype.
     const double bound = keep ? 0x1p-22 * (std::fabs(input * factor) + std::fabs(added)) + unit * std::fabs(right) : 0;
-    // Half has no number above.
+    // float16 overflows above.
     if (w.dtype == CH_FLOAT16 && std::fabs(right) > 65000) continue;
     if (std::fabs(got - right) <= bound) continue;
     return fail(name + " [" + std::to_string(i) + "] is " + std::to_string(got) + ", not " + std::to_string(right));
@@ -62,22 +62,22 @@ int every_size() {
           std::vector<uint8_t> bits;
           for (int threads : {1, 2, 5}) {
             const std::string name = "dropout " + std::to_string(dtype) + " of " + std::to_string(size[0]) + "x" + std::to_string(size[1]) +
-                                     (adds ? " and more, " : ", ") + ch_isa_name(isa) + ", threads " +
+                                     (adds ? " with residual, " : ", ") + ch_isa_name(isa) + ", threads " +
                                      std::to_string(threads);
             call.output.clear();
             call.work.isa = isa, call.work.threads = threads;
             expect(ch_drop(&call.work), CH_OK, name);
             if (threads == 1) compare(call, name), bits = call.output.copy();
-            check(call.output.copy() == bits, name + ": other bits than with one thread");
+            check(call.output.copy() == bits, name + ": bits differ from those with one thread");
             check(call.output.margins_intact(), name + ": wrote outside the output");
-            check(call.input.unchanged() && (!adds || call.added.unchanged()), name + ": wrote to what is read");
+            check(call.input.unchanged() && (!adds || call.added.unchanged()), name + ": wrote to an input");
           }
         }
       }
   return cases;
 }
 
-// What is dropped is 0, whatever it was.
+// A dropped element is 0, even if it was NaN or infinity.
 void contains() {
   Random random(3);
   DropoutCall call(random, CH_FLOAT32, 1, 1000, false);
@@ -90,7 +90,7 @@ void contains() {
     for (int64_t i = 0; i < 1000; ++i) {
       const double got = call.output.get(0, 0, 0, i);
       const bool keep = keeps(call.work.seed, 32768, 0, static_cast<uint64_t>(i));
-      check(keep ? !std::isfinite(got) : got == 0, "dropout of what is not finite at " + std::to_string(i));
+      check(keep ? !std::isfinite(got) : got == 0, "NaN or infinity is not dropped at " + std::to_string(i));
     }
   }
 }
@@ -103,9 +103,9 @@ int bad_descriptions() {
       {"negative columns", CH_BAD_SHAPE, [](W& w) { w.columns = -1; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"huge columns", CH_BAD_SHAPE, [](W& w) { w.columns = INT64_MAX; }},
-      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
-      {"a negative share", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
+      {"a negative probability", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
       {"no input", CH_BAD_POINTER, [](W& w) { w.input = nullptr; }},
       {"no output", CH_BAD_POINTER, [](W& w) { w.output = nullptr; }},
       {"odd input", CH_BAD_POINTER, [](W& w) { make_odd(w.input); }},
@@ -116,7 +116,7 @@ int bad_descriptions() {
   Random random(4);
   DropoutCall call(random, CH_FLOAT32, 3, 100, true);
   const int count = expect_refused(call.work, all, "dropout", ch_drop, [&] { return call.output.untouched(); });
-  expect(ch_drop(nullptr), CH_BAD_POINTER, "dropout of nothing");
+  expect(ch_drop(nullptr), CH_BAD_POINTER, "dropout of a null description");
   return count;
 }
 

@@ -1,4 +1,4 @@
-// Descriptions that are wrong in one place each: every one must come back with its code, and nothing written.
+// Invalid descriptions, each wrong in one place: every one must return its code and write nothing.
 #include <cmath>
 
 #include "call.h"
@@ -38,11 +38,11 @@ const std::vector<Bad<ch_attention>>& both_ways() {
       {"negative stride", CH_BAD_STRIDE, [](ch_attention& w) { w.query.row = -1; }},
       {"huge stride", CH_BAD_STRIDE, [](ch_attention& w) { w.key.row = huge; }},
       {"a stride past the end of memory", CH_BAD_STRIDE, [](ch_attention& w) { w.key.row = INT64_MAX / 160; }},
-      {"negative runs", CH_BAD_MASK, [](ch_attention& w) { w.runs = -1; }},
-      {"five runs", CH_BAD_MASK, [](ch_attention& w) { w.runs = 5; }},
-      {"runs of nothing", CH_BAD_MASK, [](ch_attention& w) { w.runs = 0; }},
+      {"negative intervals", CH_BAD_MASK, [](ch_attention& w) { w.intervals = -1; }},
+      {"five intervals", CH_BAD_MASK, [](ch_attention& w) { w.intervals = 5; }},
+      {"no start and stop", CH_BAD_MASK, [](ch_attention& w) { w.intervals = 0; }},
       {"no stop", CH_BAD_POINTER, [](ch_attention& w) { w.stop = nullptr; }},
-      {"negative run stride", CH_BAD_STRIDE, [](ch_attention& w) { w.run_row = -4; }},
+      {"negative interval stride", CH_BAD_STRIDE, [](ch_attention& w) { w.interval_row = -4; }},
       {"before", CH_BAD_MASK, [](ch_attention& w) { w.before = INT64_MIN; }},
       {"after", CH_BAD_MASK, [](ch_attention& w) { w.after = INT64_MAX - 1; }},
       {"block size 0", CH_BAD_MASK, [](ch_attention& w) { w.block_size = 0; }},
@@ -62,9 +62,9 @@ const std::vector<Bad<ch_attention>>& both_ways() {
       {"negative bias stride", CH_BAD_STRIDE, [](ch_attention& w) { w.rules[1].table.row = -1; }},
       {"cap 0", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = 0; }},
       {"cap NaN", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = NAN; }},
-      {"more distances than can be counted", CH_BAD_SHAPE,
+      {"a count of distances that overflows", CH_BAD_SHAPE,
        [](ch_attention& w) {
-         w.before = w.after = INT64_MAX, w.runs = 0, w.start = w.stop = nullptr, w.num_rules = 1;
+         w.before = w.after = INT64_MAX, w.intervals = 0, w.start = w.stop = nullptr, w.num_rules = 1;
          w.allowed.data = w.blocks.data = nullptr, w.block_size = 0;
          w.heads = int64_t{1} << 24, w.kv_heads = 1, w.k_len = INT32_MAX;
        }},
@@ -87,8 +87,8 @@ const std::vector<Bad<ch_attention>>& forward_only() {
   return all;
 }
 
-// Statistics that each want one thing more than the description has room for.
-ch_statistics wanting(void (*spoil)(ch_statistics&)) {
+// Statistics that each need one element more than the buffers of the description have.
+ch_statistics needing_one_more(void (*spoil)(ch_statistics&)) {
   ch_statistics s{};
   spoil(s);
   return s;
@@ -99,13 +99,13 @@ const std::vector<Bad<ch_attention>>& bad_statistics() {
   static int32_t slots[64] = {0, -1, -1, -1, -1, -1, -1, -1, -1, -1};
   static ch_statistics s;
 #define CH_BAD(what, code, spoil) \
-  {what, code, [](ch_attention& w) { s = wanting([](ch_statistics& t) { spoil; }); w.statistics = &s; }}
+  {what, code, [](ch_attention& w) { s = needing_one_more([](ch_statistics& t) { spoil; }); w.statistics = &s; }}
   static const std::vector<Bad<ch_attention>> all = {
       CH_BAD("odd entropy", CH_BAD_POINTER, t.entropy = reinterpret_cast<float*>(reinterpret_cast<char*>(buffer) + 1)),
       CH_BAD("negative sink", CH_BAD_STATISTIC, t.sink_keys = -1),
       CH_BAD("negative top_k", CH_BAD_STATISTIC, t.top_k = -1),
       CH_BAD("top_k past k_len", CH_BAD_STATISTIC, t.top_k = 21),
-      CH_BAD("top_k without room", CH_BAD_POINTER, t.top_k = 1),
+      CH_BAD("top_k without weights", CH_BAD_POINTER, t.top_k = 1),
       CH_BAD("top_k without indices", CH_BAD_POINTER, (t.top_k = 1, t.top_weights = buffer)),
       CH_BAD("negative num_weights", CH_BAD_STATISTIC, t.num_weights = -1),
       CH_BAD("huge num_weights", CH_BAD_STATISTIC, t.num_weights = huge),
@@ -114,10 +114,10 @@ const std::vector<Bad<ch_attention>>& bad_statistics() {
       CH_BAD("negative weight stride", CH_BAD_STRIDE,
              (t.num_weights = 1, t.weighted = buffer, t.row_weights = buffer, t.weight_head = -1)),
       CH_BAD("negative heatmap", CH_BAD_STATISTIC, t.heatmap = -2),
-      CH_BAD("heatmap without room", CH_BAD_POINTER, t.heatmap = 4),
+      CH_BAD("heatmap without results", CH_BAD_POINTER, t.heatmap = 4),
       CH_BAD("heatmap without means", CH_BAD_POINTER, (t.heatmap = 4, t.heatmap_max = buffer)),
       CH_BAD("negative num_rows", CH_BAD_STATISTIC, t.num_rows = -1),
-      CH_BAD("rows without room", CH_BAD_POINTER, t.num_rows = 1),
+      CH_BAD("rows without a result", CH_BAD_POINTER, t.num_rows = 1),
       CH_BAD("rows without slots", CH_BAD_POINTER, (t.num_rows = 1, t.rows = buffer)),
       CH_BAD("a slot past the last", CH_BAD_STATISTIC,
              (t.num_rows = 1, t.rows = buffer, slots[3] = 1, t.row_slots = slots)),
@@ -150,7 +150,7 @@ const std::vector<Bad<ch_attention>>& backward_only() {
   static const std::vector<Bad<ch_attention>> all = {
       {"no softmax", CH_BAD_POINTER, [](ch_attention& w) { w.softmax = nullptr; }},
       {"no delta", CH_BAD_POINTER, [](ch_attention& w) { w.delta = nullptr; }},
-      {"no output at all", CH_BAD_POINTER, [](ch_attention& w) { w.output32 = nullptr, w.output.data = nullptr; }},
+      {"no output and no output32", CH_BAD_POINTER, [](ch_attention& w) { w.output32 = nullptr, w.output.data = nullptr; }},
       {"no output32 in bfloat16", CH_BAD_POINTER,
        [](ch_attention& w) { w.dtype = CH_BFLOAT16, w.output32 = nullptr; }},
       {"no grad_output", CH_BAD_POINTER, [](ch_attention& w) { w.grad_output.data = nullptr; }},
@@ -169,7 +169,7 @@ Case everything() {
   Random random(11);
   c.batch = 2, c.heads = 4, c.kv_heads = 2, c.q_len = 10, c.k_len = 20, c.dim = 8, c.value_dim = 6;
   c.scale = 0.5, c.before = 15, c.after = 12;
-  draw_runs(random, c);
+  draw_intervals(random, c);
   for (int axis = 0; axis < 4; ++axis) c.allowed_size[axis] = axis < 2 ? 1 : axis == 2 ? c.q_len : c.k_len;
   c.allowed.assign(static_cast<size_t>(c.q_len * c.k_len), 1);
   c.block_size = 4, c.block_rows = 3, c.block_columns = 5;
@@ -179,14 +179,14 @@ Case everything() {
   dense.kind = CH_RULE_DENSE, dense.size[2] = c.q_len, dense.size[3] = c.k_len;
   dense.wants_grad = relative.wants_grad = true;
   cap.kind = CH_RULE_SOFTCAP, cap.value = 9;
-  draw_numbers(random, c, relative.table, c.heads * 7, 1.0);
-  draw_numbers(random, c, dense.table, c.q_len * c.k_len, 1.0);
+  draw_values(random, c, relative.table, c.heads * 7, 1.0);
+  draw_values(random, c, dense.table, c.q_len * c.k_len, 1.0);
   c.rules = {relative, dense, cap};
-  draw_numbers(random, c, c.sink, c.heads, 1.0);
-  draw_numbers(random, c, c.query, c.batch * c.heads * c.q_len * c.dim, 1.0);
-  draw_numbers(random, c, c.key, c.batch * c.kv_heads * c.k_len * c.dim, 1.0);
-  draw_numbers(random, c, c.value, c.batch * c.kv_heads * c.k_len * c.value_dim, 1.0);
-  draw_numbers(random, c, c.grad_output, c.batch * c.heads * c.q_len * c.value_dim, 1.0);
+  draw_values(random, c, c.sink, c.heads, 1.0);
+  draw_values(random, c, c.query, c.batch * c.heads * c.q_len * c.dim, 1.0);
+  draw_values(random, c, c.key, c.batch * c.kv_heads * c.k_len * c.dim, 1.0);
+  draw_values(random, c, c.value, c.batch * c.kv_heads * c.k_len * c.value_dim, 1.0);
+  draw_values(random, c, c.grad_output, c.batch * c.heads * c.q_len * c.value_dim, 1.0);
   return c;
 }
 
@@ -200,19 +200,19 @@ void answers() {
   check(ch_isa_for(CH_INTEL) == usable_sets()[dot_products ? 1 : 0], "Intel's processors widen bfloat16");
   for (int isa : usable_sets())
     for (int32_t dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-      check(ch_product_rate(dtype, isa, 2) > 1e6, std::string("a rate of products, ") + ch_isa_name(isa));
-  check(ch_product_rate(CH_FLOAT32, -1, 1) > 1e6, "a rate of the best set's products");
+      check(ch_product_rate(dtype, isa, 2) > 1e6, std::string("peak throughput, ") + ch_isa_name(isa));
+  check(ch_product_rate(CH_FLOAT32, -1, 1) > 1e6, "peak throughput of the best set");
   check(ch_product_rate(-1, -1, 1) == 0.0 && ch_product_rate(3, -1, 1) == 0.0, "ch_product_rate of no dtype");
   check(ch_product_rate(CH_FLOAT32, 99, 1) == 0.0 && ch_product_rate(CH_FLOAT32, -2, 1) == 0.0, "ch_product_rate of no set");
   check(ch_product_rate(CH_FLOAT32, -1, 0) == 0.0 && ch_product_rate(CH_FLOAT32, -1, 1 << 20) == 0.0,
         "ch_product_rate of no threads");
   check(std::strcmp(ch_message(12345), "no such code") == 0, "ch_message of no code");
-  expect(ch_forward(nullptr), CH_BAD_POINTER, "forward of nothing");
-  expect(ch_backward(nullptr), CH_BAD_POINTER, "backward of nothing");
+  expect(ch_forward(nullptr), CH_BAD_POINTER, "forward of a null description");
+  expect(ch_backward(nullptr), CH_BAD_POINTER, "backward of a null description");
 }
 
-// Where there is no work, tensors may be absent.
-void nothing_to_do() {
+// Without work, tensors may be null.
+void no_work() {
   ch_attention work{};
   work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1;
   work.before = work.after = INT64_MAX, work.head_dim = work.value_dim = 8, work.k_len = 4;
@@ -224,12 +224,12 @@ void nothing_to_do() {
 
 int entry_tests() {
   answers();
-  nothing_to_do();
+  no_work();
   const Case c = everything();
   Random random(3);
   Call call(c, random);
-  expect(call.forward(-1, 1), CH_OK, "the description before it is spoiled, forward");
-  expect(call.backward(), CH_OK, "the description before it is spoiled, backward");
+  expect(call.forward(-1, 1), CH_OK, "the valid description, forward");
+  expect(call.backward(), CH_OK, "the valid description, backward");
   ch_attention good = call.work;
   good.isa = -1;
   call.output.clear(), call.grad_query.clear(), call.grad_key.clear(), call.grad_value.clear();

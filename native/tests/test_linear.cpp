@@ -1,5 +1,5 @@
-// The linear family against the recurrence: every instruction set that this processor has, at 1, 2 and 5 threads.
-// `test_linear [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+// The linear attention family against the recurrence: every instruction set of this processor, with 1, 2 and 5 threads.
+// `test_linear [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <cstdlib>
 
 #include "linear_containment.h"
@@ -19,7 +19,7 @@ std::string describe(uint64_t number, const LinearCase& c) {
 
 void expect_done(int code, const std::string& name) { expect(code, CH_OK, name); }
 
-// Right, inside its memory, and the same bits at any number of threads, whoever has which chunks.
+// Correct, within its memory, and bitwise identical with any number of threads and either schedule of chunks.
 void one_case(uint64_t number) {
   const LinearCase c = draw_linear(number);
   const LinearExpected right = expected(c);
@@ -32,31 +32,31 @@ void one_case(uint64_t number) {
       const int before = failures;
       expect_done_first([&] { return call.forward(isa, threads, false); }, name + " forward without states");
       if (threads == 1) forward = call.forward_bits(false);
-      check(call.forward_bits(false) == forward, name + ": other bits without states than with one thread");
+      check(call.forward_bits(false) == forward, name + ": bits without states differ from those with one thread");
       expect_done_first([&] { return call.forward(isa, threads); }, name + " forward");
       if (threads == 1) call.compare_forward(right, name), state_bits = call.forward_bits(true);
-      check(call.forward_bits(false) == forward, name + ": other bits with states than without");
-      check(call.forward_bits(true) == state_bits, name + ": other states than with one thread");
-      expect_done_first([&] { return call.backward(isa, threads, false); }, name + " backward without room");
+      check(call.forward_bits(false) == forward, name + ": bits with states differ from those without");
+      check(call.forward_bits(true) == state_bits, name + ": states differ from those with one thread");
+      expect_done_first([&] { return call.backward(isa, threads, false); }, name + " backward without workspace");
       if (threads == 1) call.compare_backward(right, name), backward = call.backward_bits();
-      check(call.backward_bits() == backward, name + ": other gradients without room than with one thread");
+      check(call.backward_bits() == backward, name + ": gradients without workspace differ from those with one thread");
       expect_done_first([&] { return call.backward(isa, threads); }, name + " backward");
-      check(call.backward_bits() == backward, name + ": other gradients with room than with one thread");
+      check(call.backward_bits() == backward, name + ": gradients with workspace differ from those with one thread");
       call.margins(name);
       if (failures != before) return;
     }
   }
 }
 
-// Powers of what is far below 0 are 0: a feature of elu, and decays, also where their sum would be -inf.
+// Exponentials far below 0 are 0: a feature of elu, and decays, also if their sum would be -inf.
 void extremes() {
   const double lowest = -static_cast<double>(__FLT_MAX__);
   for (int64_t gates : {0, 1, 3}) {
     LinearCase c;
     Random random(1);
     c.length = 8, c.chunk = 4, c.features = 3, c.value_dim = 2, c.map = CH_FEATURE_ELU, c.gates = gates;
-    for (Numbers* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
-    for (Numbers* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
+    for (Values* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
+    for (Values* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
     c.log_decay.assign(static_cast<size_t>(c.length * gates), -0.125);
     c.key[3] = -1000;
     for (int64_t i = gates; i < 3 * gates; ++i) c.log_decay[static_cast<size_t>(i)] = -104;
@@ -65,7 +65,7 @@ void extremes() {
     for (int64_t i = gates; i < 3 * gates; ++i) c.log_decay[static_cast<size_t>(i)] = lowest;
     LinearCall call(c, random);
     for (int isa : usable_sets()) {
-      const std::string name = std::string("the lowest numbers, ") + ch_isa_name(isa) + ", gates " + std::to_string(gates);
+      const std::string name = std::string("the lowest values, ") + ch_isa_name(isa) + ", gates " + std::to_string(gates);
       expect_done(call.forward(isa, 1), name);
       call.compare_forward(right, name);
       expect_done(call.backward(isa, 1), name);
@@ -74,20 +74,20 @@ void extremes() {
   }
 }
 
-// Scales whose reciprocal no float holds: gradients are as many times smaller.
+// Scales whose reciprocal overflows: gradients are smaller by the same factor.
 void tiny_scales() {
   for (int map : {CH_FEATURE_IDENTITY, CH_FEATURE_ELU, CH_FEATURE_RELU}) {
     LinearCase c;
     Random random(2);
     c.length = 70, c.chunk = 16, c.features = 9, c.value_dim = 5, c.map = map;
-    for (Numbers* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
-    for (Numbers* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
+    for (Values* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
+    for (Values* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
     LinearCall call(c, random);
     for (int isa : usable_sets()) {
       call.work.scale = 1;
       expect_done(call.forward(isa, 1), "scale 1");
       expect_done(call.backward(isa, 1), "scale 1");
-      Numbers right;
+      Values right;
       for (int64_t place = 0; place < c.length * c.features; ++place)
         right.push_back(call.grad_query.get(0, 0, place / c.features, place % c.features));
       for (double scale : {1e-38, 2e-39, 1e-40, -1e-40, 1e-46, 0.0}) {
@@ -121,8 +121,8 @@ int main(int arguments, char** argument) {
     test::tiny_scales();
     others = test::linear_entry_tests();
   }
-  std::printf("%llu linear cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
+  std::printf("%llu linear cases and %d invalid descriptions on", static_cast<unsigned long long>(count), others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;
 }

@@ -1,5 +1,4 @@
-// Descriptions of linear calls that are wrong in one place each: every one must come back with its code, and nothing
-// written.
+// Invalid descriptions of linear attention, each wrong in one place: every one must return its code and write nothing.
 #include "linear_call.h"
 #include "spoiled.h"
 
@@ -85,9 +84,9 @@ const std::vector<Bad<ch_linear>>& backward_only() {
       {"no grad_state", CH_BAD_POINTER, [](ch_linear& w) { w.grad_state = nullptr; }},
       {"no grad_decay", CH_BAD_POINTER, [](ch_linear& w) { w.grad_decay = nullptr; }},
       {"no grad_rate", CH_BAD_POINTER, [](ch_linear& w) { w.grad_rate = nullptr; }},
-      {"odd later", CH_BAD_POINTER, [](ch_linear& w) { w.later = odd(w.later); }},
-      {"odd later_sums", CH_BAD_POINTER, [](ch_linear& w) { w.later_sums = odd(w.later); }},
-      {"grad_normalizer of what was not divided", CH_BAD_POINTER,
+      {"odd grad_states", CH_BAD_POINTER, [](ch_linear& w) { w.grad_states = odd(w.grad_states); }},
+      {"odd grad_sums", CH_BAD_POINTER, [](ch_linear& w) { w.grad_sums = odd(w.grad_states); }},
+      {"grad_normalizer of undivided outputs", CH_BAD_POINTER,
        [](ch_linear& w) { w.grad_normalizer = w.grad_state; }},
   };
   return all;
@@ -107,7 +106,7 @@ const std::vector<Bad<ch_linear>>& normalized_backward() {
   static const std::vector<Bad<ch_linear>> all = {
       {"no grad_normalizer", CH_BAD_POINTER, [](ch_linear& w) { w.grad_normalizer = nullptr; }},
       {"odd grad_normalizer", CH_BAD_POINTER, [](ch_linear& w) { w.grad_normalizer = odd(w.grad_normalizer); }},
-      {"later without sums", CH_BAD_POINTER, [](ch_linear& w) { w.later_sums = nullptr; }},
+      {"grad_states without grad_sums", CH_BAD_POINTER, [](ch_linear& w) { w.grad_sums = nullptr; }},
       {"no sums", CH_BAD_POINTER, [](ch_linear& w) { w.sums = nullptr; }},
       {"no output", CH_BAD_POINTER, [](ch_linear& w) { w.output.data = nullptr; }},
       {"odd grad_last_normalizer", CH_BAD_POINTER,
@@ -117,7 +116,7 @@ const std::vector<Bad<ch_linear>>& normalized_backward() {
   return all;
 }
 
-// Everything that the member has, so that each can be spoiled.
+// Every field that the member uses, so that each can be spoiled.
 LinearCase whole(bool normalized) {
   LinearCase c;
   Random random(13);
@@ -140,8 +139,8 @@ LinearCase whole(bool normalized) {
   return c;
 }
 
-// Where there is no work, tensors may be absent, and nothing is written.
-void nothing_to_do(ch_linear work, LinearCall& call) {
+// Without work, tensors may be null, and nothing is written.
+void no_work(ch_linear work, LinearCall& call) {
   work.query.data = work.key.data = work.value.data = work.output.data = work.grad_output.data = nullptr;
   work.length = 0;
   expect(ch_linear_forward(&work), CH_OK, "linear forward of no tokens");
@@ -149,7 +148,7 @@ void nothing_to_do(ch_linear work, LinearCall& call) {
   work.length = 11, work.batch = 0;
   expect(ch_linear_forward(&work), CH_OK, "linear forward of an empty batch");
   expect(ch_linear_backward(&work), CH_OK, "linear backward of an empty batch");
-  check(call.untouched(), "linear work on nothing wrote something");
+  check(call.untouched(), "a linear call without elements wrote something");
 }
 
 int spoil_all(LinearCall& call, const std::vector<Bad<ch_linear>>& all, int (*enter)(const ch_linear*), const char* way) {
@@ -163,17 +162,17 @@ int spoil_all(LinearCall& call, const std::vector<Bad<ch_linear>>& all, int (*en
 }  // namespace
 
 int linear_entry_tests() {
-  expect(ch_linear_forward(nullptr), CH_BAD_POINTER, "linear forward of nothing");
-  expect(ch_linear_backward(nullptr), CH_BAD_POINTER, "linear backward of nothing");
+  expect(ch_linear_forward(nullptr), CH_BAD_POINTER, "linear forward of a null description");
+  expect(ch_linear_backward(nullptr), CH_BAD_POINTER, "linear backward of a null description");
   int count = 0;
   for (bool normalized : {false, true}) {
     const LinearCase c = whole(normalized);
     Random random(3);
     LinearCall call(c, random);
-    expect(call.forward(-1, 1), CH_OK, "the linear description before it is spoiled, forward");
-    expect(call.backward(-1, 1), CH_OK, "the linear description before it is spoiled, backward");
+    expect(call.forward(-1, 1), CH_OK, "the valid linear description, forward");
+    expect(call.backward(-1, 1), CH_OK, "the valid linear description, backward");
     call.clear();
-    nothing_to_do(call.work, call);
+    no_work(call.work, call);
     if (!normalized) {
       count += spoil_all(call, both_ways(), ch_linear_forward, "linear forward");
       count += spoil_all(call, both_ways(), ch_linear_backward, "linear backward");

@@ -1,4 +1,4 @@
-// Memory of freed results: where it lies, what is handed out again, the limit, threads and forks.
+// The cache of freed results: alignment, reuse, the limit, threads and forks.
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,14 +20,14 @@ struct Memory {
   size_t size;
 };
 
-Memory bytes(int64_t count) { return {clearhead::take_memory(static_cast<size_t>(count)), static_cast<size_t>(count)}; }
+Memory bytes(int64_t count) { return {clearhead::pool_allocate(static_cast<size_t>(count)), static_cast<size_t>(count)}; }
 
-void drop(const Memory& memory) { clearhead::give_memory(memory.data, memory.size); }
+void drop(const Memory& memory) { clearhead::pool_free(memory.data, memory.size); }
 
 void form() {
   for (int64_t size : {int64_t{1}, 3 * MIB, 40 * MIB + 5}) {
     const Memory block = bytes(size);
-    check(block.data != nullptr && reinterpret_cast<uintptr_t>(block.data) % (2 * MIB) == 0, "memory on a large page's border");
+    check(block.data != nullptr && reinterpret_cast<uintptr_t>(block.data) % (2 * MIB) == 0, "a block aligned to a huge page");
     std::memset(block.data, 7, block.size);
     drop(block);
   }
@@ -37,27 +37,27 @@ void reuse() {
   ch_keep_memory(64 * MIB);
   Memory one = bytes(6 * MIB), other = bytes(6 * MIB);
   void *first = one.data, *second = other.data;
-  check(first != second && ch_kept_memory() == 0, "two tensors at a time");
+  check(first != second && ch_kept_memory() == 0, "two live blocks differ");
   drop(one), drop(other);
-  check(ch_kept_memory() == 12 * MIB, "two kept");
+  check(ch_kept_memory() == 12 * MIB, "two blocks cached");
   Memory smaller = bytes(3 * MIB);
-  check(ch_kept_memory() == 12 * MIB, "another size leaves them alone");
+  check(ch_kept_memory() == 12 * MIB, "another size does not use them");
   one = bytes(6 * MIB);
-  check(one.data == second, "the one that was dropped last comes first");
+  check(one.data == second, "the block freed last is reused first");
   other = bytes(6 * MIB);
-  check(other.data == first && ch_kept_memory() == 0, "then the other");
+  check(other.data == first && ch_kept_memory() == 0, "then the other block");
   drop(one), drop(other), drop(smaller);
-  check(ch_kept_memory() == 15 * MIB, "all three kept");
+  check(ch_kept_memory() == 15 * MIB, "three blocks cached");
   one = bytes(6 * MIB - 100);
-  check(one.data == first, "a little less takes the same");
+  check(one.data == first, "a slightly smaller size shares the block");
   drop(one);
-  check(ch_keep_memory(0) == 64 * MIB && ch_kept_memory() == 0, "a limit of 0 gives all back");
+  check(ch_keep_memory(0) == 64 * MIB && ch_kept_memory() == 0, "a limit of 0 releases everything");
   drop(bytes(2 * MIB));
-  check(ch_kept_memory() == 0, "and keeps nothing");
+  check(ch_kept_memory() == 0, "a limit of 0 caches nothing");
   ch_keep_memory(8 * MIB);
   drop(bytes(2 * MIB));
-  check(ch_keep_memory(-5) == 8 * MIB && ch_keep_memory(-1) == 8 * MIB, "asking for the limit changes nothing");
-  check(ch_kept_memory() == 2 * MIB, "and gives nothing back");
+  check(ch_keep_memory(-5) == 8 * MIB && ch_keep_memory(-1) == 8 * MIB, "a negative limit only returns the limit");
+  check(ch_kept_memory() == 2 * MIB, "a negative limit releases nothing");
   ch_keep_memory(0);
 }
 
@@ -67,22 +67,22 @@ void limit() {
   for (int place = 0; place < 4; ++place) some.push_back(bytes(4 * MIB));
   void* last = some[3].data;
   for (const Memory& block : some) drop(block);
-  check(ch_kept_memory() == 8 * MIB, "what is above the limit goes, the oldest first");
+  check(ch_kept_memory() == 8 * MIB, "the oldest blocks above the limit are released");
   Memory block = bytes(4 * MIB);
-  check(block.data == last, "the youngest is there");
+  check(block.data == last, "the newest block is cached");
   Memory large = bytes(12 * MIB);
   drop(large);
-  check(ch_kept_memory() == 4 * MIB, "what is larger than the limit is not kept, and pushes nothing out");
+  check(ch_kept_memory() == 4 * MIB, "a block above the limit is not cached and evicts nothing");
   drop(block);
   ch_keep_memory(int64_t{1} << 40);
   some.clear();
   for (int place = 0; place < 600; ++place) some.push_back(bytes(MIB / 8));
   for (const Memory& one : some) drop(one);
-  check(ch_kept_memory() <= 8 * MIB + 512 * MIB / 8 && ch_kept_memory() >= 256 * MIB / 8, "the number kept is bounded");
+  check(ch_kept_memory() <= 8 * MIB + 512 * MIB / 8 && ch_kept_memory() >= 256 * MIB / 8, "the number of cached blocks is bounded");
   ch_keep_memory(0);
 }
 
-// Every thread writes its own number and finds it again.
+// Every thread writes its own value and reads it back.
 void threads() {
   ch_keep_memory(32 * MIB);
   std::vector<std::thread> some;
@@ -95,12 +95,12 @@ void threads() {
         std::memset(data, number, static_cast<size_t>(size));
         std::this_thread::yield();
         for (int64_t at = 0; at < size; at += 4096)
-          if (data[at] != number) return fail("a tensor that two threads had");
+          if (data[at] != number) return fail("two threads received the same block");
         drop(block);
       }
     });
   for (std::thread& one : some) one.join();
-  check(ch_kept_memory() <= 32 * MIB, "the limit holds among threads");
+  check(ch_kept_memory() <= 32 * MIB, "the limit holds with several threads");
 }
 
 void forks() {
@@ -110,19 +110,19 @@ void forks() {
   for (int round = 0; round < 20; ++round) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(20);  // a lock that nobody gives back ends here
+      alarm(20);  // ends a deadlock
       drop(bytes(MIB));
       _exit(ch_kept_memory() > 0 ? 0 : 1);
     }
     int status = 1;
     waitpid(child, &status, 0);
-    check(status == 0, "a child forked while another thread makes tensors");
+    check(status == 0, "a child forked while another thread allocates");
   }
   busy.join();
 }
 
-// Where all of a process's keys are others', nothing is kept for a thread, and nobody else's memory is taken for it.
-void without_keys() {
+// If all pthread keys of the process are taken, no thread caches a workspace, and no other key's memory is used.
+void no_pthread_keys_left() {
   const pid_t child = fork();
   if (child == 0) {
     pthread_key_t key;
@@ -137,20 +137,20 @@ void without_keys() {
   }
   int status = 1;
   waitpid(child, &status, 0);
-  check(status == 0, "a process that has no key left for a thread's memory");
+  check(status == 0, "a process without free pthread keys");
 }
 
 }  // namespace
 }  // namespace test
 
 int main() {
-  test::check(ch_keep_memory(0) > 0, "some memory is kept until a limit is set");
-  test::without_keys();
+  test::check(ch_keep_memory(0) > 0, "the initial limit is positive");
+  test::no_pthread_keys_left();
   test::form();
   test::reuse();
   test::limit();
   test::threads();
   test::forks();
-  std::printf("memory kept for results: %d failed\n", test::failures);
+  std::printf("cache of freed results: %d failed\n", test::failures);
   return test::failures == 0 ? 0 : 1;
 }

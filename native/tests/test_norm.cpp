@@ -1,8 +1,8 @@
-// Norms of sums and their gradients against the formulas in double, at every instruction set and several threads, and
-// descriptions of them that are wrong in one place each.
+// Norms of sums and their gradients against the formulas in double, with every instruction set and several threads, and
+// invalid descriptions.
 //
-// Bounds are those of rounding analysis (see reference.h), to the first order, with numbers of roundings that are
-// counted where they stand. Numbers lie on a grid where they can, so that sums of them are exact in any order.
+// The bounds are those of rounding analysis (see reference.h), to first order; the number of roundings is counted at
+// each place. Values are on a grid if possible, so that sums of them are exact in any order.
 #include <algorithm>
 #include <cstddef>
 #include <functional>
@@ -14,19 +14,19 @@ namespace test {
 
 namespace {
 
-constexpr double unit = 0x1p-24;  // what one rounding to float32 changes, relatively
+constexpr double unit = 0x1p-24;  // unit roundoff of float32
 
-// What rounding to the dtype changes; the last rounding to float32 is counted where it is made. Half is a grid near 0.
+// The rounding error of the dtype; the last rounding to float32 is counted where it occurs. float16 is a grid near 0.
 double rounding(int dtype, double number) {
   if (dtype == CH_FLOAT32) return 0;
   return dtype == CH_BFLOAT16 ? 0x1p-8 * std::fabs(number) : std::fmax(0x1p-11 * std::fabs(number), 0x1p-25);
 }
 
-// Roundings on the longest way into a sum over columns: sixteen numbers take turns, the last few of a stretch of 1024
-// come behind them, and four vectors and their lanes come together. What follows is in double.
+// Roundings on the longest path into a sum over columns: sixteen interleaved accumulators, the tail of a stretch of
+// 1024, and the reduction of four vectors and their lanes. Everything after that is in double.
 double roundings_of_sum(int64_t columns) { return static_cast<double>(std::min<int64_t>(columns, 1024) / 16 + 12); }
 
-// The same over rows: one after the other in up to 32 parts of at least 16, and part after part.
+// The same over rows: sequential in up to 32 parts of at least 16 rows, and then part after part.
 double roundings_over(int64_t rows) { return static_cast<double>(std::min<int64_t>(rows, rows / 32 + 48)); }
 
 constexpr int KINDS[] = {CH_NORM_LAYER, CH_NORM_RMS, CH_NORM_RMS_FROM_ONE};
@@ -36,15 +36,15 @@ struct NormCase {
   int32_t dropped = 0;
   int64_t rows = 1, columns = 1;
   double epsilon = 1e-5;
-  // Inputs are shift + k * grain with k from -reach to reach, what is added the same without the shift.
+  // Inputs are shift + k * grain with k from -reach to reach; added values are the same without the shift.
   double shift = 0, grain = 0.25;
   int64_t reach = 8;
   bool weight = false, bias = false;
   bool added = false, sum = false, moments = false;                                              // forward
-  bool more = false, arrived = false, grad_input = false, grad_weight = false, grad_bias = false;  // backward
+  bool more = false, residual = false, grad_input = false, grad_weight = false, grad_bias = false;  // backward
 
   double factor() const { return 65536.0 / (65536 - dropped); }
-  // Whether the sum lies on the grid, with no more bits than any dtype has.
+  // Whether the sum is on the grid, with no more bits than any dtype has.
   bool exact() const { return dropped == 0 || dropped == 32768 || dropped == 49152; }
   bool keeps_at(uint64_t seed, int64_t r, int64_t x) const {
     return keeps(seed, dropped, static_cast<uint32_t>(r), static_cast<uint64_t>(x));
@@ -55,7 +55,7 @@ struct NormCase {
 std::string describe(const NormCase& c) {
   const std::pair<bool, const char*> has[] = {
       {c.weight, "weight"},   {c.bias, "bias"},       {c.added, "added"},           {c.sum, "sum"},
-      {c.moments, "moments"}, {c.more, "more"},       {c.arrived, "arrived"},       {c.grad_input, "grad_input"},
+      {c.moments, "moments"}, {c.more, "more"},       {c.residual, "residual gradient"},       {c.grad_input, "grad_input"},
       {c.grad_weight, "grad_weight"}, {c.grad_bias, "grad_bias"}};
   char numbers[96];
   std::snprintf(numbers, sizeof(numbers), "epsilon %g, shift %g, grain %g", c.epsilon, c.shift, c.grain);
@@ -67,9 +67,9 @@ std::string describe(const NormCase& c) {
   return line;
 }
 
-// The mean is written as a float, but numbers are counted from what it is: how far that may be off is `centre_error`.
+// The mean is stored as a float, but differences use the unrounded one; `centre_error` bounds its error.
 struct Moments {
-  double mean = 0, mean_error = 0, centre_error = 0, scale = 0, scale_error = 0;  // that of the scale relative
+  double mean = 0, mean_error = 0, centre_error = 0, scale = 0, scale_error = 0;  // that of the scale is relative
 };
 
 Moments moments_of(const NormCase& c, const double* row, bool on_grid) {
@@ -87,10 +87,10 @@ Moments moments_of(const NormCase& c, const double* row, bool on_grid) {
     squares += from_mean * from_mean, distance += std::fabs(from_mean);
   }
   const double variance = squares / n, inside = variance + c.epsilon;
-  // The mean of the differences, each rounded, is what the mean lacks.
+  // The mean of the differences, each rounded, is the error of the mean.
   if (c.kind == CH_NORM_LAYER) m.centre_error = (roundings + unit) * (distance / n + m.mean_error);
-  // Around the mean as it is written the variance is larger by the square of that, which comes off. A difference is
-  // rounded, which counts twice, and its square.
+  // Around the stored mean the variance is larger by the square of its error, which is subtracted. A difference is
+  // rounded, which counts twice, and so is its square.
   const double around = variance + m.mean_error * m.mean_error;
   const double error = (roundings + 3 * unit) * around + 2 * m.mean_error * m.centre_error;
   // Half of two for epsilon and its addition, the root, the division, and one to spare.
@@ -98,12 +98,12 @@ Moments moments_of(const NormCase& c, const double* row, bool on_grid) {
   return m;
 }
 
-// How far a number less its mean may be off: the mean, and two subtractions.
+// The error of a value minus its mean: that of the mean, and two subtractions.
 double error_from_mean(const Moments& m, double from_mean) {
   return m.centre_error + unit * (2 * std::fabs(from_mean) + m.mean_error);
 }
 
-// What forward and backward share: one call with its memory.
+// Shared by forward and backward: one call with its memory.
 class NormCall {
  public:
   NormCase c;
@@ -129,7 +129,7 @@ class NormCall {
   }
   void contained(const std::string& name) const {
     for (const Guarded* one : writes) check(one->margins_intact(), name + ": wrote outside its results");
-    for (const Guarded* one : reads) check(one->unchanged(), name + ": wrote to what is read");
+    for (const Guarded* one : reads) check(one->unchanged(), name + ": wrote to an input");
   }
   bool untouched() const {
     for (const Guarded* one : writes) {
@@ -147,7 +147,7 @@ class NormCall {
     to = Guarded::make(random, dtype, size_of(dtype), 1, 1, rows, columns, true);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t x = 0; x < columns; ++x) encode(dtype, draw(), to.at(0, 0, r, x));
-    to.keep();
+    to.save_original();
     reads.push_back(&to);
     return to.data();
   }
@@ -159,7 +159,7 @@ class NormCall {
   static double on_grid(Random& random, double grain, int64_t reach) {
     return grain * static_cast<double>(random.uniform(-reach, reach));
   }
-  // Weights and biases; 1 added to one of them is exact in every dtype.
+  // Weights and biases; adding 1 to one of them is exact in every dtype.
   void* put_channels(Random& random, Guarded& to) {
     return put(random, to, c.dtype, 1, c.columns, [&] { return on_grid(random, 0.25, 8); });
   }
@@ -167,14 +167,14 @@ class NormCall {
 
 double channel(const Guarded& of, int64_t x) { return of.data() == nullptr ? 0 : of.get(0, 0, 0, x); }
 
-// What a normed number is multiplied by.
+// The factor of a normalised value.
 double factor_of(const NormCase& c, const Guarded& weight, int64_t x) {
   const bool counts_from_one = c.kind == CH_NORM_RMS_FROM_ONE || weight.data() == nullptr;
   return channel(weight, x) + (counts_from_one ? 1 : 0);
 }
 
-Numbers values(const Guarded& of) {
-  Numbers all;
+Values values(const Guarded& of) {
+  Values all;
   for (int64_t r = 0; r < of.count[2]; ++r)
     for (int64_t x = 0; x < of.last; ++x) all.push_back(of.get(0, 0, r, x));
   return all;
@@ -196,7 +196,7 @@ struct ForwardCall : NormCall {
     work.output = buffer(random, output, c.dtype, c.rows, c.columns);
   }
 
-  // The sum before it is rounded, and how far it may be from that. Where it is exact it is what it is.
+  // The sum before it is rounded, and its error bound, which is 0 if the sum is exact.
   Result right_sum() const {
     Result right;
     right.size(c.rows * c.columns);
@@ -216,7 +216,7 @@ struct ForwardCall : NormCall {
   struct Right {
     Result output, moments;
   };
-  Right right_of(const Numbers& sums) const {
+  Right right_of(const Values& sums) const {
     Right right;
     right.output.size(c.rows * c.columns), right.moments.size(c.rows * 2);
     for (int64_t r = 0; r < c.rows; ++r) {
@@ -233,7 +233,7 @@ struct ForwardCall : NormCall {
         const double error = std::fabs(factor) * (before + unit * std::fabs(normal)) + unit * std::fabs(number);
         right.output.number[c.at(r, x)] = number;
         right.output.bound[c.at(r, x)] = error + rounding(c.dtype, std::fabs(number) + error);
-        // One number less itself is nothing, and the bias has the dtype already.
+        // A single value minus itself is 0, and the bias has the dtype already.
         if (c.columns == 1 && c.kind == CH_NORM_LAYER) right.output.bound[c.at(r, x)] = 0;
       }
     }
@@ -241,9 +241,10 @@ struct ForwardCall : NormCall {
   }
 };
 
-// Moments are given as they are rounded. The scale is what the call has to be right for, the mean is what it is.
+// Backward's moments are inputs, rounded as given. Results are checked against the given scale, and the mean is taken
+// as given.
 struct BackwardCall : NormCall {
-  Guarded sum, moments, weight, grad_output, grad_more, grad_arrived, grad_sum, grad_input, grad_weight, grad_bias;
+  Guarded sum, moments, weight, grad_output, grad_output_second, grad_residual, grad_sum, grad_input, grad_weight, grad_bias;
 
   static constexpr double grain = 0.25, grain_of_more = grain / 512;
 
@@ -253,7 +254,7 @@ struct BackwardCall : NormCall {
     };
     const auto results = [&](Guarded& to, int64_t rows) { return buffer(random, to, c.dtype, rows, c.columns); };
     work.sum = whole(sum, c.shift, c.grain);
-    const Numbers sums = values(sum);
+    const Values sums = values(sum);
     std::vector<float> given;
     for (int64_t r = 0; r < c.rows; ++r) {
       const Moments m = moments_of(c, sums.data() + c.at(r, 0), true);
@@ -262,9 +263,9 @@ struct BackwardCall : NormCall {
     size_t next = 0;
     work.moments = static_cast<float*>(put(random, moments, CH_FLOAT32, c.rows, 2, [&] { return given[next++]; }));
     work.grad_output = whole(grad_output, 0, grain);
-    // No 16-bit dtype has their sum.
-    if (c.more) work.grad_more = whole(grad_more, 0, grain_of_more);
-    if (c.arrived) work.grad_arrived = whole(grad_arrived, 0, grain);
+    // No 16-bit dtype represents their sum.
+    if (c.more) work.grad_output_second = whole(grad_output_second, 0, grain_of_more);
+    if (c.residual) work.grad_residual = whole(grad_residual, 0, grain);
     if (c.weight) work.weight = put_channels(random, weight);
     work.grad_sum = results(grad_sum, c.rows);
     if (c.grad_input) work.grad_input = results(grad_input, c.rows);
@@ -279,10 +280,10 @@ struct BackwardCall : NormCall {
     Right right;
     const double n = static_cast<double>(c.columns), roundings = unit * roundings_of_sum(c.columns);
     const bool layer = c.kind == CH_NORM_LAYER;
-    const Numbers sums = values(sum);
+    const Values sums = values(sum);
     right.sum.size(c.rows * c.columns), right.weight.size(c.columns), right.bias.size(c.columns);
-    Numbers arrived(static_cast<size_t>(c.columns)), normal = arrived, weighted = arrived, normal_error = arrived;
-    Numbers weight_error = arrived, weight_size = arrived, bias_size = arrived;
+    Values grad(static_cast<size_t>(c.columns)), normal = grad, weighted = grad, normal_error = grad;
+    Values weight_error = grad, weight_size = grad, bias_size = grad;
     for (int64_t r = 0; r < c.rows; ++r) {
       const Moments m = moments_of(c, sums.data() + c.at(r, 0), true);
       const double scale = moments.get(0, 0, r, 1);
@@ -290,18 +291,18 @@ struct BackwardCall : NormCall {
       for (int64_t x = 0; x < c.columns; ++x) {
         const size_t i = static_cast<size_t>(x);
         const double from_mean = sums[c.at(r, x)] - m.mean;
-        arrived[i] = grad_output.get(0, 0, r, x) + (c.more ? grad_more.get(0, 0, r, x) : 0);
+        grad[i] = grad_output.get(0, 0, r, x) + (c.more ? grad_output_second.get(0, 0, r, x) : 0);
         normal[i] = from_mean * scale;
         normal_error[i] = scale * error_from_mean(m, from_mean) + unit * std::fabs(normal[i]);
-        weighted[i] = arrived[i] * factor_of(c, weight, x);
-        const double both = weighted[i] * normal[i], term = arrived[i] * normal[i];
-        // What arrives is added up and multiplied, and multiplied again.
+        weighted[i] = grad[i] * factor_of(c, weight, x);
+        const double both = weighted[i] * normal[i], term = grad[i] * normal[i];
+        // Gradients are summed and multiplied, and multiplied again.
         of_weighted += weighted[i], error_of_weighted += (roundings + 2 * unit) * std::fabs(weighted[i]) / n;
         of_both += both, error_of_both += (roundings + 3 * unit) * std::fabs(both) / n;
         error_of_both += std::fabs(weighted[i]) * normal_error[i] / n;
         right.weight.number[i] += term, weight_size[i] += std::fabs(term);
-        weight_error[i] += std::fabs(arrived[i]) * normal_error[i];
-        right.bias.number[i] += arrived[i], bias_size[i] += std::fabs(arrived[i]);
+        weight_error[i] += std::fabs(grad[i]) * normal_error[i];
+        right.bias.number[i] += grad[i], bias_size[i] += std::fabs(grad[i]);
       }
       if (!layer) of_weighted = error_of_weighted = 0;
       // Both means are rounded.
@@ -310,17 +311,17 @@ struct BackwardCall : NormCall {
       for (int64_t x = 0; x < c.columns; ++x) {
         const size_t i = static_cast<size_t>(x), at = c.at(r, x);
         const double slope = mean_both * normal[i], change = scale * (weighted[i] - mean_weighted - slope);
-        const double number = change + (c.arrived ? grad_arrived.get(0, 0, r, x) : 0);
-        // Five for what is weighted: a sum, a product, two subtractions, and the product with the scale.
+        const double number = change + (c.residual ? grad_residual.get(0, 0, r, x) : 0);
+        // Five for the weighted gradient: a sum, a product, two subtractions, and the product with the scale.
         const double terms = std::fabs(weighted[i]) + std::fabs(mean_weighted) + std::fabs(slope);
         const double of_slope = std::fabs(normal[i]) * error_of_both + std::fabs(mean_both) * normal_error[i];
         const double error = scale * (error_of_weighted + of_slope + 5 * unit * terms) +
-                             (c.arrived ? unit * std::fabs(number) : 0);
+                             (c.residual ? unit * std::fabs(number) : 0);
         right.sum.number[at] = number, right.sum.bound[at] = error + rounding(c.dtype, std::fabs(number) + error);
       }
     }
     for (size_t i = 0; i < static_cast<size_t>(c.columns); ++i) {
-      // What arrives is added up and multiplied. Gradients alone lie on their grid.
+      // Gradients are summed and multiplied. Only gradients are on their grid.
       const double of_weight = weight_error[i] + unit * (roundings_over(c.rows) + 2) * weight_size[i];
       const bool adds_up = bias_size[i] <= 0x1p24 * (c.more ? grain_of_more : grain);
       const double of_bias = adds_up ? 0 : unit * (roundings_over(c.rows) + 1) * bias_size[i];
@@ -330,7 +331,7 @@ struct BackwardCall : NormCall {
     return right;
   }
 
-  // What the gradient of the input is, by that of the sum as it is written.
+  // The gradient of the input, from that of the sum as stored.
   Result right_input() const {
     Result right;
     right.size(c.rows * c.columns);
@@ -351,7 +352,7 @@ std::string name_of(const char* what, const NormCase& c, int isa, int threads) {
          ")";
 }
 
-// Right at one thread, the same at others, and in its place.
+// Correct with one thread, the same with others, and within its memory.
 template <class Call, class Compare> void at_every_set(Call& call, const char* what, const Compare& compare_one) {
   for (int isa : usable_sets()) {
     std::vector<std::vector<uint8_t>> bits;
@@ -359,7 +360,7 @@ template <class Call, class Compare> void at_every_set(Call& call, const char* w
       const std::string name = name_of(what, call.c, isa, threads);
       expect_done_first([&] { return call.run(isa, threads); }, name);
       if (threads == 1) compare_one(name), bits = call.bits();
-      check(call.bits() == bits, name + ": other bits than with one thread");
+      check(call.bits() == bits, name + ": bits differ from those with one thread");
       call.contained(name);
     }
   }
@@ -375,13 +376,13 @@ void forward_case(const NormCase& c, uint64_t seed) {
     const ForwardCall::Right right = c.exact() ? planned : call.right_of(values(call.sum));
     compare(call.output, right.output, name + " output");
     if (c.moments) compare(call.moments, right.moments, name + " moments");
-    // The output is that of the rounded sum, whether it is written or not.
+    // The output is that of the rounded sum, whether or not the sum is stored.
     const std::vector<uint8_t> bits = call.output.copy();
     ch_norm alone = call.work;
     alone.sum = nullptr, alone.moments = nullptr;
     call.output.clear();
     expect(call.run(alone), CH_OK, name + " alone");
-    check(call.output.copy() == bits, name + ": another output where nothing else is asked for");
+    check(call.output.copy() == bits, name + ": another output without optional results");
   });
 }
 
@@ -397,25 +398,25 @@ void backward_case(const NormCase& c, uint64_t seed) {
   });
 }
 
-// Everything asked for, nothing, or some of it.
+// Everything requested, nothing, or some of it.
 NormCase draw_norm(Random& random, int dtype, int kind, int64_t rows, int64_t columns, int draw) {
   NormCase c;
   c.dtype = dtype, c.kind = kind, c.rows = rows, c.columns = columns;
-  for (bool* flag : {&c.weight, &c.bias, &c.added, &c.sum, &c.moments, &c.more, &c.arrived, &c.grad_input,
+  for (bool* flag : {&c.weight, &c.bias, &c.added, &c.sum, &c.moments, &c.more, &c.residual, &c.grad_input,
                      &c.grad_weight, &c.grad_bias})
     *flag = draw == 0 || (draw > 1 && random.one_in(2));
   const int64_t form = draw == 1 ? 0 : random.below(4);
-  // With 16 bits of a share there is a factor that half has no room for.
+  // With 16 bits of probability there is a factor that float16 cannot represent exactly.
   if (form == 1) c.dropped = random.one_in(2) ? 32768 : 49152;
   if (form == 2) c.dropped = random.pick<int32_t>({1, 6554, 60000, dtype == CH_FLOAT32 ? 65535 : 59999});
-  // A large mean, in as few bits as the dtype has, and with sums that are still exact.
+  // A large mean, in as few bits as the dtype has, with sums that are still exact.
   if (form == 3) {
     c.reach = 2, c.grain = dtype == CH_FLOAT32 ? 1 : 0.5;
     c.shift = dtype == CH_FLOAT32 ? (columns <= 1600 ? 10000 : 1000) : dtype == CH_BFLOAT16 ? 64 : 512;
   } else if (dtype != CH_FLOAT16 && columns >= 15 && form != 2) {
     c.grain = random.pick<double>({0.25, 0.25, 0x1p50, 0x1p-22});
   }
-  // Without epsilon a row of one number has no scale.
+  // Without epsilon a row of one value has no scale.
   c.epsilon = random.pick<double>({1e-5, 0.5});
   if (columns >= 15 && c.dropped <= 32768 && random.one_in(2)) c.epsilon = random.one_in(2) ? 0 : 1e-12;
   return c;
@@ -434,14 +435,15 @@ int every_size() {
           Random random(++number);
           NormCase c = draw_norm(random, dtype, kind, size[0], size[1], draw);
           backward_case(c, number + 4000);
-          // What the output is of must be seen where it is not known to the last bit.
+          // The output is compared through the stored sum unless the sum is exact.
           c.sum = c.sum || !c.exact();
           forward_case(c, number);
         }
   return cases;
 }
 
-// A mean that is large by the spread is taken off first, in backward as well; squares alone would say nothing here.
+// A mean that is large against the spread is subtracted first, in backward as well: the difference of squares would
+// cancel.
 int large_means() {
   int cases = 0;
   for (int64_t columns : {64, 1000, 1531}) {
@@ -453,8 +455,8 @@ int large_means() {
   return cases;
 }
 
-// Squares of such numbers are inf and the scale is 0, which leaves the bias, not NaN.
-void huge_numbers() {
+// Squares of such values overflow and the scale is 0, so the output is the bias, not NaN.
+void huge_values() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16})
     for (int kind : KINDS) {
       NormCase c;
@@ -463,7 +465,7 @@ void huge_numbers() {
       Random random(6);
       ForwardCall call(c, random);
       for (int isa : usable_sets()) {
-        const std::string name = name_of("norm of huge numbers", c, isa, 1);
+        const std::string name = name_of("norm of huge values", c, isa, 1);
         expect(call.run(isa, 1), CH_OK, name);
         for (double number : values(call.output)) check(std::isfinite(number), name + ": " + std::to_string(number));
         for (double number : values(call.moments)) check(std::isfinite(number), name + ": " + std::to_string(number));
@@ -471,8 +473,8 @@ void huge_numbers() {
     }
 }
 
-// Where the second call has other numbers than the first, and, if it `shows`, some that are not finite.
-void compare_clean(const Guarded& clean, const Guarded& got, const std::string& name, bool shows,
+// Compares where the second call has other values than the first; with `must_differ`, some must be NaN or infinity.
+void compare_clean(const Guarded& clean, const Guarded& got, const std::string& name, bool must_differ,
                    const std::function<bool(int64_t r, int64_t x)>& reaches) {
   bool reached = false, shown = false;
   for (int64_t r = 0; r < clean.count[2]; ++r)
@@ -483,7 +485,7 @@ void compare_clean(const Guarded& clean, const Guarded& got, const std::string& 
         return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(actual) +
                     ", not " + std::to_string(right));
     }
-  check(!shows || !reached || shown, name + ": nothing shows what is not finite");
+  check(!must_differ || !reached || shown, name + ": no result has NaN or infinity");
 }
 
 constexpr int64_t bad_row = 17, bad_column = 66;
@@ -492,11 +494,11 @@ NormCase with_everything(int dtype, int kind) {
   NormCase c;
   c.dtype = dtype, c.kind = kind, c.rows = 37, c.columns = 131, c.dropped = 32768;
   c.weight = c.bias = c.added = c.sum = c.moments = true;
-  c.more = c.arrived = c.grad_input = c.grad_weight = c.grad_bias = true;
+  c.more = c.residual = c.grad_input = c.grad_weight = c.grad_bias = true;
   return c;
 }
 
-// A call and the same again, with what `spoil` makes of it.
+// Runs a call, and the same call modified by `spoil`.
 template <class Call>
 void spoiled_pair(const NormCase& c, const std::string& what, const std::function<void(Call&)>& spoil,
                   const std::function<void(Call& clean, Call& got, const std::string& name)>& compare_them) {
@@ -511,7 +513,7 @@ void spoiled_pair(const NormCase& c, const std::string& what, const std::functio
     }
 }
 
-// What is not finite stays in its row, and where it is dropped it is not there.
+// NaN and infinity stay in their row, and dropout removes them.
 void containment_forward(const NormCase& c, double bad) {
   const auto in_row = [](int64_t r, int64_t) { return r == bad_row; };
   const auto everywhere_else = [&](ForwardCall& clean, ForwardCall& got, const std::string& name) {
@@ -520,12 +522,12 @@ void containment_forward(const NormCase& c, double bad) {
     compare_clean(clean.output, got.output, name + " output", true, in_row);
     compare_clean(clean.moments, got.moments, name + " moments", false, in_row);
     if (!std::isnan(bad)) return;
-    // The scale of such a row is NaN as well, and so is all that it scales.
+    // The scale of such a row is NaN as well, and so is everything that it scales.
     bool all = std::isnan(got.moments.get(0, 0, bad_row, 1));
     for (int64_t x = 0; x < c.columns; ++x) all = all && std::isnan(got.output.get(0, 0, bad_row, x));
-    check(all, name + ": a number among NaN");
+    check(all, name + ": a finite value among NaN");
   };
-  spoiled_pair<ForwardCall>(c, std::to_string(bad) + " in what is added",
+  spoiled_pair<ForwardCall>(c, std::to_string(bad) + " in the residual",
                             [&](ForwardCall& call) { encode(c.dtype, bad, call.added.at(0, 0, bad_row, bad_column)); },
                             everywhere_else);
   NormCase without_dropout = c;
@@ -534,7 +536,7 @@ void containment_forward(const NormCase& c, double bad) {
                             [&](ForwardCall& call) { encode(c.dtype, bad, call.input.at(0, 0, bad_row, bad_column)); },
                             everywhere_else);
   spoiled_pair<ForwardCall>(
-      c, std::to_string(bad) + " where it is dropped",
+      c, std::to_string(bad) + " in a dropped element",
       [&](ForwardCall& call) {
         for (int64_t r = 0; r < c.rows; ++r)
           for (int64_t x = 0; x < c.columns; ++x) {
@@ -544,7 +546,7 @@ void containment_forward(const NormCase& c, double bad) {
       [](ForwardCall& clean, ForwardCall& got, const std::string& name) {
         check(values(clean.sum) == values(got.sum) && values(clean.output) == values(got.output) &&
                   values(clean.moments) == values(got.moments),
-              name + ": it is there");
+              name + ": it propagates");
       });
 }
 
@@ -556,11 +558,11 @@ void containment_backward(const NormCase& c, double bad) {
     bool whole_row;
     Reach in_weight, in_bias;
   };
-  // Where the sum is not finite no number of its row has a distance from the mean.
+  // If the sum has NaN or infinity, no element of its row has a distance from the mean.
   static const Place places[] = {{"the sum", &BackwardCall::sum, true, anywhere, nowhere},
                                  {"grad_output", &BackwardCall::grad_output, true, one_column, one_column},
-                                 {"grad_more", &BackwardCall::grad_more, true, one_column, one_column},
-                                 {"grad_arrived", &BackwardCall::grad_arrived, false, nowhere, nowhere}};
+                                 {"grad_output_second", &BackwardCall::grad_output_second, true, one_column, one_column},
+                                 {"grad_residual", &BackwardCall::grad_residual, false, nowhere, nowhere}};
   for (const Place& place : places) {
     const auto reaches = [&](int64_t r, int64_t x) { return r == bad_row && (place.whole_row || x == bad_column); };
     const auto columns = [](Reach reach) {
@@ -571,7 +573,7 @@ void containment_backward(const NormCase& c, double bad) {
         [&](BackwardCall& call) { encode(c.dtype, bad, (call.*place.at).at(0, 0, bad_row, bad_column)); },
         [&](BackwardCall& clean, BackwardCall& got, const std::string& name) {
           compare_clean(clean.grad_sum, got.grad_sum, name + " grad_sum", true, reaches);
-          // What is dropped is 0, whatever arrives there.
+          // The gradient of a dropped element is 0, whatever the incoming gradient is.
           compare_clean(clean.grad_input, got.grad_input, name + " grad_input", true, [&](int64_t r, int64_t x) {
             return reaches(r, x) && c.keeps_at(got.work.seed, r, x);
           });
@@ -590,7 +592,7 @@ void containment() {
       }
 }
 
-// Without rows nothing is needed, and sums over them are 0.
+// Without rows no tensor is needed, and sums over rows are 0.
 void no_rows() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
     for (int kind : KINDS)
@@ -604,19 +606,19 @@ void no_rows() {
         forward.work.sum = forward.work.output = nullptr, forward.work.moments = nullptr;
         backward.work.sum = backward.work.grad_sum = backward.work.grad_input = nullptr;
         backward.work.moments = nullptr;
-        backward.work.grad_output = backward.work.grad_more = backward.work.grad_arrived = nullptr;
+        backward.work.grad_output = backward.work.grad_output_second = backward.work.grad_residual = nullptr;
         for (int isa : usable_sets())
           for (int threads : {1, 2, 5}) {
             const std::string name = name_of("no rows", c, isa, threads);
             expect(forward.run(isa, threads), CH_OK, name), expect(backward.run(isa, threads), CH_OK, name);
             for (const Guarded* sums : {&backward.grad_weight, &backward.grad_bias})
-              for (double number : values(*sums)) check(number == 0, name + ": sums of nothing are not 0");
+              for (double number : values(*sums)) check(number == 0, name + ": sums over no rows are not 0");
             backward.contained(name);
           }
       }
 }
 
-// A pointer of the description, by its place there.
+// A pointer field of the description, by its offset.
 struct Field {
   const char* what;
   size_t place;
@@ -642,9 +644,9 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
       {"no columns", CH_BAD_SHAPE, [](W& w) { w.columns = 0; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"huge columns", CH_BAD_SHAPE, [](W& w) { w.columns = INT64_MAX; }},
-      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
-      {"a negative share", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
+      {"a negative probability", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
       {"kind", CH_BAD_OPTION, [](W& w) { w.kind = 3; }},
       {"negative kind", CH_BAD_OPTION, [](W& w) { w.kind = -1; }},
       {"negative epsilon", CH_BAD_OPTION, [](W& w) { w.epsilon = -1e-5; }},
@@ -657,8 +659,8 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
     all.push_back({f.what + std::string(" at the last address"), CH_BAD_STRIDE,
                    [&f](W& w) { f.set(w, UINTPTR_MAX - 7); }});
   }
-  // Moments are float32 beside any dtype.
-  all.push_back({"moments between two", CH_BAD_POINTER,
+  // Moments are float32 with any dtype.
+  all.push_back({"unaligned moments", CH_BAD_POINTER,
                  [](W& w) { w.moments = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(w.moments) + 2); }});
   const int count = expect_refused(
       call.work, all, which, [&](const ch_norm* work) { return call.run(*work); },
@@ -666,7 +668,7 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
         call.contained(which);
         return call.untouched();
       });
-  expect(call.run(call.work), CH_OK, which + " before it is spoiled");
+  expect(call.run(call.work), CH_OK, which + " with a valid description");
   return count;
 }
 
@@ -684,8 +686,8 @@ int bad_descriptions() {
                                        {"grad_output", offsetof(W, grad_output), true},
                                        {"grad_sum", offsetof(W, grad_sum), true},
                                        {"weight", offsetof(W, weight), false},
-                                       {"grad_more", offsetof(W, grad_more), false},
-                                       {"grad_arrived", offsetof(W, grad_arrived), false},
+                                       {"grad_output_second", offsetof(W, grad_output_second), false},
+                                       {"grad_residual", offsetof(W, grad_residual), false},
                                        {"grad_input", offsetof(W, grad_input), false},
                                        {"grad_weight", offsetof(W, grad_weight), false},
                                        {"grad_bias", offsetof(W, grad_bias), false}};
@@ -696,15 +698,15 @@ int bad_descriptions() {
     BackwardCall back(with_everything(dtype, CH_NORM_LAYER), random);
     count += spoil_all(there, "norm", forward) + spoil_all(back, "norm backward", backward);
   }
-  expect(ch_norm_forward(nullptr), CH_BAD_POINTER, "a norm of nothing");
-  expect(ch_norm_backward(nullptr), CH_BAD_POINTER, "the gradient of no norm");
+  expect(ch_norm_forward(nullptr), CH_BAD_POINTER, "a norm of a null description");
+  expect(ch_norm_backward(nullptr), CH_BAD_POINTER, "a norm gradient of a null description");
   return count;
 }
 
 }  // namespace
 
 int norm_tests() {
-  huge_numbers();
+  huge_values();
   containment();
   no_rows();
   return every_size() + large_means() + bad_descriptions();

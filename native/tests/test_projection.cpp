@@ -1,5 +1,5 @@
-// Products of linear layers against the sum as it is written: every instruction set that this processor has, at 1, 2
-// and 5 threads. `test_projection [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+// GEMMs of linear layers against a plain sum: every instruction set of this processor, with 1, 2 and 5 threads.
+// `test_projection [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <functional>
 
 #include "projection_call.h"
@@ -15,17 +15,17 @@ int norm_tests();
 namespace {
 
 std::string describe(const ProjectionCase& c, int isa, int threads) {
-  std::string line = "dtype " + std::to_string(c.dtype) + (c.left_turned ? ", left turned" : "") +
-                     (c.right_turned ? ", right turned" : "") + ", " + std::to_string(c.rows) + "x" +
+  std::string line = "dtype " + std::to_string(c.dtype) + (c.left_transposed ? ", left transposed" : "") +
+                     (c.right_transposed ? ", right transposed" : "") + ", " + std::to_string(c.rows) + "x" +
                      std::to_string(c.columns) + " of";
   for (int64_t steps : c.steps) line += " " + std::to_string(steps);
-  return line + " steps" + (c.biased ? ", bias" : "") + ", activation " + std::to_string(c.activation) +
-         (c.sloped ? " and slopes" : "") + ", " + std::to_string(c.dropped) + " dropped" +
-         (c.gated ? ", gate " + std::to_string(c.gate_kind) : "") + ", " +
+  return line + " steps" + (c.has_bias ? ", bias" : "") + ", activation " + std::to_string(c.activation) +
+         (c.has_slopes ? " and slopes" : "") + ", " + std::to_string(c.dropped) + " dropped" +
+         (c.has_gate ? ", gate " + std::to_string(c.gate_kind) : "") + ", " +
          ch_isa_name(isa) + ", threads " + std::to_string(threads);
 }
 
-// Right, inside its memory, and the same bits at any number of threads.
+// Correct, within its memory, and bitwise identical with any number of threads.
 void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, const std::vector<int>& all_threads) {
   const ProjectionExpected right = expected(c);
   Random random(seed);
@@ -37,19 +37,19 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
       const int before = failures;
       expect_done_first([&] { return call.run(isa, threads); }, name);
       if (threads == 1) call.compare_with(right, name), bits = call.bits();
-      check(call.bits() == bits, name + ": other bits than with one thread");
+      check(call.bits() == bits, name + ": bits differ from those with one thread");
       call.margins(name);
       if (failures != before) return;
     }
   }
 }
 
-// More than is packed at a time (2^22 numbers, of right or of what a panel of it takes): panels come in several passes,
-// each with all of left, and with several groups of steps besides.
+// More than is packed at a time (2^22 elements of right, or of one panel): panels come in several passes, each with all
+// of left, and with several groups of steps besides.
 int several_passes() {
   struct Shape {
     int dtype;
-    bool left_turned, right_turned, whole;
+    bool left_transposed, right_transposed, integers;
     int64_t rows, columns;
     std::vector<int64_t> steps;
   };
@@ -65,61 +65,61 @@ int several_passes() {
   for (const Shape& shape : shapes) {
     ProjectionCase c;
     Random random(++number + 17);
-    c.dtype = shape.dtype, c.left_turned = shape.left_turned, c.right_turned = shape.right_turned;
-    c.whole = shape.whole, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
-    c.biased = true, c.counted = c.left_turned;
-    draw_numbers(random, c);
-    // With so many threads right is packed for all of them even for few rows.
+    c.dtype = shape.dtype, c.left_transposed = shape.left_transposed, c.right_transposed = shape.right_transposed;
+    c.integers = shape.integers, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
+    c.has_bias = true, c.has_row_sums = c.left_transposed;
+    draw_values(random, c);
+    // With this many threads right is packed and shared even for few rows.
     one_case(c, number, "several passes", {1, 5, 64});
   }
   return static_cast<int>(number);
 }
 
-// Very few rows, whose right is read where it lies from a number of steps on, with every way out.
+// Very few rows, whose right is read in place from a number of steps on, with every epilogue.
 int very_few_rows() {
   uint64_t number = 0;
-  auto one = [&](bool right_turned, int64_t rows, int64_t steps, int64_t columns) {
+  auto one = [&](bool right_transposed, int64_t rows, int64_t steps, int64_t columns) {
     ProjectionCase c;
     Random random(++number + 977);
     c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
-    c.right_turned = right_turned, c.rows = rows, c.columns = columns, c.steps = {steps};
-    c.biased = random.one_in(2), c.whole = random.one_in(4);
-    c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU)), c.sloped = random.one_in(2);
-    if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
+    c.right_transposed = right_transposed, c.rows = rows, c.columns = columns, c.steps = {steps};
+    c.has_bias = random.one_in(2), c.integers = random.one_in(4);
+    c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU)), c.has_slopes = random.one_in(2);
+    if (random.one_in(2)) c.dropped = c.integers ? 32768 : static_cast<int>(random.uniform(1, 65535));
     c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
-    draw_numbers(random, c);
-    // Of some hundred thousand threads a process has had, the leak checker loses sight of the last.
+    draw_values(random, c);
+    // After some hundred thousand threads of a process, the leak checker loses track of the last one.
     one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
   };
   for (int64_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 25})
     for (int64_t steps : {8, 16, 32, 240, 256, 264, 4096, 4112, 8224})
       for (int64_t columns : {1, 4, 15, 17, 100}) one(true, rows, steps, columns);
-  // Right's rows are steps there, of which eight are added up at a time.
+  // Right's rows are steps here, of which eight are added at a time.
   for (int64_t rows = 1; rows < 10; ++rows)
     for (int64_t steps : {1, 7, 8, 9, 16, 37, 600})
       for (int64_t columns : {1, 15, 17, 100, 1030, 2100}) one(false, rows, steps, columns);
   return static_cast<int>(number);
 }
 
-// Every form of the description, for what holds whatever the numbers are.
+// Every form of the description, for properties that do not depend on the values.
 void each_form(const std::function<void(ProjectionCase&)>& use) {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (bool left_turned : {false, true})
-      for (bool right_turned : {false, true}) {
+    for (bool left_transposed : {false, true})
+      for (bool right_transposed : {false, true}) {
         ProjectionCase c;
-        c.dtype = dtype, c.left_turned = left_turned, c.right_turned = right_turned;
+        c.dtype = dtype, c.left_transposed = left_transposed, c.right_transposed = right_transposed;
         use(c);
       }
 }
 
-// The sum of nothing is 0, and the bias where there is one: terms without steps need no memory. Where there is nothing
-// to write nothing else is needed either.
-void nothing_to_add() {
+// The sum of nothing is 0, or the bias: terms without steps need no memory. Without output elements nothing else is
+// needed either.
+void empty_sums() {
   each_form([](ProjectionCase& c) {
-    c.rows = 13, c.columns = 67, c.biased = c.right_turned, c.whole = true;
-    c.steps.assign(c.left_turned ? 1 : 3, 0), c.counted = c.left_turned;
+    c.rows = 13, c.columns = 67, c.has_bias = c.right_transposed, c.integers = true;
+    c.steps.assign(c.left_transposed ? 1 : 3, 0), c.has_row_sums = c.left_transposed;
     Random random(5);
-    draw_numbers(random, c);
+    draw_values(random, c);
     one_case(c, 6, "no steps", {1, 2, 5});
     ProjectionCall call(c, random);
     for (ch_term& term : call.work.terms) term = {nullptr, nullptr, 0, 0, 0};
@@ -130,9 +130,9 @@ void nothing_to_add() {
     }
   });
   each_form([](ProjectionCase& c) {
-    c.rows = 5, c.columns = 9, c.steps = {7}, c.biased = true, c.counted = c.left_turned;
+    c.rows = 5, c.columns = 9, c.steps = {7}, c.has_bias = true, c.has_row_sums = c.left_transposed;
     Random random(5);
-    draw_numbers(random, c);
+    draw_values(random, c);
     ProjectionCall call(c, random);
     ch_projection work = call.work;
     work.rows = 0, work.output = nullptr, work.terms[0].left = nullptr;
@@ -140,36 +140,36 @@ void nothing_to_add() {
     work = call.work;
     work.columns = 0, work.output = work.row_sums = nullptr, work.bias = nullptr, work.terms[0].right = nullptr;
     expect(ch_project(&work), CH_OK, "no columns");
-    check(call.untouched(), "work on nothing wrote something");
+    check(call.untouched(), "a call without elements wrote something");
   });
 }
 
-// A stride of what is only read may be 0, and that of a single row is nobody's business.
-void odd_strides() {
+// A stride of an input may be 0, and the stride of a single row is unused.
+void zero_strides() {
   each_form([](ProjectionCase& c) {
-    c.rows = 7, c.columns = 19, c.steps = {37}, c.whole = true;
+    c.rows = 7, c.columns = 19, c.steps = {37}, c.integers = true;
     Random random(8);
-    draw_numbers(random, c);
-    // The first row of what lies there stands for all of them.
-    const auto repeat = [](Numbers& of, int64_t rows, int64_t columns, bool transposed) {
+    draw_values(random, c);
+    // The first row stands for all of them.
+    const auto repeat = [](Values& of, int64_t rows, int64_t columns, bool transposed) {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t x = 0; x < columns; ++x)
           of[static_cast<size_t>(r * columns + x)] = of[static_cast<size_t>(transposed ? r * columns : x)];
     };
-    repeat(c.left[0], 7, 37, c.left_turned), repeat(c.right[0], 37, 19, c.right_turned);
+    repeat(c.left[0], 7, 37, c.left_transposed), repeat(c.right[0], 37, 19, c.right_transposed);
     ProjectionCall call(c, random);
     call.work.terms[0].left_row = call.work.terms[0].right_row = 0;
     for (int isa : usable_sets()) {
-      const std::string name = "rows in one place (" + describe(c, isa, 1) + ")";
+      const std::string name = "a row stride of 0 (" + describe(c, isa, 1) + ")";
       expect(call.run(isa, 1), CH_OK, name);
       call.compare_with(expected(c), name);
     }
   });
   each_form([](ProjectionCase& c) {
-    c.rows = 1, c.columns = c.right_turned ? 1 : 19, c.whole = true;
-    c.steps = {c.left_turned || !c.right_turned ? 1 : 37};
+    c.rows = 1, c.columns = c.right_transposed ? 1 : 19, c.integers = true;
+    c.steps = {c.left_transposed || !c.right_transposed ? 1 : 37};
     Random random(8);
-    draw_numbers(random, c);
+    draw_values(random, c);
     ProjectionCall call(c, random);
     call.work.terms[0].left_row = call.work.terms[0].right_row = call.work.output_row = INT64_MAX / 2;
     for (int isa : usable_sets()) {
@@ -180,19 +180,20 @@ void odd_strides() {
   });
 }
 
-// Pairs of bfloat16 can be read where they lie only if no row begins or ends between two: an odd count of steps, stride
-// or address must each be noticed. NaN lies behind every row.
-void pairs_in_place() {
+// bf16 pairs can be read in place only if no row starts or ends within a pair: an odd count of steps, stride or address
+// must each be detected. NaN follows every row.
+void bf16_pairs_in_place() {
   for (int64_t steps : {37, 38, 64})
     for (int64_t stride : {70, 71})
       for (int odd : {0, 1, 2, 3})
         for (int way : {0, 1, 2}) {
-          // Of three rows the right factor is read where it lies, too.
-          const bool right_turned = way > 0;
+          // With three rows the right operand is read in place, too.
+          const bool right_transposed = way > 0;
           ProjectionCase c;
-          c.dtype = CH_BFLOAT16, c.right_turned = right_turned, c.rows = way == 2 ? 3 : 13, c.columns = 33, c.steps = {steps};
+          c.dtype = CH_BFLOAT16, c.right_transposed = right_transposed, c.rows = way == 2 ? 3 : 13, c.columns = 33,
+              c.steps = {steps};
           Random random(static_cast<uint64_t>(steps));
-          draw_numbers(random, c);
+          draw_values(random, c);
           std::vector<uint16_t> left(static_cast<size_t>(64 * stride + 1), 0xffff), right = left;
           uint16_t *a = left.data() + odd % 2, *b = right.data() + odd / 2;
           for (int64_t s = 0; s < steps; ++s) {
@@ -200,12 +201,12 @@ void pairs_in_place() {
               encode(c.dtype, c.left[0][static_cast<size_t>(r * steps + s)], a + r * stride + s);
             for (int64_t x = 0; x < c.columns; ++x)
               encode(c.dtype, c.right[0][static_cast<size_t>(s * c.columns + x)],
-                     right_turned ? b + x * stride + s : b + s * stride + x);
+                     right_transposed ? b + x * stride + s : b + s * stride + x);
           }
           ProjectionCall call(c, random);
           call.work.terms[0] = {a, b, stride, stride, steps};
           for (int isa : usable_sets()) {
-            const std::string name = "pairs at " + std::to_string(odd) + ", " + std::to_string(stride) + " apart (" +
+            const std::string name = "bf16 pairs at " + std::to_string(odd) + ", stride " + std::to_string(stride) + " (" +
                                      describe(c, isa, 1) + ")";
             expect(call.run(isa, 1), CH_OK, name);
             call.compare_with(expected(c), name);
@@ -213,7 +214,7 @@ void pairs_in_place() {
         }
 }
 
-// Where the second call has other numbers than the first; there it must have some that are not finite.
+// Compares where the second call has other values than the first; some of these must be NaN or infinity.
 void compare_clean(const Guarded& clean, const Guarded& got, const std::string& name,
                    const std::function<bool(int64_t r, int64_t x)>& reaches) {
   for (int64_t r = 0; r < clean.count[2]; ++r)
@@ -225,16 +226,16 @@ void compare_clean(const Guarded& clean, const Guarded& got, const std::string& 
     }
 }
 
-// NaN and inf stay in their row, or column. The last step has no partner where steps are multiplied in pairs.
+// NaN and infinity stay in their row, or column. The last step has no partner with bf16 dot-product instructions.
 void containment() {
   enum Place { in_left, in_right, in_bias };
   static const char* places[] = {"left", "right", "the bias"};
   constexpr size_t rows = 79, columns = 75, steps = 37, row = 40, column = 66;
   each_form([](ProjectionCase& clean) {
-    clean.rows = rows, clean.columns = columns, clean.steps = {steps}, clean.biased = true;
-    clean.counted = clean.left_turned;
+    clean.rows = rows, clean.columns = columns, clean.steps = {steps}, clean.has_bias = true;
+    clean.has_row_sums = clean.left_transposed;
     Random random(21);
-    draw_numbers(random, clean);
+    draw_values(random, clean);
     for (int place : {in_left, in_right, in_bias})
       for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)})
         for (size_t step : {size_t{0}, steps - 1}) {
@@ -252,7 +253,7 @@ void containment() {
               compare_clean(right.output, got.output, name + " output", [&](int64_t r, int64_t x) {
                 return place == in_left ? r == static_cast<int64_t>(row) : x == static_cast<int64_t>(column);
               });
-              if (!c.counted) continue;
+              if (!c.has_row_sums) continue;
               compare_clean(right.row_sums, got.row_sums, name + " row_sums", [&](int64_t, int64_t r) {
                 return place == in_left && r == static_cast<int64_t>(row);
               });
@@ -274,16 +275,16 @@ int main(int arguments, char** argument) {
   int large = 0, others = 0;
   if (arguments == 1 || count == 0) {
     large = test::several_passes() + test::very_few_rows();
-    test::nothing_to_add();
-    test::odd_strides();
-    test::pairs_in_place();
+    test::empty_sums();
+    test::zero_strides();
+    test::bf16_pairs_in_place();
     test::containment();
     others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests() +
              test::rotation_tests();
   }
-  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, positions and bad descriptions on",
+  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, RoPE and invalid descriptions on",
               static_cast<unsigned long long>(count), large, others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;
 }

@@ -1,5 +1,4 @@
-// Descriptions of products that are wrong in one place each: every one must come back with its code, and nothing
-// written.
+// Invalid descriptions of GEMMs, each wrong in one place: every one must return its code and write nothing.
 #include "projection_call.h"
 #include "spoiled.h"
 
@@ -30,9 +29,9 @@ const std::vector<Bad<ch_projection>>& either_way() {
       {"huge left", CH_BAD_SHAPE, [](W& w) { w.rows = w.terms[0].steps = INT32_MAX; }},
       {"huge right", CH_BAD_SHAPE, [](W& w) { w.columns = w.terms[0].steps = INT32_MAX; }},
       {"threads", CH_BAD_OPTION, [](W& w) { w.threads = INT32_MAX; }},
-      {"left turned twice", CH_BAD_OPTION, [](W& w) { w.left_turned = 2; }},
-      {"left turned -1 times", CH_BAD_OPTION, [](W& w) { w.left_turned = -1; }},
-      {"right turned twice", CH_BAD_OPTION, [](W& w) { w.right_turned = 2; }},
+      {"left_transposed 2", CH_BAD_OPTION, [](W& w) { w.left_transposed = 2; }},
+      {"left_transposed -1", CH_BAD_OPTION, [](W& w) { w.left_transposed = -1; }},
+      {"right_transposed 2", CH_BAD_OPTION, [](W& w) { w.right_transposed = 2; }},
       {"no left", CH_BAD_POINTER, [](W& w) { w.terms[0].left = nullptr; }},
       {"no right", CH_BAD_POINTER, [](W& w) { w.terms[0].right = nullptr; }},
       {"no output", CH_BAD_POINTER, [](W& w) { w.output = nullptr; }},
@@ -42,7 +41,7 @@ const std::vector<Bad<ch_projection>>& either_way() {
       {"an activation past the last", CH_BAD_OPTION, [](W& w) { w.activation = CH_QUICK_GELU + 1; }},
       {"a negative activation", CH_BAD_OPTION, [](W& w) { w.activation = -1; }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
-      {"a negative share dropped", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
+      {"a negative dropout probability", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
       {"odd slope", CH_BAD_POINTER, [](W& w) { w.slope = w.output, w.slope_row = w.columns, make_odd(w.slope); }},
       {"slopes that overlap", CH_BAD_STRIDE, [](W& w) { w.slope = w.output, w.slope_row = w.columns - 1; }},
       {"odd gate", CH_BAD_POINTER, [](W& w) { make_odd(w.gate); }},
@@ -54,18 +53,18 @@ const std::vector<Bad<ch_projection>>& either_way() {
       {"huge stride of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = huge; }},
       {"huge stride of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = huge; }},
       {"huge stride of output", CH_BAD_STRIDE, [](W& w) { w.output_row = huge; }},
-      // These go past what a process can address; the two below past the last address.
-      {"a far stride of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = int64_t{1} << 56; }},
-      {"a far stride of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = int64_t{1} << 56; }},
+      // These exceed what a process can address; the two below exceed the last address.
+      {"a stride past the address space of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = int64_t{1} << 56; }},
+      {"a stride past the address space of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = int64_t{1} << 56; }},
       {"left at the last address", CH_BAD_STRIDE, [](W& w) { w.terms[0].left = reinterpret_cast<void*>(-8); }},
       {"output at the last address", CH_BAD_STRIDE, [](W& w) { w.output = reinterpret_cast<void*>(-8); }},
       {"overlapping rows", CH_BAD_STRIDE, [](W& w) { w.output_row = w.columns - 1; }},
-      {"rows in one place", CH_BAD_STRIDE, [](W& w) { w.output_row = 0; }},
+      {"output rows with stride 0", CH_BAD_STRIDE, [](W& w) { w.output_row = 0; }},
   });
   return all;
 }
 
-// Of a description with two terms, whose left lies as it is read.
+// Of a description with two terms, whose left is not transposed.
 const std::vector<Bad<ch_projection>>& with_terms() {
   using W = ch_projection;
   static const std::vector<Bad<W>> all = {
@@ -74,8 +73,8 @@ const std::vector<Bad<ch_projection>>& with_terms() {
       {"no left of the second term", CH_BAD_POINTER, [](W& w) { w.terms[1].left = nullptr; }},
       {"odd right of the second term", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[1].right); }},
       {"negative stride of the second term", CH_BAD_STRIDE, [](W& w) { w.terms[1].right_row = -1; }},
-      {"a third term of nothing", CH_BAD_POINTER, [](W& w) { w.num_terms = 3, w.terms[2].steps = 1; }},
-      {"row_sums of what lies as it is read", CH_BAD_OPTION, [](W& w) { w.num_terms = 1, w.row_sums = w.output; }},
+      {"a third term without pointers", CH_BAD_POINTER, [](W& w) { w.num_terms = 3, w.terms[2].steps = 1; }},
+      {"row_sums of a left that is not transposed", CH_BAD_OPTION, [](W& w) { w.num_terms = 1, w.row_sums = w.output; }},
   };
   return all;
 }
@@ -92,13 +91,13 @@ const std::vector<Bad<ch_projection>>& with_gate() {
       {"a gate past the last", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE + 1; }},
       {"a negative gate", CH_BAD_OPTION, [](W& w) { w.gate_kind = -1; }},
       {"a gate and a relu", CH_BAD_OPTION, [](W& w) { w.activation = CH_RELU; }},
-      {"a gate and slopes of nothing", CH_BAD_OPTION, [](W& w) { w.slope = w.output, w.slope_row = w.output_row; }},
-      {"what slopes are of, and none", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE, w.slope_gate = w.gate; }},
-      {"slopes of a relu's gate", CH_BAD_OPTION, [](W& w) { slopes_of(w, CH_GATE_OUTPUT); }},
-      {"what slopes are of, without a gate", CH_BAD_OPTION, [](W& w) { slopes_of(w, CH_GATE_SLOPE), w.gate = nullptr; }},
-      {"what slopes are of, at an odd place", CH_BAD_POINTER,
+      {"a gate and slopes without slope_gate", CH_BAD_OPTION, [](W& w) { w.slope = w.output, w.slope_row = w.output_row; }},
+      {"slope_gate without slopes", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE, w.slope_gate = w.gate; }},
+      {"slopes with CH_GATE_OUTPUT", CH_BAD_OPTION, [](W& w) { slopes_of(w, CH_GATE_OUTPUT); }},
+      {"slope_gate without a gate", CH_BAD_OPTION, [](W& w) { slopes_of(w, CH_GATE_SLOPE), w.gate = nullptr; }},
+      {"odd slope_gate", CH_BAD_POINTER,
        [](W& w) { slopes_of(w, CH_GATE_SLOPE), make_odd(w.slope_gate); }},
-      {"what slopes are of, with a huge stride", CH_BAD_STRIDE,
+      {"huge stride of slope_gate", CH_BAD_STRIDE,
        [](W& w) { slopes_of(w, CH_GATE_SLOPE), w.slope_gate_row = huge; }},
       {"slopes and dropout", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE, w.dropped = 1; }},
   };
@@ -118,7 +117,7 @@ const std::vector<Bad<ch_projection>>& with_row_sums() {
 }
 
 int spoil_all(ProjectionCall& call, const std::vector<Bad<ch_projection>>& all) {
-  return expect_refused(call.work, all, "a product", ch_project, [&] {
+  return expect_refused(call.work, all, "a GEMM", ch_project, [&] {
     const bool untouched = call.untouched();
     call.clear();
     return untouched;
@@ -128,23 +127,23 @@ int spoil_all(ProjectionCall& call, const std::vector<Bad<ch_projection>>& all) 
 }  // namespace
 
 int projection_entry_tests() {
-  expect(ch_project(nullptr), CH_BAD_POINTER, "a product of nothing");
+  expect(ch_project(nullptr), CH_BAD_POINTER, "a GEMM of a null description");
   int count = 0;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
     for (bool transposed : {false, true}) {
       ProjectionCase c;
       Random random(3);
-      c.dtype = dtype, c.left_turned = c.right_turned = c.counted = transposed, c.biased = true;
+      c.dtype = dtype, c.left_transposed = c.right_transposed = c.has_row_sums = transposed, c.has_bias = true;
       c.rows = 13, c.columns = 9, c.steps.assign(transposed ? 1 : 2, 11);
-      draw_numbers(random, c);
+      draw_values(random, c);
       ProjectionCall call(c, random);
-      expect(call.run(-1, 1), CH_OK, "the product's description before it is spoiled");
+      expect(call.run(-1, 1), CH_OK, "the valid description of a GEMM");
       call.clear();
       count += spoil_all(call, either_way());
       count += spoil_all(call, transposed ? with_row_sums() : with_terms());
-      c.gated = true, c.gate.assign(static_cast<size_t>(c.rows * c.columns), 1.0);
-      ProjectionCall gated(c, random);
-      count += spoil_all(gated, with_gate());
+      c.has_gate = true, c.gate.assign(static_cast<size_t>(c.rows * c.columns), 1.0);
+      ProjectionCall has_gate(c, random);
+      count += spoil_all(has_gate, with_gate());
     }
   return count;
 }

@@ -1,5 +1,4 @@
-// Rotary positions at every instruction set and several threads, into another tensor and in place, and descriptions that
-// are wrong in one place each.
+// RoPE with every instruction set and several threads, into another tensor and in place, and invalid descriptions.
 #include <cfloat>
 
 #include "activation_reference.h"
@@ -14,14 +13,14 @@ struct RotationCall {
   bool in_place;
   ch_rotation work{};
 
-  // `behind`: positions of the table behind those that are asked for.
+  // `behind`: positions of the table after the requested ones.
   RotationCall(Random& random, int dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
                int64_t offset, bool in_place_)
       : in_place(in_place_) {
     table = Guarded::make(random, CH_FLOAT32, 4, 1, 1, first + rows + offset, columns, true);
     source = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
     target = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
-    // Rows that nobody may read stay NaN.
+    // Rows that must not be read stay NaN.
     for (int64_t r = first; r < first + rows; ++r)
       for (int64_t x = 0; x < columns; ++x) encode(CH_FLOAT32, random.uniform() * 2 - 1, table.at(0, 0, r, x));
     fill(random, source, batch, heads, rows, columns);
@@ -29,8 +28,8 @@ struct RotationCall {
     work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
     work.positions = first + rows + offset, work.table = static_cast<const float*>(table.data());
     work.source = source.view(), work.target = in_place ? source.view() : target.view();
-    table.keep();
-    if (!in_place) source.keep();
+    table.save_original();
+    if (!in_place) source.save_original();
   }
 
   static void fill(Random& random, Guarded& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
@@ -41,8 +40,8 @@ struct RotationCall {
             encode(tensor.dtype, static_cast<double>(random.uniform(-100, 100)) / 4, tensor.at(b, h, r, x));
   }
 
-  // Every number of the source, in order.
-  std::vector<double> numbers() const { return all_of(source); }
+  // Every element of the source, in order.
+  std::vector<double> elements() const { return all_of(source); }
   std::vector<double> all_of(const Guarded& tensor) const {
     std::vector<double> result;
     for (int64_t b = 0; b < work.batch; ++b)
@@ -52,8 +51,8 @@ struct RotationCall {
     return result;
   }
 
-  // Holds what was written against the formula in double; `before` is the source as it was.
-  void hold(const std::vector<double>& before, const std::string& name) {
+  // Compares the result with the formula in double; `before` is the source before the call.
+  void compare_with_formula(const std::vector<double>& before, const std::string& name) {
     const Guarded& written = in_place ? source : target;
     const int64_t half = work.columns / 2;
     const double unit = work.dtype == CH_FLOAT32 ? 0 : work.dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
@@ -70,13 +69,13 @@ struct RotationCall {
             within(written.get(b, h, r, c), x * cosine - y * sine, error, unit, name);
             within(written.get(b, h, r, c + half), y * cosine + x * sine, error, unit, name);
           }
-    check(table.unchanged() && written.margins_intact(), name + ": something beside the numbers was written");
+    check(table.unchanged() && written.margins_intact(), name + ": wrote outside the target");
     check(in_place || source.unchanged(), name + ": the source was written");
   }
 
   static void within(double result, double right, double error, double unit, const std::string& name) {
     const double bound = error + unit * (std::fabs(right) + error) + (unit > 0 ? 0x1p-24 : 0);
-    fullest = std::fmax(fullest, std::fabs(result - right) / bound);
+    largest_ratio = std::fmax(largest_ratio, std::fabs(result - right) / bound);
     check(std::fabs(result - right) <= bound, name + ": " + std::to_string(result) + " for " + std::to_string(right));
   }
 };
@@ -99,19 +98,19 @@ int every_size() {
             const std::string name = "rotation " + std::to_string(dtype) + ", size " + std::to_string(&s - sizes) +
                                      (in_place ? " in place, " : ", ") + ch_isa_name(isa) + ", threads " +
                                      std::to_string(threads);
-            const std::vector<double> before = call.numbers();
+            const std::vector<double> before = call.elements();
             expect(ch_rotate(&call.work), CH_OK, name);
-            call.hold(before, name);
+            call.compare_with_formula(before, name);
             const std::vector<double> result = call.all_of(in_place ? call.source : call.target);
             if (threads == 1) one = result;
-            check(result == one, name + ": other bits than with one thread");
+            check(result == one, name + ": bits differ from those with one thread");
             ++cases;
           }
         }
   return cases;
 }
 
-// A number that is not finite reaches the two of its pair.
+// NaN or infinity reaches the two elements of its pair only.
 void containment() {
   for (int isa : usable_sets()) {
     Random random(3);
@@ -123,7 +122,7 @@ void containment() {
       for (int64_t r = 0; r < 5; ++r)
         for (int64_t x = 0; x < 40; ++x) {
           const bool reached = h == 1 && r == 3 && x % 20 == 7;
-          check(std::isnan(call.target.get(0, h, r, x)) == reached, "NaN beside its pair");
+          check(std::isnan(call.target.get(0, h, r, x)) == reached, "NaN outside its pair");
         }
   }
 }
@@ -142,8 +141,8 @@ int bad_descriptions() {
       {"a table that ends before the rows do", CH_BAD_SHAPE, [](W& w) { w.positions = w.first + w.rows - 1; }},
       {"negative positions", CH_BAD_SHAPE, [](W& w) { w.positions = -1; }},
       {"huge positions", CH_BAD_SHAPE, [](W& w) { w.positions = INT64_MAX; }},
-      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
-      {"neither there nor back", CH_BAD_OPTION, [](W& w) { w.back = 2; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
+      {"back 2", CH_BAD_OPTION, [](W& w) { w.back = 2; }},
       {"no table", CH_BAD_POINTER, [](W& w) { w.table = nullptr; }},
       {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
       {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
@@ -158,7 +157,7 @@ int bad_descriptions() {
   Random random(4);
   RotationCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1, false);
   const int count = expect_refused(call.work, all, "rotation", ch_rotate, [&] { return call.target.untouched(); });
-  expect(ch_rotate(nullptr), CH_BAD_POINTER, "rotation of nothing");
+  expect(ch_rotate(nullptr), CH_BAD_POINTER, "rotation of a null description");
   return count;
 }
 

@@ -7,7 +7,7 @@
 
 namespace clearhead::torch {
 
-// Reads the arguments of a call in their order. Everything is read before anything is checked, so that nothing leaks.
+// Reads the arguments of a call in order. All are read before any is checked, so that an error leaks no reference.
 class Arguments {
  public:
   explicit Arguments(StableIValue* stack) : next_(stack) {}
@@ -34,7 +34,7 @@ class Arguments {
     return Tensor(as<AtenTensorHandle>(value));
   }
 
-  // Optional lists: lists of tensors have no default in a schema.
+  // Optional lists, because a schema has no default for a list of tensors.
   std::vector<Tensor> tensors() {
     return list<Tensor>([](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
   }
@@ -47,7 +47,7 @@ class Arguments {
       return Tensor(as<AtenTensorHandle>(inner_value));
     });
   }
-  // Lists that are no optional ones; the dispatcher looks for the device in such lists alone.
+  // Lists that are not optional: the dispatcher looks for tensors, and so for the device, in such lists only.
   std::vector<Tensor> required_tensors() {
     return elements<Tensor>(take<StableListHandle>(), [](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
   }
@@ -78,9 +78,9 @@ class Arguments {
     check_torch(torch_list_size(handle, &size), "read a list");
     std::vector<Value> values;
     values.reserve(size);
-    for (size_t place = 0; place < size; ++place) {
+    for (size_t index = 0; index < size; ++index) {
       StableIValue element = 0;
-      check_torch(torch_list_get_item(handle, place, &element), "read a list");
+      check_torch(torch_list_get_item(handle, index, &element), "read a list");
       values.push_back(convert(element));
     }
     check_torch(torch_delete_list(handle), "free a list");

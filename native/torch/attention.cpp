@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* name = "attention";
 
-// What forward returns besides the output, in this order; bits of `returns`.
+// Optional results of forward after the output, in this order; bits of `returns`.
 enum Returned : int64_t {
   LSE = 1 << 0,
   SOFTMAX = 1 << 1,
@@ -24,9 +24,9 @@ enum Returned : int64_t {
   ROW_WEIGHTS = 1 << 11,
   ROWS = 1 << 12,
 };
-constexpr int64_t gathered = MAX_SCORE | TIES | ENTROPY | DISTANCE | SINK_MASS | TOP_K | RECEIVED | ROW_WEIGHTS | HEATMAP | ROWS;
+constexpr int64_t any_statistic = MAX_SCORE | TIES | ENTROPY | DISTANCE | SINK_MASS | TOP_K | RECEIVED | ROW_WEIGHTS | HEATMAP | ROWS;
 
-// Sizes of statistics: keys of the sink's mass, entries of top-k, side of the heatmap's tiles, single rows.
+// Sizes of statistics: keys of the sink mass, entries of top-k, tile side of the heatmap, single rows.
 struct StatisticSizes {
   int64_t sink_keys = 0, top_k = 0, heatmap = 0, rows = 0;
 };
@@ -42,7 +42,7 @@ void check_qkv(const Tensor& query, const Tensor& key, const Tensor& value) {
     if (tensor.dim() != 4)
       fail(name, argument, "have axes [batch, heads, len, head_dim]", tensor.shape(), "Add the missing axes with .unsqueeze.");
     if (tensor.dtype() > Dtype::float16 || tensor.dtype() != query.dtype())
-      fail(name, argument, "be float32, bfloat16 or float16, all three alike", tensor.shape(), "Convert with .to(dtype).");
+      fail(name, argument, "be float32, bfloat16 or float16, the same for all three", tensor.shape(), "Convert with .to(dtype).");
     if (tensor.size(3) < 1 || tensor.size(3) > CH_MAX_HEAD_DIM)
       fail(name, argument, "have 1 to " + words(CH_MAX_HEAD_DIM) + " channels", tensor.shape(), "Use another backend.");
     if (tensor.size(0) != query.size(0))
@@ -57,7 +57,7 @@ void check_qkv(const Tensor& query, const Tensor& key, const Tensor& value) {
          "Query head h reads key head h // group.");
 }
 
-// Whether each axis of a table is that of the call or 1.
+// Whether each axis of a table has the call's size or 1.
 bool broadcasts(const Tensor& table, std::initializer_list<int64_t> sizes) {
   if (table.dim() != static_cast<int64_t>(sizes.size())) return false;
   int64_t axis = 0;
@@ -77,13 +77,13 @@ void describe_mask(const char* function, ch_attention& work, const Mask& mask) {
   if (mask.start) {
     const Tensor &start = mask.start, &stop = mask.stop;
     const int64_t count = start.dim() == 4 ? start.size(3) : -1;
-    if (!stop || count < 1 || count > CH_MAX_RUNS || !broadcasts(start, {work.batch, work.heads, work.q_len, count}) ||
+    if (!stop || count < 1 || count > CH_MAX_INTERVALS || !broadcasts(start, {work.batch, work.heads, work.q_len, count}) ||
         !stop.is_shaped({start.size(0), start.size(1), start.size(2), count}) || start.dtype() != Dtype::int32 ||
         stop.dtype() != Dtype::int32 || !start.contiguous() || !stop.contiguous())
-      fail(function, "start and stop", "be contiguous int32 intervals [batch, heads, q_len, 1 to " + words(CH_MAX_RUNS) + "]",
+      fail(function, "start and stop", "be contiguous int32 intervals [batch, heads, q_len, 1 to " + words(CH_MAX_INTERVALS) + "]",
            start.shape(), "Lower the mask with ch.masks.");
-    work.start = start.as<int32_t>(), work.stop = stop.as<int32_t>(), work.runs = static_cast<int32_t>(count);
-    work.run_batch = start.step(0), work.run_head = start.step(1), work.run_row = start.step(2);
+    work.start = start.as<int32_t>(), work.stop = stop.as<int32_t>(), work.intervals = static_cast<int32_t>(count);
+    work.interval_batch = start.step(0), work.interval_head = start.step(1), work.interval_row = start.step(2);
   }
   if (mask.allowed) {
     if (mask.allowed.dtype() != Dtype::byte || !broadcasts(mask.allowed, {work.batch, work.heads, work.q_len, work.k_len}))
@@ -123,15 +123,15 @@ void describe_rule(const char* function, ch_attention& work, ch_rule& rule, int6
 
 void describe_rules(const char* function, ch_attention& work, const Rules& rules) {
   if (rules.kinds.size() > CH_MAX_RULES)
-    fail(function, "rule_kinds", "have at most " + words(CH_MAX_RULES) + " rules", words(static_cast<int64_t>(rules.kinds.size())),
-         "Add rules up, or use another backend.");
+    fail(function, "rule_kinds", "have at most " + words(CH_MAX_RULES) + " rules",
+         words(static_cast<int64_t>(rules.kinds.size())), "Add rules up, or use another backend.");
   size_t value = 0, table = 0;
-  for (size_t place = 0; place < rules.kinds.size(); ++place) {
-    const int64_t kind = rules.kinds[place];
-    ch_rule& rule = work.rules[place];
+  for (size_t index = 0; index < rules.kinds.size(); ++index) {
+    const int64_t kind = rules.kinds[index];
+    ch_rule& rule = work.rules[index];
     const bool is_known = kind >= CH_RULE_SLOPE && kind <= CH_RULE_SOFTCAP;
     if (!is_known || (kind == CH_RULE_SOFTCAP ? value >= rules.values.size() : table >= rules.tables.size()))
-      fail(function, "rule_kinds", "be known, with a value or a table for each", words(kind), "See enum ch_rule_kind.");
+      fail(function, "rule_kinds", "be of enum ch_rule_kind, with a value or a table for each", words(kind), "See enum ch_rule_kind.");
     if (kind == CH_RULE_SOFTCAP) {
       rule.kind = CH_RULE_SOFTCAP, rule.value = static_cast<float>(rules.values[value++]);
     } else {
@@ -156,7 +156,7 @@ ch_attention describe(const Tensor& query, const Tensor& key, const Tensor& valu
   return work;
 }
 
-// Results of a forward call: each is allocated, and the description points at it.
+// Results of a forward call: allocates each and sets its pointer in the description.
 class Forward {
  public:
   Forward(ch_attention& work, const Tensor& query, int64_t returns, const StatisticSizes& sizes)
@@ -166,7 +166,7 @@ class Forward {
     work.lse = rows(LSE, 1);
     work.softmax = rows(SOFTMAX, 2);
     work.output32 = rows(OUTPUT32, work.value_dim);
-    if (returns & gathered) gather(sizes);
+    if (returns & any_statistic) set_statistics(sizes);
   }
   std::vector<Tensor> take() { return std::move(results_); }
 
@@ -175,7 +175,7 @@ class Forward {
     results_.push_back(empty(dtype, sizes));
     return results_.back().as<float>();
   }
-  // A float32 [batch, heads, q_len] or [batch, heads, q_len, last]; null where it is not asked for.
+  // A float32 [batch, heads, q_len] or [batch, heads, q_len, last]; null if it is not requested.
   float* rows(int64_t bit, int64_t last) {
     if (!(returns_ & bit)) return nullptr;
     Sizes sizes = {work_.batch, work_.heads, work_.q_len};
@@ -184,7 +184,7 @@ class Forward {
   }
   float* keys(int64_t count) { return result(Dtype::float32, {work_.batch, work_.heads, count, work_.k_len}); }
 
-  void gather(const StatisticSizes& sizes) {
+  void set_statistics(const StatisticSizes& sizes) {
     statistics_.max_score = rows(MAX_SCORE, 1);
     statistics_.ties = rows(TIES, 2);
     statistics_.entropy = rows(ENTROPY, 1);
@@ -216,7 +216,7 @@ class Forward {
     statistics_.weight_batch = weights.step(0), statistics_.weight_head = weights.step(1);
     statistics_.weighted = keys(weights.size(2));
   }
-  void keep_rows(const Tensor& slots, int64_t count) {
+  void select_rows(const Tensor& slots, int64_t count) {
     if (!slots.is_shaped({work_.q_len}) || slots.dtype() != Dtype::int32 || !slots.contiguous() || count < 0)
       fail(name, "row_slots", "be contiguous int32 [q_len]", slots.shape(), "See ch.Want.");
     statistics_.row_slots = slots.as<int32_t>(), statistics_.num_rows = count;
@@ -233,18 +233,18 @@ class Forward {
 void check_sizes(int64_t returns, const std::vector<int64_t>& sizes) {
   const bool side = !(returns & HEATMAP) || (sizes.size() == 4 && sizes[2] >= 1);
   const bool top = !(returns & TOP_K) || (sizes.size() == 4 && sizes[1] >= 0);
-  if (returns < 0 || !side || !top || ((returns & gathered) && sizes.size() != 4))
+  if (returns < 0 || !side || !top || ((returns & any_statistic) && sizes.size() != 4))
     fail(name, "statistic_sizes", "give sink_keys, top_k, heatmap and rows", words(static_cast<int64_t>(sizes.size())) + " sizes",
          "See ch.Want.");
 }
 
-// The float32 gradients of learned rules: one for each tensor, zeroed, which the kernel adds to.
+// The float32 gradients of learned rules: one zeroed tensor for each, which the kernel accumulates into.
 std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const std::vector<int64_t>& slots) {
   if (slots.empty()) return {};
   std::vector<Tensor> grads(static_cast<size_t>(std::max<int64_t>(0, *std::max_element(slots.begin(), slots.end()) + 1)));
   size_t table = 0;
-  for (size_t place = 0; place < rules.kinds.size(); ++place) {
-    if (rules.kinds[place] == CH_RULE_SOFTCAP) continue;
+  for (size_t index = 0; index < rules.kinds.size(); ++index) {
+    if (rules.kinds[index] == CH_RULE_SOFTCAP) continue;
     const Tensor& learned = rules.tables[table];
     if (table >= slots.size()) break;
     const int64_t slot = slots[table++];
@@ -255,7 +255,7 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
       for (int64_t axis = 0; axis < learned.dim(); ++axis) sizes.push_back(learned.size(axis));
       grad = zeros(Dtype::float32, sizes);
     }
-    ch_rule& rule = work.rules[place];
+    ch_rule& rule = work.rules[index];
     rule.grad = grad.as<float>();
     if (rule.kind == CH_RULE_DENSE) {
       rule.grad_batch = grad.step(0), rule.grad_head = grad.step(1), rule.grad_row = grad.step(2);
@@ -324,10 +324,11 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
-  const StatisticSizes statistic_sizes = sizes.size() == 4 ? StatisticSizes{sizes[0], sizes[1], sizes[2], sizes[3]} : StatisticSizes{};
+  const StatisticSizes statistic_sizes = sizes.size() == 4 ? StatisticSizes{sizes[0], sizes[1], sizes[2], sizes[3]}
+      : StatisticSizes{};
   Forward forward(work, query, returns, statistic_sizes);
   if (returns & ROW_WEIGHTS) forward.weigh_rows(row_weights);
-  if (returns & ROWS) forward.keep_rows(row_slots, statistic_sizes.rows);
+  if (returns & ROWS) forward.select_rows(row_slots, statistic_sizes.rows);
   check_kernel(ch_forward(&work), name);
   Results(stack).tensors(forward.take());
 }
@@ -339,7 +340,7 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const double scale = arguments.number();
   const AttentionOptions options = read_options(arguments, scale);
   const Tensor grad_lse = arguments.optional_tensor();
-  // Of ties, and gradients of the maximum, entropy, distance, sink and received.
+  // Ties, and gradients of the maximum, entropy, distance, sink and received statistics.
   const std::vector<Tensor> statistics = arguments.optional_tensors();
   const int64_t sink_keys = arguments.integer();
   const std::vector<int64_t> rule_slots = arguments.integers();
@@ -347,7 +348,7 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
   if (!grad_output.is_shaped({work.batch, work.heads, work.q_len, work.value_dim}) || grad_output.dtype() != query.dtype())
-    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(), "Pass the gradient as it arrived.");
+    fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(), "Pass the gradient of the output unmodified.");
   work.grad_output = view_of(grad_output);
   const Sizes rows = {work.batch, work.heads, work.q_len};
   work.softmax = const_cast<float*>(contiguous_rows("softmax", softmax, {work.batch, work.heads, work.q_len, 2}));
@@ -362,7 +363,8 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   ch_statistics given = {};
   if (!statistics.empty()) {
     if (statistics.size() != 6)
-      fail(name, "statistics", "be 6 tensors or none", words(static_cast<int64_t>(statistics.size())), "Pass None for absent ones.");
+      fail(name, "statistics", "be 6 tensors or none", words(static_cast<int64_t>(statistics.size())),
+           "Pass None for absent ones.");
     given.sink_keys = sink_keys;
     given.ties = const_cast<float*>(contiguous_rows("ties", statistics[0], {work.batch, work.heads, work.q_len, 2}));
     given.grad_max = contiguous_rows("grad_max", statistics[1], rows);

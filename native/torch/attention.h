@@ -1,22 +1,22 @@
-// Attention as operators: arguments of a call, and the description that the kernels take.
+// Attention as operators: the arguments of a call, and the description that the kernels take.
 #pragma once
 
 #include "arguments.h"
 
 namespace clearhead::torch {
 
-// Score rules in their order, a sink, and the mask as the conjunction of its parts; undefined tensors are absent.
+// Score rules in order, a sink, and the parts of the mask, whose conjunction is the mask; absent ones are undefined.
 struct Rules {
   std::vector<int64_t> kinds;  // enum ch_rule_kind
-  std::vector<double> values;  // of a soft-cap its cap
+  std::vector<double> values;  // the cap of a soft-cap
   std::vector<Tensor> tables;  // float32, of every rule but soft-caps, in their order
   Tensor sink;                 // [heads] or [1], float32
 };
 
 struct Mask {
   int64_t before = INT64_MAX, after = INT64_MAX;
-  Tensor start, stop;  // [batch, heads, q_len, intervals], each 1 where all are equal; int32, contiguous
-  Tensor allowed;      // [batch, heads, q_len, k_len], each 1 where all are equal; bool
+  Tensor start, stop;  // [batch, heads, q_len, intervals], int32, contiguous; sizes may be 1 to broadcast
+  Tensor allowed;  // [batch, heads, q_len, k_len], bool; sizes may be 1 to broadcast
   Tensor blocks;       // [batch, heads, query blocks, key blocks]; bool
   int64_t block_size = 0;
 };
@@ -29,7 +29,7 @@ struct AttentionOptions {
   Rules rules;
 };
 
-// Reads the arguments behind `scale`, in the order of the schema.
+// Reads the arguments after `scale`, in the order of the schema.
 AttentionOptions read_options(Arguments& arguments, double scale);
 
 // A description of attention of these sizes; query, key and value are set by the caller.

@@ -5,7 +5,7 @@
 namespace clearhead::torch {
 namespace {
 
-// What forward saved, in the order in which it saved it.
+// The tensors saved by forward, in the order of saving.
 class Saved {
  public:
   explicit Saved(const std::vector<Tensor>& tensors) : tensors_(tensors) {}
@@ -27,9 +27,9 @@ class Saved {
 
 struct SavedAttention {
   std::vector<Matrix> projected;
-  Matrix joined;
+  Matrix heads_output;
   const Tensor* softmax = nullptr;
-  const Tensor* exact = nullptr;
+  const Tensor* output32 = nullptr;
 };
 
 struct SavedFeedForward {
@@ -43,7 +43,7 @@ struct SavedSublayer {
   const float* moments = nullptr;
 };
 
-// Gradients by place: first those of the tokens, then those of the tensors. What is not needed is never allocated.
+// Gradients by index: first those of the tokens, then those of the tensors. Only needed ones are allocated.
 class Gradients {
  public:
   Gradients(const BlockCall& call, const std::vector<int64_t>& needs)
@@ -52,15 +52,15 @@ class Gradients {
       fail("block", "needs", "be one for each token and tensor", std::to_string(needs.size()), "Use clearhead.ops.block.");
   }
   bool tokens(size_t which) const { return needs_[which] != 0; }
-  bool needs(const Slot& slot) const { return slot.place >= 0 && needs_[tokens_ + static_cast<size_t>(slot.place)] != 0; }
+  bool needs(const Slot& slot) const { return slot.index >= 0 && needs_[tokens_ + static_cast<size_t>(slot.index)] != 0; }
   bool needs(const LinearSpec& spec) const { return needs(spec.weight) || needs(spec.bias); }
   bool needs(const NormSpec& spec) const { return needs(spec.weight) || needs(spec.bias); }
 
   Tensor& of_tokens(size_t which, const Sizes& sizes, Dtype dtype) { return results_[which] = empty(dtype, sizes); }
-  // The gradient of a weight or bias, its elements unknown until they are written; null where it is not needed.
+  // The gradient of a weight or bias, uninitialised until written; null if it is not needed.
   Tensor* of(const Slot& slot) {
     if (!needs(slot)) return nullptr;
-    Tensor& result = results_[tokens_ + static_cast<size_t>(slot.place)];
+    Tensor& result = results_[tokens_ + static_cast<size_t>(slot.index)];
     if (!result) {
       Sizes sizes;
       for (int64_t axis = 0; axis < slot.tensor->dim(); ++axis) sizes.push_back(slot.tensor->size(axis));
@@ -70,12 +70,12 @@ class Gradients {
   }
   std::vector<Tensor> take() {
     std::vector<Tensor> gradients;
-    for (size_t place = 0; place < results_.size(); ++place)
-      if (needs_[place]) {
-        if (!results_[place])
-          fail("block", "needs", "be 0 for what the block does not learn", "1 for tensor " + std::to_string(place),
+    for (size_t index = 0; index < results_.size(); ++index)
+      if (needs_[index]) {
+        if (!results_[index])
+          fail("block", "needs", "be 0 for what the block does not learn", "1 for tensor " + std::to_string(index),
                "Use clearhead.ops.block.");
-        gradients.push_back(std::move(results_[place]));
+        gradients.push_back(std::move(results_[index]));
       }
     return gradients;
   }
@@ -94,236 +94,237 @@ class Backward {
     read(saved);
   }
 
-  // Whether the gradients are finite wherever a mask asks for it; else they are of no use.
-  bool run(const Matrix& arrived) {
+  // Returns false if a mask is given and an input or gradient has NaN or infinity; the gradients are invalid then.
+  bool run(const Matrix& incoming) {
     if (!block_.residual) {
       const Matrix x = matrix_of(call_.tokens[0]);
-      Matrix of_x;
-      if (gradients_.tokens(0)) of_x = token_gradient(0);
-      through(0, arrived, x, of_x);
+      Matrix grad_x;
+      if (gradients_.tokens(0)) grad_x = token_gradient(0);
+      backward_sublayer(0, incoming, x, grad_x);
     } else if (block_.pre_norm) {
-      norms_before(arrived);
+      run_pre_norm(incoming);
     } else {
-      norms_behind(arrived);
+      run_post_norm(incoming);
     }
     return finite_;
   }
 
  private:
-  // ---- what forward saved ----
+  // ---- saved tensors ----
 
   void read(Saved& saved) {
     saved_.resize(block_.sublayers());
-    for (size_t place = 0; place < block_.sublayers(); ++place) {
-      SavedSublayer& each = saved_[place];
-      const bool first = place == 0, last = place + 1 == block_.sublayers();
+    for (size_t index = 0; index < block_.sublayers(); ++index) {
+      SavedSublayer& sublayer = saved_[index];
+      const bool first = index == 0, last = index + 1 == block_.sublayers();
       if (!block_.residual) {
-        read_part(saved, place);
+        read_part(saved, index);
       } else if (block_.pre_norm) {
-        each.summed = first ? matrix_of(call_.tokens[0]) : saved.matrix(rows_, call_.width, dtype_);
-        each.moments = saved.next({rows_, 2}, Dtype::float32).as<float>();
-        each.normed = saved.matrix(rows_, call_.width, dtype_);
-        read_part(saved, place);
+        sublayer.summed = first ? matrix_of(call_.tokens[0]) : saved.matrix(rows_, call_.width, dtype_);
+        sublayer.moments = saved.next({rows_, 2}, Dtype::float32).as<float>();
+        sublayer.normed = saved.matrix(rows_, call_.width, dtype_);
+        read_part(saved, index);
       } else {
-        read_part(saved, place);
-        each.summed = saved.matrix(rows_, call_.width, dtype_);
-        each.moments = saved.next({rows_, 2}, Dtype::float32).as<float>();
-        if (!last) each.normed = saved.matrix(rows_, call_.width, dtype_);
+        read_part(saved, index);
+        sublayer.summed = saved.matrix(rows_, call_.width, dtype_);
+        sublayer.moments = saved.next({rows_, 2}, Dtype::float32).as<float>();
+        if (!last) sublayer.normed = saved.matrix(rows_, call_.width, dtype_);
       }
     }
   }
 
-  void read_part(Saved& saved, size_t place) {
-    SavedSublayer& each = saved_[place];
-    if (place >= block_.attentions.size()) {
+  void read_part(Saved& saved, size_t index) {
+    SavedSublayer& sublayer = saved_[index];
+    if (index >= block_.attentions.size()) {
       const FeedForwardSpec& spec = block_.feedforward;
       const int64_t width = spec.layers.back().layer.in;
-      SavedFeedForward& fed = each.feedforward;
-      if (spec.gated()) fed.activated = saved.matrix(rows_, width, dtype_);
-      fed.hidden = saved.matrix(rows_, width, dtype_);
-      if (spec.gated() || !keeps_output(spec.activation)) fed.slope = saved.matrix(rows_, width, dtype_);
+      SavedFeedForward& activations = sublayer.feedforward;
+      if (spec.gated()) activations.activated = saved.matrix(rows_, width, dtype_);
+      activations.hidden = saved.matrix(rows_, width, dtype_);
+      if (spec.gated() || !activation_saves_output(spec.activation)) activations.slope = saved.matrix(rows_, width, dtype_);
       return;
     }
-    const AttentionSpec& spec = block_.attentions[place];
-    SavedAttention& attended = each.attention;
-    const bool memory = reads_memory(call_, block_, place);
+    const AttentionSpec& spec = block_.attentions[index];
+    SavedAttention& attended = sublayer.attention;
+    const bool memory = reads_memory(call_, block_, index);
     for (const Source& source : sources_of(spec, memory ? 2 : 1, dtype_)) {
       const int64_t rows = source.tokens == 0 ? rows_ : call_.batch * call_.tokens[1].size(1);
       attended.projected.push_back(saved.matrix(rows, source.layer.out, dtype_));
     }
-    attended.joined = saved.matrix(rows_, spec.heads * spec.head_dim, dtype_);
+    attended.heads_output = saved.matrix(rows_, spec.heads * spec.head_dim, dtype_);
     attended.softmax = &saved.next({call_.batch, spec.heads, call_.length, 2}, Dtype::float32);
     const ch_attention work = describe_heads(call_, spec, memory ? call_.tokens[1].size(1) : call_.length);
     if (dtype_ != Dtype::float32 && saves_output(work))
-      attended.exact = &saved.next({call_.batch, spec.heads, call_.length, spec.head_dim}, Dtype::float32);
+      attended.output32 = &saved.next({call_.batch, spec.heads, call_.length, spec.head_dim}, Dtype::float32);
   }
 
-  // ---- what is needed ----
+  // ---- needed gradients ----
 
-  bool needs_sublayer(size_t place) const {
-    if (place >= block_.attentions.size()) {
+  bool needs_sublayer(size_t index) const {
+    if (index >= block_.attentions.size()) {
       for (const LinearSpec& layer : block_.feedforward.layers)
         if (gradients_.needs(layer)) return true;
       return false;
     }
-    const AttentionSpec& spec = block_.attentions[place];
+    const AttentionSpec& spec = block_.attentions[index];
     for (const LinearSpec& layer : spec.sources)
       if (gradients_.needs(layer)) return true;
-    return gradients_.needs(spec.last) || (reads_memory(call_, block_, place) && gradients_.tokens(1));
+    return gradients_.needs(spec.last) || (reads_memory(call_, block_, index) && gradients_.tokens(1));
   }
 
-  // Whether a gradient is needed of the tokens, or within so many first sublayers and norms.
+  // Whether a gradient is needed of the tokens, or within the first `sublayers` sublayers and `norms` norms.
   bool needed(size_t sublayers, size_t norms) const {
     if (gradients_.tokens(0)) return true;
-    for (size_t place = 0; place < sublayers; ++place)
-      if (needs_sublayer(place)) return true;
-    for (size_t place = 0; place < norms; ++place)
-      if (gradients_.needs(block_.around[place].norm)) return true;
+    for (size_t index = 0; index < sublayers; ++index)
+      if (needs_sublayer(index)) return true;
+    for (size_t index = 0; index < norms; ++index)
+      if (gradients_.needs(block_.connections[index].norm)) return true;
     return false;
   }
 
   // ---- norms and residuals ----
 
-  void norms_before(Matrix arrived) {
-    Matrix of_part = arrived;
-    const AroundSpec& last = block_.around.back();
+  void run_pre_norm(Matrix incoming) {
+    Matrix grad_part = incoming;
+    const ConnectionSpec& last = block_.connections.back();
     if (last.dropped) {
-      of_part = scratch(rows_, call_.width);
-      dropout_add(dtype_, arrived, last.dropped, last.seed, nullptr, of_part.data);
+      grad_part = scratch(rows_, call_.width);
+      dropout_add(dtype_, incoming, last.dropped, last.seed, nullptr, grad_part.data);
     }
-    for (size_t place = block_.sublayers(); place-- > 0;) {
-      if (!needed(place + 1, place + 1)) return;
-      Matrix of_normed;
-      if (needed(place, place + 1)) of_normed = scratch(rows_, call_.width);
-      through(place, of_part, saved_[place].normed, of_normed);
-      if (!of_normed) return;
-      const AroundSpec* before = place > 0 ? &block_.around[place - 1] : nullptr;
-      const Matrix of_sum = place > 0 ? scratch(rows_, call_.width) : gradients_.tokens(0) ? token_gradient(0) : scratch(rows_, call_.width);
-      of_part = through_norm(place, of_normed, before, {}, arrived, of_sum);
-      if (!needed(place, place)) return;
-      arrived = of_sum;
+    for (size_t index = block_.sublayers(); index-- > 0;) {
+      if (!needed(index + 1, index + 1)) return;
+      Matrix grad_normed;
+      if (needed(index, index + 1)) grad_normed = scratch(rows_, call_.width);
+      backward_sublayer(index, grad_part, saved_[index].normed, grad_normed);
+      if (!grad_normed) return;
+      const ConnectionSpec* before = index > 0 ? &block_.connections[index - 1] : nullptr;
+      const Matrix grad_sum = index > 0 ? scratch(rows_, call_.width) : gradients_.tokens(0) ? token_gradient(0)
+          : scratch(rows_, call_.width);
+      grad_part = backward_norm(index, grad_normed, before, {}, incoming, grad_sum);
+      if (!needed(index, index)) return;
+      incoming = grad_sum;
     }
   }
 
-  void norms_behind(Matrix arrived) {
-    Matrix more;
-    for (size_t place = block_.sublayers(); place-- > 0;) {
-      const Matrix of_sum = scratch(rows_, call_.width);
-      const Matrix of_part = through_norm(place, arrived, &block_.around[place], more, {}, of_sum);
-      if (!needed(place + 1, place)) return;
-      const Matrix read = place > 0 ? saved_[place - 1].normed : matrix_of(call_.tokens[0]);
-      more = needed(place, place) ? scratch(rows_, call_.width) : Matrix{};
-      through(place, of_part, read, more);
-      if (!more) return;
-      arrived = of_sum;
+  void run_post_norm(Matrix incoming) {
+    Matrix grad_second;
+    for (size_t index = block_.sublayers(); index-- > 0;) {
+      const Matrix grad_sum = scratch(rows_, call_.width);
+      const Matrix grad_part = backward_norm(index, incoming, &block_.connections[index], grad_second, {}, grad_sum);
+      if (!needed(index + 1, index)) return;
+      const Matrix read = index > 0 ? saved_[index - 1].normed : matrix_of(call_.tokens[0]);
+      grad_second = needed(index, index) ? scratch(rows_, call_.width) : Matrix{};
+      backward_sublayer(index, grad_part, read, grad_second);
+      if (!grad_second) return;
+      incoming = grad_sum;
     }
-    dropout_add(dtype_, more, 0, 0, arrived.data, token_gradient(0).data);
+    dropout_add(dtype_, grad_second, 0, 0, incoming.data, token_gradient(0).data);
   }
 
-  // The gradient of what a norm's sum was made of besides the residual, whose gradient goes to `of_sum`.
-  Matrix through_norm(size_t place, const Matrix& arrived, const AroundSpec* dropout, const Matrix& more,
-                      const Matrix& at_sum, const Matrix& of_sum) {
-    const NormSpec& spec = block_.around[place].norm;
+  // The gradient of a norm's input besides the residual, whose gradient is written to `grad_sum`.
+  Matrix backward_norm(size_t index, const Matrix& incoming, const ConnectionSpec* dropout, const Matrix& grad_second,
+                       const Matrix& grad_residual, const Matrix& grad_sum) {
+    const NormSpec& spec = block_.connections[index].norm;
     NormBackward call;
-    call.sum = saved_[place].summed, call.moments = saved_[place].moments;
-    call.grad_output = arrived.data, call.grad_more = more.data, call.grad_at_sum = at_sum.data;
-    call.grad_sum = of_sum.data;
-    Matrix of_input = of_sum;
+    call.sum = saved_[index].summed, call.moments = saved_[index].moments;
+    call.grad_output = incoming.data, call.grad_output_second = grad_second.data, call.grad_residual = grad_residual.data;
+    call.grad_sum = grad_sum.data;
+    Matrix grad_input = grad_sum;
     if (dropout != nullptr && dropout->dropped) {
-      of_input = scratch(rows_, call_.width);
-      call.dropped = dropout->dropped, call.seed = dropout->seed, call.grad_input = of_input.data;
+      grad_input = scratch(rows_, call_.width);
+      call.dropped = dropout->dropped, call.seed = dropout->seed, call.grad_input = grad_input.data;
     }
     if (Tensor* weight = gradients_.of(spec.weight)) call.grad_weight = weight->data();
     if (Tensor* bias = gradients_.of(spec.bias)) call.grad_bias = bias->data();
     norm_backward(dtype_, spec.norm, call);
-    return of_input;
+    return grad_input;
   }
 
   // ---- sublayers ----
 
-  // Gradients of a sublayer's layers, and of what it read in `of_x`, where that is not null.
-  void through(size_t place, const Matrix& arrived, const Matrix& x, const Matrix& of_x) {
-    if (place < block_.attentions.size()) through_attention(place, arrived, x, of_x);
-    else through_feedforward(place, arrived, x, of_x);
+  // Gradients of a sublayer's layers, and of its input in `grad_x` unless that is null.
+  void backward_sublayer(size_t index, const Matrix& incoming, const Matrix& x, const Matrix& grad_x) {
+    if (index < block_.attentions.size()) backward_attention(index, incoming, x, grad_x);
+    else backward_feedforward(index, incoming, x, grad_x);
   }
 
-  void through_feedforward(size_t place, const Matrix& arrived, const Matrix& x, const Matrix& of_x) {
+  void backward_feedforward(size_t index, const Matrix& incoming, const Matrix& x, const Matrix& grad_x) {
     const FeedForwardSpec& spec = block_.feedforward;
-    const SavedFeedForward& fed = saved_[place].feedforward;
+    const SavedFeedForward& activations = saved_[index].feedforward;
     const LinearSpec& contract = spec.layers.back();
-    layer_gradients(contract, arrived, fed.hidden);
-    bool first = static_cast<bool>(of_x);
+    layer_gradients(contract, incoming, activations.hidden);
+    bool first = static_cast<bool>(grad_x);
     for (size_t which = 0; which + 1 < spec.layers.size(); ++which) first = first || gradients_.needs(spec.layers[which]);
     if (!first) return;
-    const int64_t width = fed.hidden.columns;
-    std::vector<Matrix> of_layers = {scratch(x.rows, width)};
+    const int64_t width = activations.hidden.columns;
+    std::vector<Matrix> grad_layers = {scratch(x.rows, width)};
     Epilogue epilogue;
     if (spec.gated()) {
-      of_layers.push_back(scratch(x.rows, width));
-      epilogue.gate = fed.activated, epilogue.gate_kind = CH_GATE_SLOPE;
-      epilogue.slope_gate = fed.slope, epilogue.slope = of_layers[0];
-    } else if (keeps_output(spec.activation)) {
-      // Slopes know what was dropped; an output does not.
-      epilogue.gate = fed.hidden, epilogue.gate_kind = CH_GATE_OUTPUT, epilogue.dropped = spec.dropped;
+      grad_layers.push_back(scratch(x.rows, width));
+      epilogue.gate = activations.activated, epilogue.gate_kind = CH_GATE_SLOPE;
+      epilogue.slope_gate = activations.slope, epilogue.slope = grad_layers[0];
+    } else if (activation_saves_output(spec.activation)) {
+      // Saved slopes include dropout; a saved output does not.
+      epilogue.gate = activations.hidden, epilogue.gate_kind = CH_GATE_OUTPUT, epilogue.dropped = spec.dropped;
     } else {
-      epilogue.gate = fed.slope, epilogue.gate_kind = CH_GATE_SLOPE;
+      epilogue.gate = activations.slope, epilogue.gate_kind = CH_GATE_SLOPE;
     }
-    input_gradient(dtype_, {{arrived, contract.layer}}, of_layers.back(), epilogue);
+    input_gradient(dtype_, {{incoming, contract.layer}}, grad_layers.back(), epilogue);
     std::vector<InputTerm> terms;
-    for (size_t which = 0; which < of_layers.size(); ++which) {
-      layer_gradients(spec.layers[which], of_layers[which], x);
-      terms.push_back({of_layers[which], spec.layers[which].layer});
+    for (size_t which = 0; which < grad_layers.size(); ++which) {
+      layer_gradients(spec.layers[which], grad_layers[which], x);
+      terms.push_back({grad_layers[which], spec.layers[which].layer});
     }
-    if (of_x) input_gradient(dtype_, terms, of_x);
+    if (grad_x) input_gradient(dtype_, terms, grad_x);
   }
 
-  void through_attention(size_t place, const Matrix& arrived, const Matrix& x, const Matrix& of_x) {
-    const AttentionSpec& spec = block_.attentions[place];
-    const SavedAttention& attended = saved_[place].attention;
-    const bool memory = reads_memory(call_, block_, place);
+  void backward_attention(size_t index, const Matrix& incoming, const Matrix& x, const Matrix& grad_x) {
+    const AttentionSpec& spec = block_.attentions[index];
+    const SavedAttention& attended = saved_[index].attention;
+    const bool memory = reads_memory(call_, block_, index);
     const Matrix read[] = {x, memory ? matrix_of(call_.tokens[1]) : x};
-    layer_gradients(spec.last, arrived, attended.joined);
-    const bool of_memory = memory && gradients_.tokens(1);
-    bool before = static_cast<bool>(of_x) || of_memory;
+    layer_gradients(spec.last, incoming, attended.heads_output);
+    const bool needs_memory_grad = memory && gradients_.tokens(1);
+    bool before = static_cast<bool>(grad_x) || needs_memory_grad;
     for (const LinearSpec& layer : spec.sources) before = before || gradients_.needs(layer);
     if (!before) return;
     const std::vector<Source> sources = sources_of(spec, memory ? 2 : 1, dtype_);
-    std::vector<Matrix> of_projected;
-    for (const Matrix& projected : attended.projected) of_projected.push_back(scratch(projected.rows, projected.columns));
-    attention_gradients(spec, attended, arrived, of_projected, memory ? call_.tokens[1].size(1) : call_.length);
+    std::vector<Matrix> grad_projected;
+    for (const Matrix& projected : attended.projected) grad_projected.push_back(scratch(projected.rows, projected.columns));
+    attention_gradients(spec, attended, incoming, grad_projected, memory ? call_.tokens[1].size(1) : call_.length);
     std::vector<InputTerm> terms[2];
     for (size_t which = 0; which < sources.size(); ++which) {
       const Source& source = sources[which];
-      part_gradients(spec.sources[source.place], source, of_projected[which], read[source.tokens]);
-      terms[source.tokens].push_back({of_projected[which], source.layer});
+      part_gradients(spec.sources[source.index], source, grad_projected[which], read[source.tokens]);
+      terms[source.tokens].push_back({grad_projected[which], source.layer});
     }
-    if (of_x) input_gradient(dtype_, terms[0], of_x);
-    if (of_memory) input_gradient(dtype_, terms[1], token_gradient(1));
+    if (grad_x) input_gradient(dtype_, terms[0], grad_x);
+    if (needs_memory_grad) input_gradient(dtype_, terms[1], token_gradient(1));
   }
 
-  void attention_gradients(const AttentionSpec& spec, const SavedAttention& attended, const Matrix& arrived,
-                           const std::vector<Matrix>& of_projected, int64_t k_len) {
-    const Matrix of_joined = scratch(rows_, attended.joined.columns);
-    input_gradient(dtype_, {{arrived, spec.last.layer}}, of_joined);
+  void attention_gradients(const AttentionSpec& spec, const SavedAttention& attended, const Matrix& incoming,
+                           const std::vector<Matrix>& grad_projected, int64_t k_len) {
+    const Matrix grad_heads_output = scratch(rows_, attended.heads_output.columns);
+    input_gradient(dtype_, {{incoming, spec.last.layer}}, grad_heads_output);
     ch_attention work = describe_heads(call_, spec, k_len);
     const std::vector<ch_tensor> heads = split_heads(spec, attended.projected, call_.length, k_len, dtype_);
-    const std::vector<ch_tensor> of_heads = split_heads(spec, of_projected, call_.length, k_len, dtype_);
+    const std::vector<ch_tensor> grad_heads = split_heads(spec, grad_projected, call_.length, k_len, dtype_);
     work.query = heads[0], work.key = heads[1], work.value = heads[2];
-    work.grad_query = of_heads[0], work.grad_key = of_heads[1], work.grad_value = of_heads[2];
-    work.grad_output = heads_in(of_joined, 0, call_.length, spec.head_dim, dtype_);
+    work.grad_query = grad_heads[0], work.grad_key = grad_heads[1], work.grad_value = grad_heads[2];
+    work.grad_output = heads_in(grad_heads_output, 0, call_.length, spec.head_dim, dtype_);
     work.softmax = const_cast<float*>(attended.softmax->as<float>());
     if (saves_output(work)) {
-      work.output = heads_in(attended.joined, 0, call_.length, spec.head_dim, dtype_);
-      if (attended.exact != nullptr) {
-        work.output32 = attended.exact->as<float>();
-        work.output = view_of(*attended.exact);
+      work.output = heads_in(attended.heads_output, 0, call_.length, spec.head_dim, dtype_);
+      if (attended.output32 != nullptr) {
+        work.output32 = attended.output32->as<float>();
+        work.output = view_of(*attended.output32);
       }
     }
     work.delta = static_cast<float*>(workspace_.take(work.batch * work.heads * work.q_len * static_cast<int64_t>(sizeof(float))));
     const int code = ch_backward(&work);
     if (code == CH_NOT_FINITE) finite_ = false;
     else check_kernel(code, "attention");
-    rotate_heads(call_, spec, of_heads, true, k_len, true);
+    rotate_heads(call_, spec, grad_heads, true, k_len, true);
   }
 
   // ---- layers ----
@@ -332,7 +333,7 @@ class Backward {
     part_gradients(spec, {0, 0, 0, spec.layer}, grad, x);
   }
 
-  // Of the part of a layer that a product was made with.
+  // Gradients of the part of a layer that one GEMM used.
   void part_gradients(const LinearSpec& spec, const Source& source, const Matrix& grad, const Matrix& x) {
     Tensor* weight = gradients_.of(spec.weight);
     Tensor* bias = gradients_.of(spec.bias);
@@ -376,7 +377,7 @@ void block_backward(StableIValue* stack, uint64_t, uint64_t) {
   read_blocks(call, integers, numbers);
   check_training(call);
   if (!grad.is_shaped({call.batch, call.length, output_width(call, call.blocks[0])}) || grad.dtype() != call.dtype)
-    fail("block", "grad", "have the output's shape and dtype", grad.shape(), "Pass the gradient as it arrived.");
+    fail("block", "grad", "have the output's shape and dtype", grad.shape(), "Pass the gradient of the output unmodified.");
   grad = std::move(grad).as_contiguous();
   Gradients gradients(call, needs);
   Saved saved(saved_tensors);

@@ -3,7 +3,7 @@
 namespace clearhead::torch {
 namespace {
 
-// One block: what backward reads is a new tensor while training, and memory of the call otherwise.
+// Forward of one block: tensors that backward reads are newly allocated while training, and workspace memory otherwise.
 class Forward {
  public:
   Forward(const BlockCall& call, const BlockSpec& block, std::vector<Tensor>* saved)
@@ -11,8 +11,8 @@ class Forward {
 
   void run(const Matrix& tokens, const Matrix& output) {
     if (!block_.residual) sublayer(0, tokens, &output);
-    else if (block_.pre_norm) norms_before(tokens, output);
-    else norms_behind(tokens, output);
+    else if (block_.pre_norm) run_pre_norm(tokens, output);
+    else run_post_norm(tokens, output);
   }
 
  private:
@@ -29,62 +29,62 @@ class Forward {
   }
   float* saved_moments() { return training() ? save(Dtype::float32, {rows_, 2}).as<float>() : nullptr; }
 
-  void norms_before(Matrix stream, const Matrix& output) {
-    Matrix given;
-    for (size_t place = 0; place < block_.sublayers(); ++place) {
+  void run_pre_norm(Matrix stream, const Matrix& output) {
+    Matrix sublayer_output;
+    for (size_t index = 0; index < block_.sublayers(); ++index) {
       NormForward call;
       call.input = stream;
-      if (given) {
-        const AroundSpec& before = block_.around[place - 1];
+      if (sublayer_output) {
+        const ConnectionSpec& before = block_.connections[index - 1];
         const Matrix sum = saved_matrix(rows_, call_.width);
-        call.input = given, call.added = stream.data, call.dropped = before.dropped, call.seed = before.seed;
+        call.input = sublayer_output, call.added = stream.data, call.dropped = before.dropped, call.seed = before.seed;
         call.sum = sum.data;
         stream = sum;
       }
       call.moments = saved_moments();
       const Matrix normed = saved_matrix(rows_, call_.width);
       call.output = normed.data;
-      norm(dtype_, block_.around[place].norm.norm, call);
-      given = sublayer(place, normed, nullptr);
+      norm(dtype_, block_.connections[index].norm.norm, call);
+      sublayer_output = sublayer(index, normed, nullptr);
     }
-    const AroundSpec& last = block_.around.back();
-    dropout_add(dtype_, given, last.dropped, last.seed, stream.data, output.data);
+    const ConnectionSpec& last = block_.connections.back();
+    dropout_add(dtype_, sublayer_output, last.dropped, last.seed, stream.data, output.data);
   }
 
-  void norms_behind(Matrix stream, const Matrix& output) {
-    for (size_t place = 0; place < block_.sublayers(); ++place) {
-      const AroundSpec& around = block_.around[place];
-      const bool last = place + 1 == block_.sublayers();
+  void run_post_norm(Matrix stream, const Matrix& output) {
+    for (size_t index = 0; index < block_.sublayers(); ++index) {
+      const ConnectionSpec& connection = block_.connections[index];
+      const bool last = index + 1 == block_.sublayers();
       NormForward call;
-      call.input = sublayer(place, stream, nullptr);
-      call.added = stream.data, call.dropped = around.dropped, call.seed = around.seed;
+      call.input = sublayer(index, stream, nullptr);
+      call.added = stream.data, call.dropped = connection.dropped, call.seed = connection.seed;
       if (training()) call.sum = matrix_of(save(dtype_, {rows_, call_.width})).data;
       call.moments = saved_moments();
       const Matrix normed = last ? output : saved_matrix(rows_, call_.width);
       call.output = normed.data;
-      norm(dtype_, around.norm.norm, call);
+      norm(dtype_, connection.norm.norm, call);
       stream = normed;
     }
   }
 
-  // What a sublayer gives, [rows, width], in `output` where that is not null.
-  Matrix sublayer(size_t place, const Matrix& x, const Matrix* output) {
-    const bool attends = place < block_.attentions.size();
-    const int64_t width = attends ? block_.attentions[place].last.layer.out : block_.feedforward.layers.back().layer.out;
-    const Matrix given = output != nullptr ? *output : scratch(rows_, width);
-    if (attends) attend(place, x, given);
-    else feed(x, given);
-    if (!block_.residual || !block_.around[place].has_result_norm) return given;
+  // The output of a sublayer, [rows, width], in `output` unless that is null.
+  Matrix sublayer(size_t index, const Matrix& x, const Matrix* output) {
+    const bool attends = index < block_.attentions.size();
+    const int64_t width = attends ? block_.attentions[index].last.layer.out : block_.feedforward.layers.back().layer.out;
+    const Matrix sublayer_output = output != nullptr ? *output : scratch(rows_, width);
+    if (attends) run_attention_sublayer(index, x, sublayer_output);
+    else run_feedforward(x, sublayer_output);
+    if (!block_.residual || !block_.connections[index].has_result_norm) return sublayer_output;
     NormForward call;
     const Matrix normed = scratch(rows_, width);
-    call.input = given, call.output = normed.data;
-    norm(dtype_, block_.around[place].result_norm.norm, call);
+    call.input = sublayer_output, call.output = normed.data;
+    norm(dtype_, block_.connections[index].result_norm.norm, call);
     return normed;
   }
 
-  void attend(size_t place, const Matrix& x, const Matrix& output) {
-    const AttentionSpec& spec = block_.attentions[place];
-    const bool memory = reads_memory(call_, block_, place);
+  void run_attention_sublayer(size_t index, const Matrix& x, const Matrix& output) {
+    const AttentionSpec& spec = block_.attentions[index];
+    const bool memory = reads_memory(call_, block_, index);
     const Matrix read[] = {x, memory ? matrix_of(call_.tokens[1]) : x};
     const int64_t k_len = memory ? call_.tokens[1].size(1) : call_.length;
     std::vector<Matrix> projected;
@@ -122,23 +122,23 @@ class Forward {
   }
 
   void run_attention(const AttentionSpec& spec, ch_attention& work, const Matrix& output) {
-    const Matrix joined = saved_matrix(rows_, spec.heads * spec.head_dim);
-    work.output = heads_in(joined, 0, call_.length, spec.head_dim, dtype_);
+    const Matrix heads_output = saved_matrix(rows_, spec.heads * spec.head_dim);
+    work.output = heads_in(heads_output, 0, call_.length, spec.head_dim, dtype_);
     if (training()) {
       work.softmax = save(Dtype::float32, {work.batch, work.heads, work.q_len, 2}).as<float>();
       if (dtype_ != Dtype::float32 && saves_output(work))
         work.output32 = save(Dtype::float32, {work.batch, work.heads, work.q_len, work.value_dim}).as<float>();
     }
     check_kernel(ch_forward(&work), "attention");
-    linear(dtype_, joined, spec.last.layer, output);
+    linear(dtype_, heads_output, spec.last.layer, output);
   }
 
-  void feed(const Matrix& x, const Matrix& output) {
+  void run_feedforward(const Matrix& x, const Matrix& output) {
     const FeedForwardSpec& spec = block_.feedforward;
     const int64_t width = spec.layers.back().layer.in;
     Epilogue first;
     first.activation = spec.activation, first.dropped = spec.dropped, first.seed = spec.seed;
-    const bool slopes = training() && (spec.gated() || !keeps_output(spec.activation));
+    const bool slopes = training() && (spec.gated() || !activation_saves_output(spec.activation));
     if (!spec.gated()) {
       const Matrix hidden = saved_matrix(x.rows, width);
       if (slopes) first.slope = saved_matrix(x.rows, width);
@@ -149,7 +149,7 @@ class Forward {
     const Matrix activated = saved_matrix(x.rows, width);
     if (slopes) first.slope = scratch(x.rows, width);
     linear(dtype_, x, spec.layers[0].layer, activated, first);
-    // What is dropped of one factor is dropped of the product.
+    // Dropping an element of one factor drops the same element of the product.
     Epilogue second;
     second.gate = activated, second.gate_kind = CH_GATE_SLOPE, second.slope_gate = first.slope;
     const Matrix hidden = saved_matrix(x.rows, width);
@@ -180,7 +180,8 @@ static Tensor empty_output(const BlockCall& call) {
 void block(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   BlockCall call;
-  call.tokens = arguments.required_tensors(), call.tensors = arguments.required_tensors(), call.caches = arguments.required_tensors();
+  call.tokens = arguments.required_tensors(), call.tensors = arguments.required_tensors(),
+      call.caches = arguments.required_tensors();
   const std::vector<int64_t> integers = arguments.required_integers();
   const std::vector<double> numbers = arguments.required_numbers();
   read_blocks(call, integers, numbers);
@@ -190,10 +191,10 @@ void block(StableIValue* stack, uint64_t, uint64_t) {
   Matrix second = output;
   if (call.blocks.size() > 1) second.data = workspace.take(output.rows * output.columns * size_of(call.dtype));
   Matrix stream = matrix_of(call.tokens[0]);
-  for (size_t place = 0; place < call.blocks.size(); ++place) {
-    // Blocks write in turn to the output and to a second buffer, so that the last one's result is the output.
-    const Matrix target = (call.blocks.size() - 1 - place) % 2 == 0 ? output : second;
-    Forward(call, call.blocks[place], nullptr).run(stream, target);
+  for (size_t index = 0; index < call.blocks.size(); ++index) {
+    // Blocks write alternately to the output and to a second buffer, so that the last block writes to the output.
+    const Matrix target = (call.blocks.size() - 1 - index) % 2 == 0 ? output : second;
+    Forward(call, call.blocks[index], nullptr).run(stream, target);
     stream = target;
   }
   Results(stack).tensor(std::move(result));

@@ -8,20 +8,20 @@ std::vector<Source> sources_of(const AttentionSpec& spec, size_t sequences, Dtyp
   std::vector<Source> sources;
   const bool queries_alone = spec.cache == Cache::memory;
   if (spec.sources.size() == 1 && (sequences > 1 || queries_alone)) {
-    // Queries read other tokens than keys and values do: one layer is two products.
+    // Queries read other tokens than keys and values, so one fused layer becomes two GEMMs.
     const Linear& layer = spec.sources[0].layer;
     const int64_t of_queries = spec.heads * spec.head_dim;
     sources.push_back({0, 0, 0, layer.outputs_from(0, of_queries, dtype)});
     if (!queries_alone) sources.push_back({0, 1, of_queries, layer.outputs_from(of_queries, layer.out - of_queries, dtype)});
     return sources;
   }
-  for (size_t place = 0; place < (queries_alone ? 1 : spec.sources.size()); ++place)
-    sources.push_back({place, sequences > 1 && place > 0 ? size_t{1} : size_t{0}, 0, spec.sources[place].layer});
+  for (size_t index = 0; index < (queries_alone ? 1 : spec.sources.size()); ++index)
+    sources.push_back({index, sequences > 1 && index > 0 ? size_t{1} : size_t{0}, 0, spec.sources[index].layer});
   return sources;
 }
 
-bool reads_memory(const BlockCall& call, const BlockSpec& block, size_t place) {
-  return call.tokens.size() > 1 && place + 1 == block.attentions.size();
+bool reads_memory(const BlockCall& call, const BlockSpec& block, size_t index) {
+  return call.tokens.size() > 1 && index + 1 == block.attentions.size();
 }
 
 ch_tensor heads_in(const Matrix& rows, int64_t first_channel, int64_t length, int64_t head_dim, Dtype dtype) {
@@ -51,25 +51,25 @@ void rotate_heads(const BlockCall& call, const AttentionSpec& spec, const std::v
                   int64_t k_len, bool back) {
   if (spec.rotary == Rotary::none) return;
   const Tensor& table = *spec.table;
-  for (size_t place = 0; place < (keys ? 2 : 1); ++place) {
-    Rotation turn;
-    turn.batch = call.batch, turn.heads = place == 0 ? spec.heads : spec.kv_heads;
-    turn.rows = place == 0 ? call.length : k_len, turn.columns = spec.head_dim;
-    turn.positions = table.size(0), turn.table = table.as<float>(), turn.back = back;
-    turn.source = heads[place];
+  for (size_t index = 0; index < (keys ? 2 : 1); ++index) {
+    Rotation rotation;
+    rotation.batch = call.batch, rotation.heads = index == 0 ? spec.heads : spec.kv_heads;
+    rotation.rows = index == 0 ? call.length : k_len, rotation.columns = spec.head_dim;
+    rotation.positions = table.size(0), rotation.table = table.as<float>(), rotation.back = back;
+    rotation.source = heads[index];
     if (spec.rotary == Rotary::by_position) {
-      // Behind those that a cache holds new keys stand where their tokens do as queries.
+      // With a growing cache, new keys have the positions of the query tokens.
       const bool follows_cache = spec.cache == Cache::grows;
-      turn.first = place == 0 || follows_cache ? (follows_cache ? spec.cached : spec.options.query_offset) : 0;
-    } else if (table.size(0) != turn.rows) {
-      // Angles of each token of the batch: its rows are one sequence.
-      turn.source.batch = 0, turn.rows *= turn.batch, turn.batch = 1;
+      rotation.first = index == 0 || follows_cache ? (follows_cache ? spec.cached : spec.options.query_offset) : 0;
+    } else if (table.size(0) != rotation.rows) {
+      // Each token of the batch has its own cos/sin: the rows are one sequence.
+      rotation.source.batch = 0, rotation.rows *= rotation.batch, rotation.batch = 1;
     }
-    if (turn.first < 0 || turn.first > turn.positions - turn.rows)
-      fail("block", "a rotary table", "have " + std::to_string(turn.rows) + " positions from " + std::to_string(turn.first),
+    if (rotation.first < 0 || rotation.first > rotation.positions - rotation.rows)
+      fail("block", "a rotary table", "have " + std::to_string(rotation.rows) + " positions from " + std::to_string(rotation.first),
            table.shape(), "Use ch.positions.");
-    turn.target = turn.source;
-    rotate(call.dtype, turn);
+    rotation.target = rotation.source;
+    rotate(call.dtype, rotation);
   }
 }
 

@@ -1,5 +1,5 @@
-// Reads what blocks are from the lists that Python wrote, and checks that their parts fit each other. The lists say first
-// what every block is, and then for every block what differs from call to call.
+// Reads the description of blocks from the lists that Python wrote, and checks that its parts fit each other. The lists
+// have first the structure of every block, and then per block what differs between calls.
 #include "block.h"
 
 namespace clearhead::torch {
@@ -10,14 +10,14 @@ constexpr int64_t most_parts = 1 << 20;
 
 std::string words(int64_t number) { return std::to_string(number); }
 
-// Walks along the three lists.
+// Iterates over the three lists.
 class Reader {
  public:
   Reader(BlockCall& call, const std::vector<int64_t>& integers, const std::vector<double>& numbers)
       : call_(call), integers_(integers), numbers_(numbers) {}
 
   int64_t integer() {
-    if (integer_ >= integers_.size()) fail(name, "integers", "say what every block is", "too few", "Use clearhead.ops.block.");
+    if (integer_ >= integers_.size()) fail(name, "integers", "describe every block", "too few", "Use clearhead.ops.block.");
     return integers_[integer_++];
   }
   int64_t integer(int64_t low, int64_t high, const char* what) {
@@ -28,25 +28,26 @@ class Reader {
   }
   bool flag() { return integer(0, 1, "a flag") == 1; }
   double number() {
-    if (number_ >= numbers_.size()) fail(name, "numbers", "say what every block is", "too few", "Use clearhead.ops.block.");
+    if (number_ >= numbers_.size()) fail(name, "numbers", "describe every block", "too few", "Use clearhead.ops.block.");
     return numbers_[number_++];
   }
   Slot slot() {
-    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "be those of every block", "too few", "Use clearhead.ops.block.");
-    const int64_t place = static_cast<int64_t>(tensor_++);
-    return {&call_.tensors[static_cast<size_t>(place)], place};
+    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "include those of every block", "too few", "Use clearhead.ops.block.");
+    const int64_t index = static_cast<int64_t>(tensor_++);
+    return {&call_.tensors[static_cast<size_t>(index)], index};
   }
-  // A tensor behind a flag that says whether there is one.
+  // A tensor preceded by a flag that says whether there is one.
   Slot optional_slot() { return flag() ? slot() : Slot{}; }
   Tensor optional_tensor() { return flag() ? slot().tensor->reference() : Tensor(); }
   const Tensor* cache() {
-    if (cache_ >= call_.caches.size()) fail(name, "caches", "be keys and values of each cache", "too few", "Use clearhead.ops.block.");
+    if (cache_ >= call_.caches.size()) fail(name, "caches", "include keys and values of each cache", "too few",
+                                            "Use clearhead.ops.block.");
     return &call_.caches[cache_++];
   }
   void check_end() const {
     if (integer_ != integers_.size() || number_ != numbers_.size() || tensor_ != call_.tensors.size() ||
         cache_ != call_.caches.size())
-      fail(name, "integers, numbers, tensors and caches", "be those of the blocks alone", "more", "Use clearhead.ops.block.");
+      fail(name, "integers, numbers, tensors and caches", "have no elements beyond those of the blocks", "more", "Use clearhead.ops.block.");
   }
 
  private:
@@ -102,7 +103,7 @@ void check_cache(const BlockCall& call, const AttentionSpec& spec) {
   for (const Tensor* part : {spec.cached_key, spec.cached_value}) {
     if (part->dim() != 4 || part->size(0) != call.batch || part->size(1) != spec.kv_heads ||
         part->size(3) != spec.head_dim || part->dtype() != call.dtype || part->stride(3) != 1)
-      fail(name, "a cache", "hold keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
+      fail(name, "a cache", "have keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
            "Use ch.KVCache.");
     const int64_t more = spec.cache == Cache::grows ? call.length : 0;
     if (spec.cached < 0 || spec.cached > part->size(2) - more)
@@ -111,19 +112,19 @@ void check_cache(const BlockCall& call, const AttentionSpec& spec) {
   }
 }
 
-// Widths of the projections against heads and tokens.
+// Checks the widths of the projections against heads and tokens.
 void check_attention(const BlockCall& call, const AttentionSpec& spec, bool reads_memory) {
   const int64_t heads = spec.heads + 2 * spec.kv_heads;
   const bool together = spec.sources.size() == 1;
   const int64_t memory_width = reads_memory ? call.tokens[1].size(2) : call.width;
-  for (size_t place = 0; place < spec.sources.size(); ++place) {
-    const Linear& layer = spec.sources[place].layer;
-    const int64_t count = together ? heads : place == 0 ? spec.heads : spec.kv_heads;
-    const int64_t in = place > 0 ? memory_width : call.width;
-    const bool unread = place > 0 && spec.cache == Cache::memory;
+  for (size_t index = 0; index < spec.sources.size(); ++index) {
+    const Linear& layer = spec.sources[index].layer;
+    const int64_t count = together ? heads : index == 0 ? spec.heads : spec.kv_heads;
+    const int64_t in = index > 0 ? memory_width : call.width;
+    const bool unread = index > 0 && spec.cache == Cache::memory;
     if (layer.out != count * spec.head_dim || (!unread && layer.in != in) || (together && memory_width != call.width))
       fail(name, "a projection", "be [" + words(count * spec.head_dim) + ", " + words(in) + "]",
-           spec.sources[place].weight.tensor->shape(), "Use clearhead.ops.block.");
+           spec.sources[index].weight.tensor->shape(), "Use clearhead.ops.block.");
   }
   if (spec.last.layer.in != spec.heads * spec.head_dim)
     fail(name, "the output projection", "read " + words(spec.heads * spec.head_dim) + " channels",
@@ -140,7 +141,7 @@ AttentionSpec read_attention(Reader& reader, BlockCall& call) {
   AttentionSpec spec;
   const bool together = reader.flag();
   spec.heads = reader.integer(1, most_parts, "heads"), spec.kv_heads = reader.integer(1, most_parts, "kv_heads");
-  for (int place = 0; place < (together ? 1 : 3); ++place) spec.sources.push_back(read_linear(reader, call));
+  for (int index = 0; index < (together ? 1 : 3); ++index) spec.sources.push_back(read_linear(reader, call));
   spec.last = read_linear(reader, call);
   const int64_t count = together ? spec.heads + 2 * spec.kv_heads : spec.heads;
   spec.head_dim = spec.sources[0].layer.out / count;
@@ -148,7 +149,7 @@ AttentionSpec read_attention(Reader& reader, BlockCall& call) {
     fail(name, "heads", "divide the projections, kv_heads divide heads, and head_dim be 1 to 256", words(spec.heads),
          "Use clearhead.ops.block.");
   if (reader.flag())
-    for (int place = 0; place < 2; ++place) spec.head_norms.push_back(read_norm(reader, call, spec.head_dim));
+    for (int index = 0; index < 2; ++index) spec.head_norms.push_back(read_norm(reader, call, spec.head_dim));
   spec.rotary = static_cast<Rotary>(reader.integer(0, 2, "rotary"));
   return spec;
 }
@@ -176,11 +177,11 @@ FeedForwardSpec read_feedforward(Reader& reader, BlockCall& call) {
   spec.activation = static_cast<int32_t>(reader.integer(CH_PLAIN, CH_QUICK_GELU, "an activation"));
   spec.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
   const int64_t hidden = spec.layers.back().layer.in;
-  for (size_t place = 0; place + 1 < spec.layers.size(); ++place) {
-    const Linear& layer = spec.layers[place].layer;
+  for (size_t index = 0; index + 1 < spec.layers.size(); ++index) {
+    const Linear& layer = spec.layers[index].layer;
     if (layer.in != call.width || layer.out != hidden)
       fail(name, "a feedforward's layer", "be [" + words(hidden) + ", " + words(call.width) + "]",
-           spec.layers[place].weight.tensor->shape(), "Use clearhead.ops.block.");
+           spec.layers[index].weight.tensor->shape(), "Use clearhead.ops.block.");
   }
   return spec;
 }
@@ -189,23 +190,24 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
   BlockSpec spec;
   spec.residual = reader.flag(), spec.pre_norm = reader.flag();
   const int64_t attentions = reader.integer(0, 2, "the number of attentions");
-  for (int64_t place = 0; place < attentions; ++place) spec.attentions.push_back(read_attention(reader, call));
+  for (int64_t index = 0; index < attentions; ++index) spec.attentions.push_back(read_attention(reader, call));
   spec.has_feedforward = reader.flag();
   if (spec.has_feedforward) spec.feedforward = read_feedforward(reader, call);
   if (spec.sublayers() == 0 || (!spec.residual && spec.sublayers() != 1))
-    fail(name, "a block", "have sublayers, and one alone without residuals", words(static_cast<int64_t>(spec.sublayers())),
+    fail(name, "a block", "have sublayers, and exactly one without residuals", words(static_cast<int64_t>(spec.sublayers())),
          "Use clearhead.ops.block.");
   if (!spec.residual) return spec;
-  for (size_t place = 0; place < spec.sublayers(); ++place) {
-    AroundSpec around;
-    around.norm = read_norm(reader, call, call.width);
-    around.has_result_norm = reader.flag();
-    if (around.has_result_norm) around.result_norm = read_norm(reader, call, call.width);
-    around.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
-    const Linear& last = place < spec.attentions.size() ? spec.attentions[place].last.layer : spec.feedforward.layers.back().layer;
+  for (size_t index = 0; index < spec.sublayers(); ++index) {
+    ConnectionSpec connection;
+    connection.norm = read_norm(reader, call, call.width);
+    connection.has_result_norm = reader.flag();
+    if (connection.has_result_norm) connection.result_norm = read_norm(reader, call, call.width);
+    connection.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
+    const Linear& last = index < spec.attentions.size() ? spec.attentions[index].last.layer
+        : spec.feedforward.layers.back().layer;
     if (last.out != call.width)
-      fail(name, "a sublayer", "give the tokens' width " + words(call.width), words(last.out), "Use clearhead.ops.block.");
-    spec.around.push_back(std::move(around));
+      fail(name, "a sublayer", "return the tokens' width " + words(call.width), words(last.out), "Use clearhead.ops.block.");
+    spec.connections.push_back(std::move(connection));
   }
   return spec;
 }
@@ -214,7 +216,7 @@ void read_block_call(Reader& reader, BlockCall& call, BlockSpec& spec) {
   for (AttentionSpec& attention : spec.attentions)
     read_attention_call(reader, call, attention, call.tokens.size() > 1 && &attention == &spec.attentions.back());
   if (spec.has_feedforward) spec.feedforward.seed = static_cast<uint64_t>(reader.integer());
-  for (AroundSpec& around : spec.around) around.seed = static_cast<uint64_t>(reader.integer());
+  for (ConnectionSpec& connection : spec.connections) connection.seed = static_cast<uint64_t>(reader.integer());
 }
 
 }  // namespace
@@ -234,7 +236,7 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
   Reader reader(call, integers, numbers);
   const int64_t count = reader.integer(1, most_parts, "the number of blocks");
   call.blocks.reserve(static_cast<size_t>(count));
-  for (int64_t place = 0; place < count; ++place) call.blocks.push_back(read_block(reader, call));
+  for (int64_t index = 0; index < count; ++index) call.blocks.push_back(read_block(reader, call));
   for (BlockSpec& block : call.blocks) read_block_call(reader, call, block);
   reader.check_end();
 }
@@ -242,7 +244,7 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
 void check_training(const BlockCall& call) {
   bool saves = call.blocks.size() == 1 && call.caches.empty();
   for (const AttentionSpec& spec : call.blocks[0].attentions) saves = saves && spec.head_norms.empty();
-  for (const AroundSpec& around : call.blocks[0].around) saves = saves && !around.has_result_norm;
+  for (const ConnectionSpec& connection : call.blocks[0].connections) saves = saves && !connection.has_result_norm;
   if (!saves)
     fail(name, "training", "be of one block without caches, norms of heads and norms of results",
          words(static_cast<int64_t>(call.blocks.size())) + " blocks and " + words(static_cast<int64_t>(call.caches.size())) +

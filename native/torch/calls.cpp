@@ -72,7 +72,7 @@ Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias,
 
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
   ch_projection work = describe<ch_projection>(dtype);
-  work.num_terms = 1, work.right_turned = layer.transposed ? 0 : 1;
+  work.num_terms = 1, work.right_transposed = layer.transposed ? 0 : 1;
   work.rows = x.rows, work.columns = layer.out;
   work.terms[0] = {x.data, layer.weight, x.step, layer.step, x.columns};
   work.bias = layer.bias, work.output = output.data, work.output_row = output.step;
@@ -89,14 +89,14 @@ void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matr
     all_transposed = all_transposed && term.layer.transposed;
     any_transposed = any_transposed || term.layer.transposed;
   }
-  work.right_turned = all_transposed ? 1 : 0;
+  work.right_transposed = all_transposed ? 1 : 0;
   Workspace copies;
-  for (size_t place = 0; place < terms.size(); ++place) {
-    const auto& [grad, layer] = terms[place];
-    ch_term& term = work.terms[place];
+  for (size_t index = 0; index < terms.size(); ++index) {
+    const auto& [grad, layer] = terms[index];
+    ch_term& term = work.terms[index];
     term = {grad.data, layer.weight, grad.step, layer.step, layer.out};
     if (any_transposed && !all_transposed && layer.transposed) {
-      // One call reads all its right factors alike.
+      // A call has one layout for the right operands of all its terms.
       const int64_t size = size_of(dtype);
       char* copy = static_cast<char*>(copies.take(layer.out * layer.in * size));
       for (int64_t row = 0; row < layer.out; ++row)
@@ -113,7 +113,7 @@ void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matr
 void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias) {
   if (x.columns == 0 && bias != nullptr) return bias_gradient(dtype, grad, bias);
   ch_projection work = describe<ch_projection>(dtype);
-  work.num_terms = 1, work.left_turned = 1;
+  work.num_terms = 1, work.left_transposed = 1;
   work.rows = grad.columns, work.columns = x.columns;
   work.terms[0] = {grad.data, x.data, grad.step, x.step, grad.rows};
   work.output = weight.data, work.output_row = weight.step, work.row_sums = bias;
@@ -121,7 +121,7 @@ void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Mat
 }
 
 void bias_gradient(Dtype dtype, const Matrix& grad, void* bias) {
-  // The weight's gradient against one column of ones.
+  // The same GEMM as the weight gradient, with a single column of ones.
   Workspace workspace;
   const int64_t size = size_of(dtype);
   char* ones = static_cast<char*>(workspace.take(grad.rows * size));
@@ -154,7 +154,7 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
   work.rows = call.sum.rows, work.columns = call.sum.columns;
   work.dropped = call.dropped, work.seed = call.seed;
   work.sum = call.sum.data, work.moments = const_cast<float*>(call.moments);
-  work.grad_output = call.grad_output, work.grad_more = call.grad_more, work.grad_arrived = call.grad_at_sum;
+  work.grad_output = call.grad_output, work.grad_output_second = call.grad_output_second, work.grad_residual = call.grad_residual;
   work.grad_sum = call.grad_sum, work.grad_input = call.grad_input;
   work.grad_weight = call.grad_weight, work.grad_bias = call.grad_bias;
   check_kernel(ch_norm_backward(&work), "norm");

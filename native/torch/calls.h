@@ -1,43 +1,43 @@
-// The kernels' calls on matrices in memory, one function each: what operators and whole layers are made of.
+// The kernels' calls on matrices in memory, one function each, from which operators and fused layers are composed.
 #pragma once
 
 #include "tensor.h"
 
 namespace clearhead::torch {
 
-// [rows, columns] in memory, rows `step` elements apart.
+// [rows, columns] in memory with a row stride of `step` elements.
 struct Matrix {
   void* data = nullptr;
   int64_t rows = 0, columns = 0, step = 0;
 
   explicit operator bool() const { return data != nullptr; }
-  // Columns `first` to `first + count`, or rows likewise.
+  // Columns `first` to `first + count`, or the same rows.
   Matrix columns_from(int64_t first, int64_t count, Dtype dtype) const;
   Matrix rows_from(int64_t first, int64_t count, Dtype dtype) const;
 };
 
-// A linear layer: `weight` is [out, in] and lies so, or transposed as [in, out]; `bias` is null for none.
+// A linear layer: `weight` is [out, in], stored as such or transposed as [in, out]; `bias` is null for none.
 struct Linear {
   const void* weight = nullptr;
   int64_t out = 0, in = 0, step = 0;
   bool transposed = false;
   const void* bias = nullptr;
 
-  // Rows `first` to `first + count` of the weight, with their part of the bias.
+  // Rows `first` to `first + count` of the weight, and the same part of the bias.
   Linear outputs_from(int64_t first, int64_t count, Dtype dtype) const;
 };
 
-// Reads a weight [out, in] and a bias [out], which may be undefined. What the kernels cannot read where it lies is copied
-// into `copies`, which must outlive the result.
+// Reads a weight [out, in] and a bias [out], which may be undefined. Tensors that the kernels cannot read in place are
+// copied into `copies`, which must outlive the result.
 Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies);
 
-// What a forward GEMM does with its sums besides the bias.
+// The epilogue of a forward GEMM, besides the bias.
 struct Epilogue {
   int32_t activation = CH_PLAIN;  // enum ch_activation
   int32_t dropped = 0;            // of CH_LEVELS
   uint64_t seed = 0;
-  Matrix slope;                   // written: the derivative of the activation, or of the product with a gate
-  Matrix gate;                    // by which sums are multiplied (CH_GATE_SLOPE), or a ReLU's output (CH_GATE_OUTPUT)
+  Matrix slope;  // written: the derivative of the activation, or of the product with a gate
+  Matrix gate;  // factors of the sums (CH_GATE_SLOPE), or a ReLU's output (CH_GATE_OUTPUT)
   int32_t gate_kind = CH_GATE_OUTPUT;
   Matrix slope_gate;
 };
@@ -54,13 +54,13 @@ struct InputTerm {
 // output = epilogue(sum over terms of grad weight); at most CH_MAX_TERMS terms.
 void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output, const Epilogue& epilogue = {});
 
-// weight = grad^T x, and bias = the sum of grad's rows where it is not null.
+// weight = grad^T x, and bias = the column sums of grad unless it is null.
 void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias);
 
-// bias = the sum of grad's rows, without a weight's gradient beside it.
+// bias = the column sums of grad, without a weight gradient.
 void bias_gradient(Dtype dtype, const Matrix& grad, void* bias);
 
-// A norm: its kind (enum ch_norm_kind), epsilon, weight and bias, null where there are none.
+// A norm: its kind (enum ch_norm_kind), epsilon, and optional weight and bias (null).
 struct Norm {
   int32_t kind = CH_NORM_LAYER;
   double epsilon = 0.0;
@@ -68,7 +68,7 @@ struct Norm {
   const void* bias = nullptr;
 };
 
-// sum = dropped(input) + added; output = norm(sum). All contiguous; sum and moments are written where they are not null.
+// sum = dropped(input) + added; output = norm(sum). All contiguous; sum and moments are written unless they are null.
 struct NormForward {
   Matrix input;
   const void* added = nullptr;
@@ -80,17 +80,17 @@ struct NormForward {
 };
 void norm(Dtype dtype, const Norm& norm, const NormForward& call);
 
-// The gradients of NormForward's input and of what was added (grad_sum); null pointers are absent, or not wanted.
+// The gradients of NormForward's input and of the added tensor (grad_sum); null pointers are absent or not requested.
 struct NormBackward {
   Matrix sum;
   const float* moments = nullptr;
   int32_t dropped = 0;
   uint64_t seed = 0;
   const void* grad_output = nullptr;
-  const void* grad_more = nullptr;
-  const void* grad_at_sum = nullptr;
+  const void* grad_output_second = nullptr;
+  const void* grad_residual = nullptr;
   void* grad_sum = nullptr;
-  void* grad_input = nullptr;  // only where elements were dropped: elsewhere grad_sum is the same
+  void* grad_input = nullptr;  // only with dropout; without it, grad_sum is the same
   void* grad_weight = nullptr;
   void* grad_bias = nullptr;
 };
@@ -99,7 +99,7 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call);
 // output = dropped(input) + added, contiguous; added is null for none.
 void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, uint64_t seed, const void* added, void* output);
 
-// Rotary positions of [batch, heads, rows, columns] by a table [positions, columns] of cosines, then sines.
+// RoPE of [batch, heads, rows, columns] with a table [positions, columns] of cosines, then sines.
 struct Rotation {
   int64_t batch = 0, heads = 0, rows = 0, columns = 0, first = 0, positions = 0;
   const float* table = nullptr;

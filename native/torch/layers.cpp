@@ -19,21 +19,22 @@ int64_t rows_of(const Tensor& tensor) {
 }
 
 // [*batch, width] as [rows, width]; rows may be strided where there is one batch axis.
-struct Flat {
+struct Flattened {
   Tensor tensor;
   Matrix matrix;
 };
 
-Flat flat(const char* function, const char* argument, Tensor given) {
-  check_dtype(function, argument, given);
-  if (given.dim() == 0) fail(function, argument, "have an axis of channels", given.shape(), "Use .unsqueeze.");
-  const int64_t width = given.size(given.dim() - 1);
-  if (given.dim() == 2) {
-    Flat result = {std::move(given).with_contiguous_rows(), {}};
-    result.matrix = {result.tensor.data(), result.tensor.size(0), width, result.tensor.size(0) > 1 ? result.tensor.stride(0) : width};
+Flattened flatten(const char* function, const char* argument, Tensor input) {
+  check_dtype(function, argument, input);
+  if (input.dim() == 0) fail(function, argument, "have an axis of channels", input.shape(), "Use .unsqueeze.");
+  const int64_t width = input.size(input.dim() - 1);
+  if (input.dim() == 2) {
+    Flattened result = {std::move(input).with_contiguous_rows(), {}};
+    result.matrix = {result.tensor.data(), result.tensor.size(0), width, result.tensor.size(0) > 1
+        ? result.tensor.stride(0) : width};
     return result;
   }
-  Flat result = {std::move(given).as_contiguous(), {}};
+  Flattened result = {std::move(input).as_contiguous(), {}};
   result.matrix = {result.tensor.data(), rows_of(result.tensor), width, width};
   return result;
 }
@@ -45,7 +46,7 @@ Sizes sizes_with(const Tensor& like, int64_t width) {
   return sizes;
 }
 
-Matrix written(const Tensor& tensor) {
+Matrix as_rows(const Tensor& tensor) {
   const int64_t width = tensor.size(tensor.dim() - 1);
   return {tensor.data(), rows_of(tensor), width, width};
 }
@@ -67,9 +68,9 @@ Norm norm_of(const char* function, const Tensor& x, const Tensor& weight, const 
 
 void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor given = arguments.tensor(), weight = arguments.tensor(), bias = arguments.optional_tensor();
+  Tensor input = arguments.tensor(), weight = arguments.tensor(), bias = arguments.optional_tensor();
   const int64_t activation = arguments.integer();
-  const Flat x = flat("linear", "x", std::move(given));
+  const Flattened x = flatten("linear", "x", std::move(input));
   std::vector<Tensor> copies;
   const Linear layer = linear_of("linear", weight, bias, x.tensor.dtype(), copies);
   if (layer.in != x.matrix.columns)
@@ -79,7 +80,7 @@ void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
   Tensor output = empty(x.tensor.dtype(), sizes_with(x.tensor, layer.out));
   Epilogue epilogue;
   epilogue.activation = static_cast<int32_t>(activation);
-  linear(x.tensor.dtype(), x.matrix, layer, written(output), epilogue);
+  linear(x.tensor.dtype(), x.matrix, layer, as_rows(output), epilogue);
   Results(stack).tensor(std::move(output));
 }
 
@@ -90,36 +91,36 @@ void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t) {
   if (grads.empty() || grads.size() != weights.size() || grads.size() > CH_MAX_TERMS)
     fail(name, "grads and weights", "be as many, 1 to " + words(CH_MAX_TERMS), words(static_cast<int64_t>(grads.size())),
          "Add the gradients of more layers.");
-  std::vector<Flat> rows;
+  std::vector<Flattened> rows;
   std::vector<Tensor> copies;
   std::vector<InputTerm> terms;
   const Tensor none;
-  for (size_t place = 0; place < grads.size(); ++place) {
-    rows.push_back(flat(name, "grads", std::move(grads[place])));
-    const Linear layer = linear_of(name, weights[place], none, rows[0].tensor.dtype(), copies);
-    if (layer.out != rows[place].matrix.columns || rows[place].matrix.rows != rows[0].matrix.rows ||
-        layer.in != weights[0].size(1) || rows[place].tensor.dtype() != rows[0].tensor.dtype())
-      fail(name, "grads and weights", "be [*batch, out] and [out, in] of one batch and in", weights[place].shape(),
+  for (size_t index = 0; index < grads.size(); ++index) {
+    rows.push_back(flatten(name, "grads", std::move(grads[index])));
+    const Linear layer = linear_of(name, weights[index], none, rows[0].tensor.dtype(), copies);
+    if (layer.out != rows[index].matrix.columns || rows[index].matrix.rows != rows[0].matrix.rows ||
+        layer.in != weights[0].size(1) || rows[index].tensor.dtype() != rows[0].tensor.dtype())
+      fail(name, "grads and weights", "be [*batch, out] and [out, in] of one batch and in", weights[index].shape(),
            "Check the layers' widths.");
-    terms.push_back({rows[place].matrix, layer});
+    terms.push_back({rows[index].matrix, layer});
   }
   Tensor output = empty(rows[0].tensor.dtype(), sizes_with(rows[0].tensor, terms[0].layer.in));
-  input_gradient(rows[0].tensor.dtype(), terms, written(output));
+  input_gradient(rows[0].tensor.dtype(), terms, as_rows(output));
   Results(stack).tensor(std::move(output));
 }
 
 void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor arrived = arguments.tensor(), given = arguments.tensor();
+  Tensor incoming = arguments.tensor(), input = arguments.tensor();
   const bool with_bias = arguments.flag();
   const char* name = "linear_weight_gradient";
-  const Flat grad = flat(name, "grad", std::move(arrived)), x = flat(name, "x", std::move(given));
+  const Flattened grad = flatten(name, "grad", std::move(incoming)), x = flatten(name, "x", std::move(input));
   if (grad.matrix.rows != x.matrix.rows || grad.tensor.dtype() != x.tensor.dtype())
-    fail(name, "grad and x", "have the same rows and dtype", grad.tensor.shape(), "Pass the gradient as it arrived.");
+    fail(name, "grad and x", "have the same rows and dtype", grad.tensor.shape(), "Pass the gradient of the output unmodified.");
   const Dtype dtype = x.tensor.dtype();
   Tensor weight = empty(dtype, {grad.matrix.columns, x.matrix.columns});
   Tensor bias = empty(dtype, {with_bias ? grad.matrix.columns : 0});
-  weight_gradient(dtype, grad.matrix, x.matrix, written(weight), with_bias ? bias.data() : nullptr);
+  weight_gradient(dtype, grad.matrix, x.matrix, as_rows(weight), with_bias ? bias.data() : nullptr);
   Results results(stack);
   results.tensor(std::move(weight));
   results.tensor(std::move(bias));
@@ -127,16 +128,16 @@ void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t) {
 
 void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor given = arguments.tensor(), weight = arguments.optional_tensor(), bias = arguments.optional_tensor();
+  Tensor input = arguments.tensor(), weight = arguments.optional_tensor(), bias = arguments.optional_tensor();
   const int64_t kind = arguments.integer();
   const double epsilon = arguments.number();
   const bool training = arguments.flag();
-  check_dtype("norm", "x", given);
-  if (given.dim() == 0) fail("norm", "x", "have an axis of channels", given.shape(), "Use .unsqueeze.");
-  const Tensor x = std::move(given).as_contiguous();
+  check_dtype("norm", "x", input);
+  if (input.dim() == 0) fail("norm", "x", "have an axis of channels", input.shape(), "Use .unsqueeze.");
+  const Tensor x = std::move(input).as_contiguous();
   const Norm what = norm_of("norm", x, weight, bias, kind, epsilon);
   Tensor output = empty(x.dtype(), sizes_with(x, x.size(x.dim() - 1)));
-  const Matrix rows = written(x);
+  const Matrix rows = as_rows(x);
   Tensor moments = empty(Dtype::float32, {training ? rows.rows : 0, 2});
   NormForward call;
   call.input = rows, call.output = output.data(), call.moments = training ? moments.as<float>() : nullptr;
@@ -148,47 +149,47 @@ void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void norm_gradients(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor arrived = arguments.tensor(), given = arguments.tensor(), moments = arguments.tensor();
+  Tensor incoming = arguments.tensor(), input = arguments.tensor(), moments = arguments.tensor();
   Tensor weight = arguments.optional_tensor(), bias = arguments.optional_tensor();
   const int64_t kind = arguments.integer();
   const double epsilon = arguments.number();
   const bool of_weight = arguments.flag(), of_bias = arguments.flag();
   const char* name = "norm_gradients";
-  check_dtype(name, "x", given);
-  const Tensor grad = std::move(arrived).as_contiguous(), x = std::move(given).as_contiguous();
+  check_dtype(name, "x", input);
+  const Tensor grad = std::move(incoming).as_contiguous(), x = std::move(input).as_contiguous();
   if (x.dim() == 0 || grad.dtype() != x.dtype() || grad.elements() != x.elements())
-    fail(name, "grad", "have the shape and dtype of x", grad.shape(), "Pass the gradient as it arrived.");
+    fail(name, "grad", "have the shape and dtype of x", grad.shape(), "Pass the gradient of the output unmodified.");
   const Norm what = norm_of(name, x, weight, bias, kind, epsilon);
-  const Matrix rows = written(x);
+  const Matrix rows = as_rows(x);
   if (!moments.is_shaped({rows.rows, 2}) || moments.dtype() != Dtype::float32 || !moments.contiguous())
     fail(name, "moments", "be what forward returned", moments.shape(), "Call forward with training=True.");
-  Tensor of_x = empty(x.dtype(), sizes_with(x, rows.columns));
+  Tensor grad_x = empty(x.dtype(), sizes_with(x, rows.columns));
   Tensor weight_grad = empty(x.dtype(), {of_weight && weight ? rows.columns : 0});
   Tensor bias_grad = empty(x.dtype(), {of_bias && bias ? rows.columns : 0});
   NormBackward call;
-  call.sum = rows, call.moments = moments.as<float>(), call.grad_output = grad.data(), call.grad_sum = of_x.data();
+  call.sum = rows, call.moments = moments.as<float>(), call.grad_output = grad.data(), call.grad_sum = grad_x.data();
   if (of_weight && weight) call.grad_weight = weight_grad.data();
   if (of_bias && bias) call.grad_bias = bias_grad.data();
   norm_backward(x.dtype(), what, call);
   Results results(stack);
-  results.tensor(std::move(of_x));
+  results.tensor(std::move(grad_x));
   results.tensor(std::move(weight_grad));
   results.tensor(std::move(bias_grad));
 }
 
 void rotary(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor given = arguments.tensor(), table = arguments.tensor();
+  Tensor input = arguments.tensor(), table = arguments.tensor();
   const int64_t first = arguments.integer();
   const bool back = arguments.flag();
-  check_dtype("rotary", "x", given);
-  if (given.dim() != 4 || given.size(3) % 2 != 0)
-    fail("rotary", "x", "be [batch, heads, len, head_dim] of an even head_dim", given.shape(), "Add the missing axes.");
-  if (table.dim() != 2 || table.size(1) != given.size(3) || table.dtype() != Dtype::float32 || !table.contiguous())
+  check_dtype("rotary", "x", input);
+  if (input.dim() != 4 || input.size(3) % 2 != 0)
+    fail("rotary", "x", "be [batch, heads, len, head_dim] of an even head_dim", input.shape(), "Add the missing axes.");
+  if (table.dim() != 2 || table.size(1) != input.size(3) || table.dtype() != Dtype::float32 || !table.contiguous())
     fail("rotary", "table", "be contiguous float32 [positions, head_dim]", table.shape(), "Use ch.positions.");
-  if (first < 0 || first > table.size(0) - given.size(2))
+  if (first < 0 || first > table.size(0) - input.size(2))
     fail("rotary", "first", "leave every token a position in the table", words(first), "Make a longer table.");
-  const Tensor x = std::move(given).with_contiguous_rows();
+  const Tensor x = std::move(input).with_contiguous_rows();
   Tensor output = empty_heads(x, x.size(3));
   Rotation call;
   call.batch = x.size(0), call.heads = x.size(1), call.rows = x.size(2), call.columns = x.size(3);
@@ -200,40 +201,41 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
 
 void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Tensor given = arguments.tensor(), residual = arguments.optional_tensor();
+  Tensor input = arguments.tensor(), residual = arguments.optional_tensor();
   const int64_t levels = arguments.integer();
   const uint64_t seed = static_cast<uint64_t>(arguments.integer());
-  check_dtype("dropout_add", "x", given);
+  check_dtype("dropout_add", "x", input);
   if (levels < 0 || levels >= CH_LEVELS)
     fail("dropout_add", "levels", "be 0 to " + words(CH_LEVELS - 1), words(levels), "It is the probability times 65536.");
-  if (given.dim() == 0) fail("dropout_add", "x", "have an axis", given.shape(), "Use .unsqueeze.");
-  const Tensor x = std::move(given).as_contiguous();
+  if (input.dim() == 0) fail("dropout_add", "x", "have an axis", input.shape(), "Use .unsqueeze.");
+  const Tensor x = std::move(input).as_contiguous();
   if (residual) {
     if (residual.dtype() != x.dtype() || residual.elements() != x.elements())
       fail("dropout_add", "residual", "have the shape and dtype of x", residual.shape(), "Pass None for no residual.");
     residual = std::move(residual).as_contiguous();
   }
   Tensor output = empty(x.dtype(), sizes_with(x, x.size(x.dim() - 1)));
-  dropout_add(x.dtype(), written(x), static_cast<int32_t>(levels), seed, residual ? residual.data() : nullptr, output.data());
+  dropout_add(x.dtype(), as_rows(x), static_cast<int32_t>(levels), seed, residual ? residual.data() : nullptr, output.data());
   Results(stack).tensor(std::move(output));
 }
 
 void cache_append(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor cache = arguments.tensor();
-  Tensor given = arguments.tensor();
+  Tensor input = arguments.tensor();
   const int64_t first = arguments.integer();
-  check_dtype("cache_append", "new", given);
-  const Tensor fresh = std::move(given).with_contiguous_rows();
-  if (cache.dim() != 4 || fresh.dim() != 4 || cache.dtype() != fresh.dtype() || cache.size(0) != fresh.size(0) ||
-      cache.size(1) != fresh.size(1) || cache.size(3) != fresh.size(3) || cache.stride(3) != 1)
-    fail("cache_append", "new", "be [batch, kv_heads, new, head_dim] as the cache is, " + cache.shape(), fresh.shape(),
+  check_dtype("cache_append", "new", input);
+  const Tensor new_tokens = std::move(input).with_contiguous_rows();
+  if (cache.dim() != 4 || new_tokens.dim() != 4 || cache.dtype() != new_tokens.dtype() || cache.size(0) != new_tokens.size(0) ||
+      cache.size(1) != new_tokens.size(1) || cache.size(3) != new_tokens.size(3) || cache.stride(3) != 1)
+    fail("cache_append", "new", "be [batch, kv_heads, new, head_dim] as the cache is, " + cache.shape(), new_tokens.shape(),
          "Use one cache per layer and per batch.");
-  if (first < 0 || first > cache.size(2) - fresh.size(2))
-    fail("cache_append", "first", "leave capacity for " + words(fresh.size(2)) + " tokens in " + words(cache.size(2)), words(first),
+  if (first < 0 || first > cache.size(2) - new_tokens.size(2))
+    fail("cache_append", "first", "leave capacity for " + words(new_tokens.size(2)) + " tokens in " + words(cache.size(2)), words(first),
          "Make a larger cache.");
-  if (fresh.elements() > 0)
-    append_rows(fresh.dtype(), fresh.size(0), fresh.size(1), fresh.size(2), fresh.size(3), first, view_of(fresh), view_of(cache));
+  if (new_tokens.elements() > 0)
+    append_rows(new_tokens.dtype(), new_tokens.size(0), new_tokens.size(1), new_tokens.size(2), new_tokens.size(3),
+                first, view_of(new_tokens), view_of(cache));
 }
 
 }  // namespace clearhead::torch

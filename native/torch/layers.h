@@ -1,4 +1,4 @@
-// The operators of single layers: linear, norm, rotary, dropout and a cache's append.
+// The operators of single layers: linear, norm, RoPE, dropout and KV cache append.
 #pragma once
 
 #include "arguments.h"

@@ -10,8 +10,8 @@ namespace clearhead::torch {
 namespace {
 
 constexpr const char* name = "linear_attention";
-// Heads per thread from which a thread processes whole heads; with fewer, threads process single chunks.
-constexpr int64_t enough_heads = 2;
+// From this many heads per thread on, a thread processes whole heads; with fewer, threads process single chunks.
+constexpr int64_t min_heads_per_thread = 2;
 
 struct Inputs {
   Tensor query, key, value, log_decay, rate;
@@ -41,12 +41,12 @@ Options read_options(Arguments& arguments) {
   return options;
 }
 
-// Raises where a tensor that is given has other sizes or another dtype.
-void check_sizes(const char* argument, const Tensor& tensor, const Sizes& sizes, const char* then) {
+// Raises if a given tensor has other sizes or another dtype.
+void check_sizes(const char* argument, const Tensor& tensor, const Sizes& sizes, const char* advice) {
   if (!tensor) return;
   bool fits = tensor.dtype() == Dtype::float32 && tensor.dim() == static_cast<int64_t>(sizes.size());
   for (size_t axis = 0; fits && axis < sizes.size(); ++axis) fits = tensor.size(static_cast<int64_t>(axis)) == sizes[axis];
-  if (!fits) fail(name, argument, "be float32 of shape " + words(sizes), tensor.shape(), then);
+  if (!fits) fail(name, argument, "be float32 of shape " + words(sizes), tensor.shape(), advice);
 }
 
 void check_given(const char* argument, const Tensor& tensor) {
@@ -94,7 +94,7 @@ void check_options(const Inputs& inputs, const Options& options, bool normalized
 
 int64_t padded(int64_t count) { return (count + CH_LINEAR_PAD - 1) / CH_LINEAR_PAD * CH_LINEAR_PAD; }
 
-// A call: its inputs, contiguous where the kernels ask for it, and the description that points at them.
+// A call: its inputs, copied if they are not contiguous, and the description that points at them.
 class Call {
  public:
   Call(Inputs inputs, const Options& options, bool normalized) : inputs(std::move(inputs)), normalized(normalized) {
@@ -113,7 +113,7 @@ class Call {
   bool is_empty() const { return work.batch == 0 || work.kv_heads == 0 || work.length == 0; }
   // Whether single chunks are distributed over the threads, which needs a state per chunk.
   bool has_few_heads() const {
-    return work.threads > 1 && work.rate == nullptr && work.batch * work.kv_heads < enough_heads * work.threads;
+    return work.threads > 1 && work.rate == nullptr && work.batch * work.kv_heads < min_heads_per_thread * work.threads;
   }
   float* take_states(Workspace& workspace) const { return take(workspace, chunk_states()); }
   float* take_sums(Workspace& workspace) const { return normalized ? take(workspace, chunk_sums()) : nullptr; }
@@ -149,7 +149,7 @@ class Call {
 
 const float* address(const Tensor& tensor) { return tensor ? tensor.as<float>() : nullptr; }
 
-// The elements of `from`, or zeros for an undefined one.
+// Copies the elements of `from`, or zeros if it is undefined.
 void write(const Tensor& from, Tensor& to) {
   const size_t bytes = static_cast<size_t>(to.elements()) * sizeof(float);
   if (bytes == 0) return;
@@ -157,46 +157,46 @@ void write(const Tensor& from, Tensor& to) {
   else memset(to.data(), 0, bytes);
 }
 
-// What forward returned besides the last state.
+// The results of forward other than the output and last state.
 struct Saved {
   Tensor output, shares, states, sums;
 };
 
 void use_saved(Call& call, Saved& saved) {
   ch_linear& work = call.work;
-  const char* then = "Pass what forward returned.";
-  check_sizes("states", saved.states, call.chunk_states(), then);
+  const char* advice = "Pass what forward returned.";
+  check_sizes("states", saved.states, call.chunk_states(), advice);
   saved.states = std::move(saved.states).as_contiguous(), work.states = saved.states.as<float>();
   if (!call.normalized) return;
   check_given("output", saved.output), check_given("sums", saved.sums);
-  check_sizes("output", saved.output, call.tokens(work.value_dim), then);
-  check_sizes("shares", saved.shares, call.rows(), then), check_sizes("sums", saved.sums, call.chunk_sums(), then);
+  check_sizes("output", saved.output, call.tokens(work.value_dim), advice);
+  check_sizes("shares", saved.shares, call.rows(), advice), check_sizes("sums", saved.sums, call.chunk_sums(), advice);
   saved.output = std::move(saved.output).with_contiguous_rows(), saved.shares = std::move(saved.shares).as_contiguous();
   saved.sums = std::move(saved.sums).as_contiguous();
   work.output = view_of(saved.output), work.shares = saved.shares.as<float>(), work.sums = saved.sums.as<float>();
 }
 
-// Gradients of what forward returned; undefined ones are zero.
-struct Arrived {
+// Gradients of forward's results; undefined ones are zero.
+struct IncomingGradients {
   Tensor output, last_state, last_normalizer;
 };
 
-void use_arrived(Call& call, Arrived& grads) {
+void use_incoming(Call& call, IncomingGradients& grads) {
   ch_linear& work = call.work;
   const Sizes sizes = call.tokens(work.value_dim);
-  const char* then = "Pass the gradient as it arrived.";
-  check_sizes("grad_output", grads.output, sizes, then);
-  check_sizes("grad_last_state", grads.last_state, call.matrix(), then);
+  const char* advice = "Pass the gradient of the output unmodified.";
+  check_sizes("grad_output", grads.output, sizes, advice);
+  check_sizes("grad_last_state", grads.last_state, call.matrix(), advice);
   grads.output = grads.output ? std::move(grads.output).with_contiguous_rows() : zeros(Dtype::float32, sizes);
   grads.last_state = contiguous_or_absent(std::move(grads.last_state));
   work.grad_output = view_of(grads.output), work.grad_last_state = address(grads.last_state);
   if (!call.normalized) return;
-  check_sizes("grad_last_normalizer", grads.last_normalizer, call.features(), then);
+  check_sizes("grad_last_normalizer", grads.last_normalizer, call.features(), advice);
   grads.last_normalizer = contiguous_or_absent(std::move(grads.last_normalizer));
   work.grad_last_normalizer = address(grads.last_normalizer);
 }
 
-// Gradients of the inputs and of the first state, allocated, which the description points at.
+// Gradients of the inputs and of the first state: allocates them and sets the pointers in the description.
 struct Gradients {
   explicit Gradients(Call& call) {
     ch_linear& work = call.work;
@@ -271,9 +271,9 @@ void linear_attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void linear_attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  Arrived arrived;
-  arrived.output = arguments.optional_tensor(), arrived.last_state = arguments.optional_tensor();
-  arrived.last_normalizer = arguments.optional_tensor();
+  IncomingGradients incoming;
+  incoming.output = arguments.optional_tensor(), incoming.last_state = arguments.optional_tensor();
+  incoming.last_normalizer = arguments.optional_tensor();
   Inputs inputs = read_inputs(arguments);
   Saved saved;
   saved.output = arguments.optional_tensor(), saved.shares = arguments.optional_tensor();
@@ -281,14 +281,14 @@ void linear_attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const Options options = read_options(arguments);
   Call call(std::move(inputs), options, static_cast<bool>(saved.shares));
   use_saved(call, saved);
-  use_arrived(call, arrived);
+  use_incoming(call, incoming);
   Gradients grads(call);
   Workspace workspace;
   ch_linear& work = call.work;
-  if (call.has_few_heads()) work.later = call.take_states(workspace), work.later_sums = call.take_sums(workspace);
+  if (call.has_few_heads()) work.grad_states = call.take_states(workspace), work.grad_sums = call.take_sums(workspace);
   if (call.is_empty()) {
-    write(arrived.last_state, grads.state);
-    if (call.normalized) write(arrived.last_normalizer, grads.normalizer);
+    write(incoming.last_state, grads.state);
+    if (call.normalized) write(incoming.last_normalizer, grads.normalizer);
   } else {
     check_kernel(ch_linear_backward(&work), name);
   }

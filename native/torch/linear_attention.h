@@ -10,7 +10,7 @@ inline constexpr const char* linear_attention_forward_schema =
     "Tensor? normalizer, int feature_map, float scale, int chunk, bool normalized, bool for_backward) "
     "-> (Tensor output, Tensor last_state, Tensor? last_normalizer, Tensor? shares, Tensor? states, Tensor? sums)";
 
-// Outputs were normalised where `shares` is given.
+// Outputs were normalised if `shares` is given.
 inline constexpr const char* linear_attention_gradients_schema =
     "linear_attention_gradients(Tensor? grad_output, Tensor? grad_last_state, Tensor? grad_last_normalizer, Tensor query, "
     "Tensor key, Tensor value, Tensor? log_decay, Tensor? rate, Tensor? output, Tensor? shares, Tensor states, "

@@ -20,7 +20,7 @@ std::vector<Operator> all_operators() {
                               ", int[]? statistic_sizes=None, Tensor? row_weights=None, Tensor? row_slots=None) -> Tensor[]";
   return {
       {"attention_forward", "attention_forward" + forward, attention_forward},
-      // For graphs of the compiler: autograd is registered for this one alone, since it would slow down every eager call.
+      // For torch.compile's graphs: only this one has autograd registered, which would slow down every eager call.
       {"attention_compiled", "attention_compiled" + forward, attention_forward},
       {"attention_gradients",
        "attention_gradients(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor softmax, Tensor? output, "
@@ -59,7 +59,7 @@ const std::vector<Operator>& operators() {
   return operators;
 }
 
-// Why the operators are not there; empty where they are.
+// Why the operators are not registered; empty if they are.
 std::string& problem() {
   static std::string words;
   return words;
@@ -76,7 +76,7 @@ void register_operators() {
   }
 }
 
-// An exception that left a constructor would end the process, so the loader asks for it.
+// An exception in a constructor would end the process, so the loader asks for the error.
 __attribute__((constructor)) void on_load() {
   try {
     register_operators();
@@ -90,16 +90,16 @@ __attribute__((constructor)) void on_load() {
 
 extern "C" {
 
-// Why the operators could not be registered; empty where they are.
+// Why the operators could not be registered; empty if they are.
 CH_EXPORT const char* ch_operators_problem(void) { return clearhead::torch::problem().c_str(); }
 
-// The schema of the operator at a place of the list; null behind its end.
-CH_EXPORT const char* ch_operator_schema(int32_t place) {
+// The schema of the operator at an index; null past the last one.
+CH_EXPORT const char* ch_operator_schema(int32_t index) {
   const auto& all = clearhead::torch::operators();
-  return place >= 0 && place < static_cast<int32_t>(all.size()) ? all[place].schema.c_str() : nullptr;
+  return index >= 0 && index < static_cast<int32_t>(all.size()) ? all[index].schema.c_str() : nullptr;
 }
 
-// Operators run on this instruction set from now on; -1 stands for the best that the processor has.
+// Sets the instruction set that operators run on; -1 is the best that the processor has.
 CH_EXPORT void ch_use_isa(int32_t isa) { clearhead::torch::instruction_set = isa; }
 
 }  // extern "C"

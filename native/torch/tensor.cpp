@@ -11,12 +11,13 @@
 namespace clearhead::torch {
 namespace {
 
-// Bytes from which a tensor's memory comes from the library's own pool. Below, malloc has some ready more often than not.
-constexpr int64_t least_pooled = int64_t{1} << 20;
+// Bytes from which a tensor's memory comes from the library's cache of freed results. Below, malloc usually has memory
+// mapped.
+constexpr int64_t min_pooled_bytes = int64_t{1} << 20;
 constexpr size_t alignment = 64;
-constexpr int32_t most_threads = 4096;
+constexpr int32_t max_threads = 4096;
 
-// torch's numbers of the dtypes above, in their order.
+// torch's dtype codes in the order of `Dtype`.
 const int32_t* torch_dtypes() {
   static const int32_t numbers[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
                                     aoti_torch_dtype_int32(),   aoti_torch_dtype_int64(),    aoti_torch_dtype_uint8()};
@@ -31,13 +32,13 @@ Dtype dtype_of(int32_t number) {
   return static_cast<Dtype>(std::find(numbers, end, number) - numbers);
 }
 
-void give_back(void* data, void* bytes) { give_memory(data, reinterpret_cast<size_t>(bytes)); }
+void give_back(void* data, void* bytes) { pool_free(data, reinterpret_cast<size_t>(bytes)); }
 
 }  // namespace
 
-void fail(const char* function, const std::string& argument, const std::string& must, const std::string& got,
-          const std::string& then) {
-  throw std::runtime_error(std::string(function) + ": " + argument + " must " + must + "; got " + got + ". " + then);
+void fail(const char* function, const std::string& argument, const std::string& requirement, const std::string& got,
+          const std::string& advice) {
+  throw std::runtime_error(std::string(function) + ": " + argument + " must " + requirement + "; got " + got + ". " + advice);
 }
 
 void check_torch(int32_t code, const char* what) {
@@ -62,11 +63,11 @@ const char* name_of(Dtype dtype) {
 Tensor::Tensor(AtenTensorHandle handle) : handle_(handle) {
   int64_t *sizes = nullptr, *strides = nullptr;
   int32_t number = 0;
-  check_torch(aoti_torch_get_dim(handle, &dim_), "tell a tensor's axes");
-  check_torch(aoti_torch_get_sizes(handle, &sizes), "tell a tensor's sizes");
-  check_torch(aoti_torch_get_strides(handle, &strides), "tell a tensor's strides");
-  check_torch(aoti_torch_get_dtype(handle, &number), "tell a tensor's dtype");
-  check_torch(aoti_torch_get_data_ptr(handle, &data_), "tell a tensor's address");
+  check_torch(aoti_torch_get_dim(handle, &dim_), "return a tensor's number of axes");
+  check_torch(aoti_torch_get_sizes(handle, &sizes), "return a tensor's sizes");
+  check_torch(aoti_torch_get_strides(handle, &strides), "return a tensor's strides");
+  check_torch(aoti_torch_get_dtype(handle, &number), "return a tensor's dtype");
+  check_torch(aoti_torch_get_data_ptr(handle, &data_), "return a tensor's address");
   sizes_ = sizes, strides_ = strides, dtype_ = dtype_of(number);
 }
 
@@ -82,7 +83,7 @@ Tensor::~Tensor() {
 
 Tensor Tensor::reference() const {
   AtenTensorHandle copy = nullptr;
-  check_torch(aoti_torch_new_tensor_handle(handle_, &copy), "refer to a tensor");
+  check_torch(aoti_torch_new_tensor_handle(handle_, &copy), "create a reference to a tensor");
   return Tensor(copy);
 }
 
@@ -137,8 +138,8 @@ Tensor empty_strided(Dtype dtype, const Sizes& sizes, const Sizes& strides) {
   const int32_t number = torch_dtypes()[static_cast<int32_t>(dtype)];
   static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
   AtenTensorHandle handle = nullptr;
-  if (bytes >= least_pooled && memory_limit() > 0) {
-    void* data = take_memory(static_cast<size_t>(bytes));
+  if (bytes >= min_pooled_bytes && pool_limit() > 0) {
+    void* data = pool_allocate(static_cast<size_t>(bytes));
     if (data == nullptr) throw std::bad_alloc();
     check_torch(torch_from_blob(data, dim, sizes.data(), strides.data(), 0, number, cpu, -1, &handle, strided, nullptr, 0,
                                 give_back, reinterpret_cast<void*>(static_cast<size_t>(bytes))),
@@ -173,7 +174,7 @@ Tensor empty_heads(const Tensor& like, int64_t dim) {
 
 Workspace::~Workspace() {
   for (const Block& block : blocks_) {
-    if (block.pooled) give_memory(block.data, block.bytes);
+    if (block.pooled) pool_free(block.data, block.bytes);
     else free(block.data);
   }
 }
@@ -181,9 +182,9 @@ Workspace::~Workspace() {
 void* Workspace::take(int64_t bytes) {
   if (bytes <= 0) return nullptr;
   blocks_.reserve(blocks_.size() + 1);
-  const bool pooled = bytes >= least_pooled && memory_limit() > 0;
+  const bool pooled = bytes >= min_pooled_bytes && pool_limit() > 0;
   const size_t size = (static_cast<size_t>(bytes) + alignment - 1) / alignment * alignment;
-  void* data = pooled ? take_memory(size) : aligned_alloc(alignment, size);
+  void* data = pooled ? pool_allocate(size) : aligned_alloc(alignment, size);
   if (data == nullptr) throw std::bad_alloc();
   blocks_.push_back({data, size, pooled});
   return data;
@@ -193,15 +194,15 @@ int32_t instruction_set = -1;
 
 int32_t threads() {
   uint32_t count = 1;
-  check_torch(torch_get_num_threads(&count), "tell its number of threads");
-  return std::min<int32_t>(static_cast<int32_t>(count), most_threads);
+  check_torch(torch_get_num_threads(&count), "return its number of threads");
+  return std::min<int32_t>(static_cast<int32_t>(count), max_threads);
 }
 
 void check_kernel(int code, const char* function) {
   if (code == CH_OK) return;
   if (code == CH_NO_MEMORY) throw std::bad_alloc();
   if (code == CH_BAD_POINTER) {
-    fail(function, "every tensor", "hold its elements, at an address that their size divides",
+    fail(function, "every tensor", "have memory aligned to its elements",
          "one whose memory was freed or begins within an element", "Copy it with .clone().");
   }
   throw std::runtime_error(std::string(function) + ": the call must fit the CPU kernels; got code " +

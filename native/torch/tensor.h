@@ -12,8 +12,8 @@
 namespace clearhead::torch {
 
 // Raises RuntimeError in Python: "<function>: <argument> must <rule>; got <what>. <what to do>".
-[[noreturn]] void fail(const char* function, const std::string& argument, const std::string& must,
-                       const std::string& got, const std::string& then);
+[[noreturn]] void fail(const char* function, const std::string& argument, const std::string& requirement,
+                       const std::string& got, const std::string& advice);
 
 // Raises where a function of the stable ABI reports an error.
 void check_torch(int32_t code, const char* what);
@@ -28,7 +28,7 @@ const char* name_of(Dtype dtype);
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle);  // takes the reference over
+  explicit Tensor(AtenTensorHandle handle);  // takes ownership of the reference
   Tensor(Tensor&& other) noexcept { *this = std::move(other); }
   Tensor& operator=(Tensor&& other) noexcept;
   Tensor(const Tensor&) = delete;
@@ -38,7 +38,7 @@ class Tensor {
   explicit operator bool() const { return handle_ != nullptr; }
   int64_t dim() const { return dim_; }
   int64_t size(int64_t axis) const { return sizes_[axis]; }
-  // The stride in elements; 0 along an axis of one entry, so that it broadcasts.
+  // The stride in elements; 0 for an axis of size 1, so that it broadcasts.
   int64_t step(int64_t axis) const { return sizes_[axis] == 1 ? 0 : strides_[axis]; }
   int64_t stride(int64_t axis) const { return strides_[axis]; }
   int64_t elements() const;
@@ -47,10 +47,10 @@ class Tensor {
   template <class Number> Number* as() const { return static_cast<Number*>(data_); }
   bool contiguous() const;
   bool is_shaped(std::initializer_list<int64_t> sizes) const;
-  std::string shape() const;  // in words, for errors
+  std::string shape() const;  // as text, for errors
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
   Tensor reference() const;
-  // The same elements, with a contiguous last axis or contiguous throughout; a copy where they are not.
+  // The same elements with a contiguous last axis, or fully contiguous; copies if needed.
   Tensor with_contiguous_rows() &&;
   Tensor as_contiguous() &&;
 
@@ -68,14 +68,14 @@ ch_tensor view_of(const Tensor& tensor);
 
 using Sizes = std::vector<int64_t>;
 
-// New tensors, their elements unknown. Large ones lie in memory that freed ones left (native/src/memory.h).
+// New uninitialised tensors. Large ones use the cache of freed results (native/src/memory.h).
 Tensor empty(Dtype dtype, const Sizes& sizes);
 Tensor empty_strided(Dtype dtype, const Sizes& sizes, const Sizes& strides);
 Tensor zeros(Dtype dtype, const Sizes& sizes);
-// [batch, heads, len, dim] whose heads are laid out as those of `like`: side by side in a token, or one after the other.
+// [batch, heads, len, dim] with the memory order of `like`: heads side by side in a token, or one after the other.
 Tensor empty_heads(const Tensor& like, int64_t dim);
 
-// Memory of one call, given back when it ends.
+// Memory of one call, released at its end.
 class Workspace {
  public:
   Workspace() = default;
@@ -93,7 +93,7 @@ class Workspace {
   std::vector<Block> blocks_;
 };
 
-// torch.get_num_threads(), at most what the kernels take.
+// torch.get_num_threads(), clamped to the kernels' limit.
 int32_t threads();
 
 // The index of the instruction set that operators run on; -1 for the best that the processor has.

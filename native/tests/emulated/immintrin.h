@@ -1,8 +1,8 @@
-// The instructions of AVX-512 that the kernels name, in plain C++: with this folder first in the search for headers,
-// the kernels of those sets compile for any processor and can be tested there. Right, not fast.
+// The AVX-512 instructions that the kernels use, in plain C++: with this folder first in the include path, the kernels
+// of those sets compile for any processor and can be tested there. Correct, not fast.
 //
 // Each does what its manual says, lane by lane (Intel 64 and IA-32 Architectures Software Developer's Manual, volume
-// 2). Only those that are used: one more is a compiler's error here, and a few lines.
+// 2). Only those that are used: another one is a compile error here, and takes a few lines.
 #pragma once
 
 #include <math.h>
@@ -39,7 +39,7 @@ template <class V> CH_EMULATED V read(const void* from) {
 CH_EMULATED uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 CH_EMULATED float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
-// Numbers below the least normal one are 0 to the instructions of bfloat16, going in and coming out.
+// bf16 instructions flush subnormals to 0, as inputs and as results.
 CH_EMULATED float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 
 CH_EMULATED uint16_t bfloat_of(float x) {
@@ -55,7 +55,7 @@ CH_EMULATED float of_half(uint16_t half) {
   return sign * (exponent ? ldexpf((float)(digits + 1024), exponent - 25) : ldexpf((float)digits, -24));
 }
 
-// To the nearest, of two the even one: the step between halves near x is 2**(exponent - 10), and no finer than 2**-24.
+// To the nearest, ties to even: the step between halves near x is 2**(exponent - 10), and at least 2**-24.
 CH_EMULATED uint16_t half_of(float x) {
   const uint16_t sign = (uint16_t)(bits_of(x) >> 16 & 0x8000);
   if (x != x) return (uint16_t)(sign | 0x7e00 | (bits_of(x) >> 13 & 0x1ff));
@@ -79,7 +79,7 @@ CH_EMULATED void _mm256_storeu_si256(__m256i* to, __m256i v) { memcpy(to, &v, si
 CH_EMULATED void _mm512_storeu_si512(void* to, __m512i v) { memcpy(to, &v, sizeof(v)); }
 CH_EMULATED void _mm512_storeu_ps(void* to, __m512 v) { memcpy(to, &v, sizeof(v)); }
 
-// Places that the mask leaves out are not touched.
+// Masked elements are not accessed.
 CH_EMULATED __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* from) {
   emulated::Halves v = {};
   for (int i = 0; i < 32; i++)
@@ -91,7 +91,7 @@ CH_EMULATED __m512 _mm512_set1_ps(float x) { return x - (__m512){}; }
 CH_EMULATED __m512i _mm512_set1_epi32(int x) { return (__m512i)((uint32_t)x + (emulated::Words){}); }
 CH_EMULATED __m512i _mm512_set1_epi16(short x) { return (__m512i)((uint16_t)x + (emulated::Halves){}); }
 
-// ---- parts and orders ---------------------------------------------------------------------------------------
+// ---- lanes and permutations ---------------------------------------------------------------------------------
 
 CH_EMULATED __m128 _mm256_castps256_ps128(__m256 v) { return emulated::read<__m128>(&v); }
 CH_EMULATED __m128 _mm256_extractf128_ps(__m256 v, int half) {
@@ -131,7 +131,7 @@ CH_EMULATED __m512i _mm512_permutexvar_epi16(__m512i order, __m512i v) {
   return (__m512i)r;
 }
 
-// Within each lane of 128 bits: two of its four words, or one of its two pairs, from a and b in turn.
+// Within each lane of 128 bits: two of its four words, or one of its two pairs, from a and b alternately.
 CH_EMULATED __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) {
   const emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
   emulated::Words r;
@@ -154,12 +154,12 @@ CH_EMULATED __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
   for (int i = 0; i < 8; i++) r[i] = i % 2 ? b[i / 2 * 2 + 1] : a[i / 2 * 2 + 1];
   return r;
 }
-// Four rows of four become its columns.
+// Transposes four rows of four.
 CH_EMULATED void _MM_TRANSPOSE4_PS(__m128& a, __m128& b, __m128& c, __m128& d) {
   const __m128 rows[4] = {a, b, c, d};
   for (int i = 0; i < 4; i++) a[i] = rows[i][0], b[i] = rows[i][1], c[i] = rows[i][2], d[i] = rows[i][3];
 }
-// Two lanes of a, then two of b, each named by two bits.
+// Two lanes of a, then two of b, each selected by two bits.
 CH_EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int lanes) {
   __m512i r;
   for (int i = 0; i < 8; i++) {
@@ -169,7 +169,7 @@ CH_EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int lanes) {
   return r;
 }
 
-// The lowest places of v, one after the other, where the mask is set; those of `rest` elsewhere.
+// Consecutive elements of v where the mask is set; those of `rest` elsewhere.
 CH_EMULATED __m512 _mm512_mask_expand_ps(__m512 rest, __mmask16 mask, __m512 v) {
   int next = 0;
   for (int i = 0; i < 16; i++)
@@ -185,7 +185,7 @@ CH_EMULATED __m512 _mm512_mask_mov_ps(__m512 rest, __mmask16 mask, __m512 v) {
   return rest;
 }
 
-// ---- whole numbers ------------------------------------------------------------------------------------------
+// ---- integers -----------------------------------------------------------------------------------------------
 
 CH_EMULATED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 CH_EMULATED __m512i _mm512_slli_epi32(__m512i v, int by) { return (__m512i)((emulated::Words)v << by); }
@@ -208,10 +208,10 @@ CH_EMULATED __m512i _mm512_cvtepu16_epi32(__m256i v) {
 
 CH_EMULATED __m128 _mm_add_ps(__m128 a, __m128 b) { return a + b; }
 CH_EMULATED __m256 _mm256_add_ps(__m256 a, __m256 b) { return a + b; }
-// The second of the two where one is NaN.
+// The second operand if one is NaN.
 CH_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 
-// The halves first, then their halves, as compilers do it: no instruction.
+// Halves first, then their halves, as compilers do it: no single instruction.
 CH_EMULATED float _mm512_reduce_add_ps(__m512 v) {
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; i++) v[i] += v[i + half];
@@ -223,19 +223,19 @@ CH_EMULATED float _mm512_reduce_max_ps(__m512 v) {
   return v[0];
 }
 
-// Ordered comparisons: false where one is NaN.
+// Ordered comparisons: false if one is NaN.
 CH_EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
   __mmask16 mask = 0;
   for (int i = 0; i < 16; i++) mask |= (__mmask16)((how == _CMP_GT_OQ ? a[i] > b[i] : a[i] >= b[i]) << i);
   return mask;
 }
 
-// Only whole numbers (bits 4 to 7 are 0), to the nearest or down (bits 0 and 1).
+// Rounds to integers only (bits 4 to 7 are 0), to the nearest or down (bits 0 and 1).
 CH_EMULATED __m512 _mm512_roundscale_ps(__m512 v, int how) {
   for (int i = 0; i < 16; i++) v[i] = how & 1 ? floorf(v[i]) : rintf(v[i]);
   return v;
 }
-// What rounding takes away; 0 of infinity.
+// What rounding removes; 0 for infinity.
 CH_EMULATED __m512 _mm512_reduce_ps(__m512 v, int how) {
   const __m512 whole = _mm512_roundscale_ps(v, how);
   for (int i = 0; i < 16; i++) v[i] = fabsf(v[i]) == __builtin_inff() ? 0.0f : v[i] - whole[i];
@@ -252,7 +252,7 @@ CH_EMULATED __m512 _mm512_scalef_ps(__m512 v, __m512 power) {
   return v;
 }
 
-// ---- numbers of 16 bits -------------------------------------------------------------------------------------
+// ---- 16-bit elements ----------------------------------------------------------------------------------------
 
 CH_EMULATED __m512 _mm512_cvtph_ps(__m256i v) {
   const emulated::HalfOfHalves from = (emulated::HalfOfHalves)v;
@@ -277,7 +277,7 @@ CH_EMULATED __m512bh _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
   for (int i = 0; i < 16; i++) r[i + 16] = emulated::bfloat_of(a[i]);
   return (__m512bh)r;
 }
-// Of each pair the upper product first; a product of two bfloat16 is a float, so that two roundings are one.
+// The upper product of each pair first; a product of two bfloat16 is exact in float32, so there are two roundings.
 CH_EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   const emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
   for (int i = 0; i < 16; i++) {

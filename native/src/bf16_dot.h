@@ -1,5 +1,5 @@
-// Pairs of neighbouring bfloat16 in one word, of which one instruction multiplies and adds both: what of them differs
-// from one instruction set to another.
+// bf16 dot-product instructions (VDPBF16PS, BFDOT): each multiplies and adds the two neighbouring bfloat16 of a word.
+// This file has what differs between instruction sets.
 #pragma once
 
 #include "vector.h"
@@ -7,8 +7,8 @@
 #if defined(CH_BF16DOT)
 namespace CH_NS {
 
-// To each lane of `sum` the products of both halves of the pairs.
-CH_INLINE vf add_products(vf sum, vf a, vf b) {
+// Adds the products of both halves of the pairs to each lane of `sum`.
+CH_INLINE vf bf16_dot(vf sum, vf a, vf b) {
 #if defined(CH_AVX512)
   return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
@@ -16,18 +16,18 @@ CH_INLINE vf add_products(vf sum, vf a, vf b) {
 #endif
 }
 
-// A pair for all lanes, and what it adds to them.
+// A pair that is broadcast to all lanes, and its multiply-add.
 #if defined(CH_AVX512)
-CH_INLINE Spread spread_pair(const uint32_t* pair) { return (vf)(*pair + (vu){}); }
-CH_INLINE vf add_products_of_one(vf sum, Spread one, vf b) { return add_products(sum, one, b); }
+CH_INLINE Broadcast broadcast_pair(const uint32_t* pair) { return (vf)(*pair + (vu){}); }
+CH_INLINE vf bf16_dot_broadcast(vf sum, Broadcast one, vf b) { return bf16_dot(sum, one, b); }
 #else
-CH_INLINE Spread spread_pair(const uint32_t* pair) {
-  Spread bits;
+CH_INLINE Broadcast broadcast_pair(const uint32_t* pair) {
+  Broadcast bits;
   memcpy(&bits, pair, sizeof(bits));
   return bits;
 }
-// Of the intrinsic GCC makes two more instructions than this one.
-CH_INLINE vf add_products_of_one(vf sum, Spread one, vf b) {
+// GCC adds two instructions to the intrinsic, so this is inline assembly.
+CH_INLINE vf bf16_dot_broadcast(vf sum, Broadcast one, vf b) {
   asm("bfdot %0.4s, %1.8h, %2.2h[0]" : "+w"(sum) : "w"(b), "w"(one));
   return sum;
 }
@@ -42,7 +42,7 @@ CH_INLINE vh rounded(vf x) {
 #endif
 }
 
-// The lower halves of words, and their upper ones.
+// Words with `low` as lower and `high` as upper halves.
 CH_INLINE vu paired(vh low, vh high) {
 #if defined(CH_AVX512)
   const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)high), 16);
@@ -53,7 +53,7 @@ CH_INLINE vu paired(vh low, vh high) {
 #endif
 }
 
-// Two vectors rounded, by themselves and as pairs of one and the other.
+// Two vectors rounded: one by one, and interleaved as pairs.
 struct Rounded {
   vh one, other;
   vu pairs;
@@ -72,7 +72,7 @@ CH_INLINE Rounded round_two(vf one, vf other) {
 #endif
 }
 
-// A vector of pairs from a row that has `count` numbers left, 0 beyond.
+// A vector of pairs from a row with `count` elements left, zero-padded.
 CH_INLINE vu get_pairs(const uint16_t* from, int count) {
   if (count >= 2 * VL) return *(const vu_any*)from;
 #if defined(CH_AVX512)

@@ -1,0 +1,131 @@
+// The GEMM micro-kernel of all kernels: a few rows of A times a panel of B, accumulated in registers.
+//
+// C[MR x NV*VL] = (or +=) sum over steps of A[row][step] * B[step][column]. A is read one operand at a time and
+// broadcast, so its strides are free: a transposed A costs nothing. B is a panel, with `ldb` operands from step to
+// step. 6 rows of 4 vectors are 24 sums in flight, which covers two FMA units of latency four and leaves registers for
+// a step of B. An operand is a float, or with CH_BF16DOT a pair of bfloat16 along the steps for the bf16 dot-product
+// instructions.
+#pragma once
+
+#include "bf16_dot.h"
+
+namespace CH_NS {
+
+#if defined(CH_AVX512) || defined(CH_NEON)
+constexpr int NV = 4;  // vectors of a panel, for sets with 32 registers
+#else
+constexpr int NV = 2;
+#endif
+constexpr int MR = 6;  // rows at a time
+constexpr int PW = NV * VL;  // columns of a panel
+
+// Multiply-add of float32 operands: lane by lane, or with one operand broadcast. PACK is the number of elements per
+// operand, LOAD_VECTORS the number of vectors of B per load.
+struct Fp32Fma {
+  typedef float operand;
+  typedef float right;
+  static constexpr int PACK = 1, LOAD_VECTORS = 1;
+  static CH_INLINE Broadcast broadcast(const float* a) { return broadcast_float(a); }
+  static CH_INLINE vf get(const float* b) { return load(b); }
+  static CH_INLINE vf row(const float* a) { return load(a); }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) { return madd_float(sum, a, b); }
+};
+
+#if defined(CH_BF16DOT)
+// The same with bf16 dot-product instructions; an operand is two neighbouring bfloat16.
+struct Bf16Dot {
+  typedef uint32_t operand;
+  typedef uint32_t right;
+  static constexpr int PACK = 2, LOAD_VECTORS = 1;
+  static CH_INLINE Broadcast broadcast(const uint32_t* a) { return broadcast_pair(a); }
+  static CH_INLINE vf get(const uint32_t* b) { return (vf)*(const vu_any*)b; }
+  static CH_INLINE vf row(const uint32_t* a) { return get(a); }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return bf16_dot(sum, a, b); }
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) { return bf16_dot_broadcast(sum, a, b); }
+};
+#endif
+
+// ROWS x VECS sums, each passed to `emit(row, vector, sum)`.
+template <class M, int ROWS, int VECS, class Emit>
+CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict a, int64_t a_row, int64_t a_step,
+                            const typename M::right* __restrict b, int64_t ldb, const Emit& emit) {
+  vf sum[ROWS][VECS];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) sum[r][v] = (vf){};
+  for (int64_t s = 0; s < steps; s++) {
+    vf bv[VECS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) {
+      if constexpr (M::LOAD_VECTORS == 2)
+        if (v / 2 * 2 + 1 < VECS) {
+          if (v % 2 == 0) M::get_two(b + v * VL, bv[v], bv[v + 1]);
+          continue;
+        }
+      bv[v] = M::get(b + v * VL);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++) {
+      const Broadcast av = M::broadcast(a + r * a_row);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; v++) sum[r][v] = M::madd_broadcast(sum[r][v], av, bv[v]);
+    }
+    a += a_step;
+    b += ldb;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++) {
+    if constexpr (M::LOAD_VECTORS == 2)
+#pragma GCC unroll 2
+      for (int v = 0; v + 1 < VECS; v += 2) M::put_in_order(sum[r][v], sum[r][v + 1]);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) emit(r, v, sum[r][v]);
+  }
+}
+
+// How the sums are combined with C.
+enum Update { SET, ADD, SCALE_ADD };
+
+template <class M, int ROWS, int VECS, Update UPDATE>
+CH_INLINE void gemm_block(int64_t steps, const typename M::operand* __restrict a, int64_t a_row, int64_t a_step,
+                          const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
+                          const float* __restrict factor) {
+  micro_kernel<M, ROWS, VECS>(steps, a, a_row, a_step, b, ldb, [&](int r, int v, vf sum) CH_INLINED {
+    // C is added at the end: added at the start it would lengthen the chain of roundings.
+    float* at = c + r * ldc + v * VL;
+    if constexpr (UPDATE == ADD) sum += load(at);
+    if constexpr (UPDATE == SCALE_ADD) sum += load(at) * all(factor[r]);
+    store(at, sum);
+  });
+}
+
+template <class M, int VECS, Update UPDATE>
+__attribute__((noinline)) void gemm_rows(int rows, int64_t steps, const typename M::operand* a, int64_t a_row,
+                                         int64_t a_step, const typename M::right* b, int64_t ldb, float* c,
+                                         int64_t ldc, const float* factor) {
+  switch (rows) {
+    case 6: return gemm_block<M, 6, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 5: return gemm_block<M, 5, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 4: return gemm_block<M, 4, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 3: return gemm_block<M, 3, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 2: return gemm_block<M, 2, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    default: return gemm_block<M, 1, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+  }
+}
+
+// At most MR rows and NV vectors of columns.
+template <class M, Update UPDATE>
+CH_INLINE void gemm(int rows, int vecs, int64_t steps, const typename M::operand* a, int64_t a_row, int64_t a_step,
+                    const typename M::right* b, int64_t ldb, float* c, int64_t ldc,
+                    const float* factor = nullptr) {
+  if constexpr (NV == 4) {
+    if (vecs == 4) return gemm_rows<M, 4, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    if (vecs == 3) return gemm_rows<M, 3, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+  }
+  if (vecs == 2) return gemm_rows<M, 2, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+  return gemm_rows<M, 1, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+}
+
+}  // namespace CH_NS
