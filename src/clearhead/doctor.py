@@ -216,8 +216,8 @@ def _compiler() -> dict[str, str] | None:
 
 
 def _limits() -> list[Rate]:
-    """Upper limits of the kernels: the rate of their product in the first-level caches."""
-    title, why = "the kernels' product in the first caches", native_library.reason()
+    """Upper limits of the kernels: their GEMM's throughput with operands in the first-level cache."""
+    title, why = "the kernels' GEMM, operands in the first-level cache", native_library.reason()
     rates = {str(dtype)[6:]: product_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
     return [
         Rate(title, name, None, f"the library {why}") if rate is None else Rate(title, name, float(f"{rate:.4g}"))
@@ -226,7 +226,7 @@ def _limits() -> list[Rate]:
 
 
 def _product_rates() -> list[Rate]:
-    """Rates of torch's matrix product; skipped in bfloat16 where oneDNN has none, which takes a second."""
+    """Throughput of torch's GEMM; skipped in bfloat16 where oneDNN has none, which takes a second."""
     rates = []
     for dtype in (torch.float32, torch.bfloat16):
         absent = ONEDNN.absent(dtype) if dtype is torch.bfloat16 else None
@@ -235,7 +235,7 @@ def _product_rates() -> list[Rate]:
             one, other = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
             timing = _timed({"product": lambda one=one, other=other: one @ other})["product"]
             rate = _gflops(2.0 * _MATRIX**3, timing)
-        rates.append(Rate("matrix product 1024", name, rate, absent))
+        rates.append(Rate("torch's GEMM 1024", name, rate, absent))
     return rates
 
 

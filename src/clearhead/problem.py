@@ -61,7 +61,8 @@ class Problem:
                 "mask",
                 must="be a mask",
                 got=type(mask).__name__,
-                then="Wrap a boolean tensor (True = may attend) in ch.Dense, or use ch.Causal() and others.",
+                then="Wrap a boolean tensor (True = may attend) in ch.Dense; convert a float mask with "
+                "ch.bridges.from_additive; or use ch.Causal() and others.",
             )
         offset = _offset(function, query_offset, mask, rules, query.shape[2], key.shape[2])
         problem = cls(

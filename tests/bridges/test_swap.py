@@ -72,10 +72,10 @@ def test_the_report_lists_every_replaced_module(model: Model) -> None:
     second = swap(model)
     assert second.replaced == second.left == ()
     assert second.before == report.replaced
-    assert str(second).splitlines()[0] == "native  1 TransformerEncoder       swapped before"
+    assert str(second).splitlines()[0] == "fused   2 TransformerEncoderLayer  swapped before"
     restored = unswap(model)
     assert restored.replaced == report.replaced
-    assert str(unswap(model)) == "nothing in the model attends"
+    assert str(unswap(model)) == "no module of the model attends, or was swapped"
 
 
 def test_a_second_swap_changes_leave_padding_out(model: Model) -> None:
@@ -224,7 +224,7 @@ def test_the_report_says_why_modules_are_left() -> None:
 
 
 def test_swap_of_a_model_without_attention_and_of_a_non_module() -> None:
-    assert str(swap(nn.Linear(2, 2))) == "nothing in the model attends"
+    assert str(swap(nn.Linear(2, 2))) == "no module of the model attends, or was swapped"
     for function in (swap, unswap):
         with pytest.raises(
             ch.UnsupportedError, match=rf"^{function.__name__}: model must be a torch.nn.Module; got str"

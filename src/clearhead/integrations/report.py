@@ -79,7 +79,7 @@ class SwapReport:
         for row in self.rows:
             groups.setdefault((row.how, row.class_name, row.reason), []).append(row)
         if not groups:
-            return "nothing in the model attends"
+            return "no module of the model attends, or was swapped"
         order = ("fused", "native", "left")
         lines = [
             (how, str(len(rows)), name, _remark(rows, reason))

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -146,9 +147,9 @@ def _transformers() -> Any:
     """The integration of transformers, if a model of it may exist: its models were imported then."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
-    from clearhead.integrations.transformers import replace
+    from clearhead.integrations.transformers import replace as models
 
-    return replace
+    return models
 
 
 def _swap_transformers(model: nn.Module) -> tuple[list[SwapRow], set[nn.Module]]:
@@ -180,7 +181,7 @@ def _row(name: str, module: nn.Module) -> SwapRow | None:
     kind = class_of(module)
     original = original_of(kind)
     if original is not None:
-        return SwapRow(name, original.__name__, "native", None, BEFORE) if original in _REPLACEMENTS else None
+        return replace(_restored(name, original), reason=BEFORE) if original in _REPLACEMENTS else None
     why = _why_left(module)
     if why is not None:
         return SwapRow(name, type(module).__name__, "left", None, why)

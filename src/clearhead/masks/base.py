@@ -273,7 +273,7 @@ class Carrying(Mask):
                 raise MaskError.about(
                     function,
                     "mask",
-                    must=f"have {axis} 1 or {call}",
+                    must=f"have {axis} 1" if call == 1 else f"have {axis} 1 or {call}",
                     got=f"{axis} {carried} in {self!r}",
                     then="Make the mask for this call's sizes.",
                 )

@@ -62,7 +62,8 @@ class BatchLayout:
                 "mask",
                 must="be a mask",
                 got=type(mask).__name__,
-                then="Wrap a boolean tensor (True = may attend) in ch.Dense.",
+                then="Wrap a boolean tensor (True = may attend) in ch.Dense; convert a float mask with "
+                "ch.bridges.from_additive.",
             )
         size = (size[0], size[1])
         padding, rest = _split_padding(mask)

@@ -50,7 +50,8 @@ def find_layer(function: str, model: nn.Module, layer: int | str | None) -> str:
             "model",
             must="contain a ch.nn.MultiHeadAttention",
             got=type(model).__name__,
-            then="Convert torch's modules with MultiHeadAttention.from_torch.",
+            then="Convert torch's modules with MultiHeadAttention.from_torch; of a swapped model pass the traced "
+            "query, key and value.",
         )
     if isinstance(layer, str) and layer in names:
         return layer

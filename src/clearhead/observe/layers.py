@@ -185,7 +185,7 @@ def places(function: str, argument: str, chosen: object, count: int, then: str) 
     return tuple(indices)
 
 
-class _NotSeen(ShapeError, KeyError):
+class LayerNotRecordedError(ShapeError, KeyError):
     """There is no record of a layer; also a ``KeyError``, as for any mapping."""
 
     __str__ = Exception.__str__
@@ -219,7 +219,7 @@ class LayerRecords(Mapping[str, Record], Generic[Record]):
             why = "was not called" if len(names) == 1 and names[0] in self._records else "was not observed"
             got = f"{repr_of(layer)}, which {why if names else 'does not exist'}"
             must, then = f"be one of {existing}", "Choose one of them."
-            raise _NotSeen.about(self._function, "layer", must=must, got=got, then=then)
+            raise LayerNotRecordedError.about(self._function, "layer", must=must, got=got, then=then)
         return records
 
     def every_call(self) -> Iterator[tuple[str, Record]]:
