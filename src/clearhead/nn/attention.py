@@ -211,11 +211,11 @@ class MultiHeadAttention(nn.Module):
         ) else None
 
     def projections(self) -> Projections | None:
-        """Weights and options; None where there is more to a linear layer, or a hook or compiler sees its calls."""
+        """Weights and options; None if a linear layer is of another class, hooked or compiled."""
         return None if torch.compiler.is_compiling() else cached_reading(self, None, self._read, may_be_hooked=(self,))
 
     def _read(self) -> Projections | None:
-        """Weights and options, where there is no more to the linear layers."""
+        """Weights and options, if the linear layers are plain."""
         submodules = submodules_of(self)
         layers = [*map(submodules.get, _PROJECTIONS)]
         plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear]

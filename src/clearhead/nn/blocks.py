@@ -85,7 +85,7 @@ class Block(nn.Module):
         return x
 
     def _stack(self, names: Sequence[tuple[str, str]], parts: Sequence[nn.Module], x: Tensor) -> Stack | None:
-        """The block's weights and options; None where there is more to its parts, or a hook inside them."""
+        """The block's weights and options; None if a part is of another class, or hooked."""
 
         def read() -> Stack | None:
             layer = self.parts(names, x)
@@ -95,7 +95,7 @@ class Block(nn.Module):
         return cached_reading(self, key, read, may_be_hooked=(self, *parts))
 
     def parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
-        """The block's weights and options, where there is no more to its parts."""
+        """The block's weights and options, if its parts are plain."""
         submodules = submodules_of(self)
         *attentions, feedforward = [submodules[name] for name, _ in names]
         if any(type(each) is not MultiHeadAttention for each in attentions) or type(feedforward) is not FeedForward:

@@ -39,7 +39,7 @@ def share() -> None:
 
 
 def _loaded() -> list[str]:
-    """The OpenMP libraries of this process, first come first."""
+    """The OpenMP libraries of this process, in the order of loading."""
     if not _MAPS.exists():
         return []
     # The sixth column is the file, whose name may hold spaces.

@@ -314,7 +314,7 @@ class _Comparison:
     length: int = 0
 
     def outputs(self, x: Tensor, theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Of one call each, whose arguments differ in masks and caches."""
+        """The outputs of both forms, for calls that differ in masks and caches."""
         forward, fast = type(self.theirs).forward, self.fast
         result = forward(self.theirs, x, **theirs)
         self.length = len(result) if isinstance(result, tuple) else 0
@@ -323,13 +323,13 @@ class _Comparison:
         return _first(result), _first(forward(self.ours, x, **ours) if output is None else output)
 
     def note(self, kind: int, theirs: Tensor, ours: Tensor, least: float = 1e-30) -> None:
-        """Of outputs, 0, or gradients, 1; relative to the largest value, or ``least``."""
+        """Record a relative difference: of outputs (0) or of gradients (1)."""
         with torch.no_grad():
             difference = float((theirs - ours).abs().max() / theirs.abs().max().clamp(min=least))
         self.differences[kind] = max(self.differences[kind], difference if difference == difference else torch.inf)
 
     def gradients(self, x: Tensor, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-        """Compare those of inputs and parameters, while training."""
+        """Compare the gradients of inputs and parameters in training mode."""
         self.theirs.train()
         self.ours.train()
         wanted = [x.requires_grad_(), *self.theirs.parameters()]
