@@ -94,7 +94,7 @@ BAD = [
     ((q(3, 4),) * 3, {"scores": 3}, ch.UnsupportedError, "scores must hold score rules; got int"),
     ((q(3, 4),) * 3, {"backend": "fast"}, ch.UnsupportedError, "backend must be one of 'auto', 'native'"),
     ((q(3, 4),) * 3, {"mask": ch.Padding([4])}, ch.ShapeError, "lengths of at most k_len 3; got 4"),
-    ((q(3, 4),) * 3, {"mask": ch.Padding([1, 1])}, ch.MaskError, "mask must have batch 1 or 1; got batch 2"),
+    ((q(3, 4),) * 3, {"mask": ch.Padding([1, 1])}, ch.MaskError, "mask must have batch 1; got batch 2"),
     ((q(3, 4),) * 3, {"mask": ch.Documents(lengths=[4])}, ch.MaskError, "cover the call's tokens (3 keys"),
     ((q(3, 4),) * 3, {"mask": ch.Dense(torch.ones(2, 3).bool())}, ch.MaskError, "have shape [..., 3, 3]"),
     ((q(3, 4),) * 3, {"mask": ch.Blocks(torch.ones(1, 1).bool(), 2)}, ch.MaskError, "covers 2 and 2"),
