@@ -186,7 +186,7 @@ class TestHead:
         ]
         assert [label.split(".")[0] for label in labels] == [
             "Entropy of the weights, in nats",
-            "Mean distance to what is attended to",
+            "Mean distance to the attended keys",
             "Sum of the weights: the rest is the sink's",
         ]
         assert "before: 1.00 to 1.00" in labels[2]
@@ -210,7 +210,7 @@ class TestHead:
 def test_nothing_is_cut_off(browser: Any, lab: Any, width: int, scheme: str) -> None:
     settings = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
     with opened(browser, lab, "variants", **settings) as tab:
-        start(tab, "Formulas of your own")
+        start(tab, "Typed formulas")
         assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert tab.root.locator("input:not([id]), textarea:not([id])").count() == 0
         assert tab.page.evaluate(
