@@ -361,7 +361,10 @@ def _allows_all(part: Mask, reach: int) -> bool:
     """Whether padding, or a row of booleans, forbids none of the first ``reach`` keys."""
     if isinstance(part, Padding):
         return bool((part.lengths >= reach).all())
-    return isinstance(part, Dense) and part.allowed.shape[2] == 1 and bool(part.allowed[..., :reach].all())
+    if not isinstance(part, Dense) or part.allowed.shape[2] != 1:
+        return False
+    # A row was made because it forbids a key: only a reach short of all keys may leave that one out.
+    return reach < part.allowed.shape[3] and bool(part.allowed[..., :reach].all())
 
 
 # ---- masks that are plain tensors ---------------------------------------------------------------------------
