@@ -319,3 +319,15 @@ def test_page_of_16384_tokens_is_responsive(browser: Any, tmp_path: Path) -> Non
         settle(opened)
     assert opened.complaints == []
     opened.context.close()
+
+
+def test_embedded_page_does_not_scroll_the_page_around_it(browser: Any, tmp_path: Path) -> None:
+    page = ch.view(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<div style='height:3000px'></div>{page._repr_html_()}", encoding="utf-8")
+    context = browser.new_context()
+    opened = context.new_page()
+    opened.goto(path.as_uri())
+    opened.frame_locator("iframe").locator("#main[data-ready]").wait_for(state="attached")
+    assert opened.evaluate("scrollY") == 0
+    context.close()

@@ -12,6 +12,12 @@ const SORTS = {
 const MANY = 7, BOX = 96, ROW = 128, PER_ROW = 12;
 const BADGES = [["entropy", "entropy, nats"], ["distance", "distance, tokens"], ["first", "weight on the first token"]];
 
+// Scrolls the list alone: scrollIntoView would scroll a page that embeds this one too.
+function showWithin(list, item) {
+  const outer = list.getBoundingClientRect(), inner = item.getBoundingClientRect();
+  list.scrollTop += Math.min(0, inner.top - outer.top) + Math.max(0, inner.bottom - outer.bottom);
+}
+
 export class Grid {
   constructor(model) {
     this.model = model;
@@ -109,7 +115,7 @@ export class Grid {
       each.setAttribute("aria-checked", String(each === here));
       each.tabIndex = each === (here ?? buttons[0]) ? 0 : -1;
     }
-    here?.scrollIntoView({block: "nearest"});
+    if (here) showWithin(byId("heads"), here);
   }
 
   update(changed) {
