@@ -6,10 +6,10 @@ Public names are imported when they are first read, so that ``import clearhead``
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from clearhead import bridges, nn, positions, sparse
+    from clearhead import bridges, functional, nn, positions, sparse
     from clearhead.cache import KVCache
     from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
-    from clearhead.functional import attention, explain_dispatch, observe_attention
+    from clearhead.functional.exact import attention, explain_dispatch, observe_attention
     from clearhead.inspector import view
     from clearhead.integrations.swap import swap, unswap
     from clearhead.linear import linear_attention
@@ -47,7 +47,7 @@ else:
             "clearhead.integrations.swap": "swap unswap",
             "clearhead.cache": "KVCache",
             "clearhead.errors": "ClearheadError DataError MaskError ShapeError UnsupportedError",
-            "clearhead.functional": "attention explain_dispatch observe_attention",
+            "clearhead.functional.exact": "attention explain_dispatch observe_attention",
             "clearhead.inspector": "view",
             "clearhead.linear": "linear_attention",
             "clearhead.masks": "Blocks Causal Dense Documents Global Mask MaskFunction Padding Prefix Strided Window",
@@ -99,6 +99,7 @@ __all__ = [
     "bridges",
     "explain",
     "explain_dispatch",
+    "functional",
     "linear_attention",
     "nn",
     "observe",

@@ -17,7 +17,7 @@ from clearhead.benchmark.machine import load, machine, threads, torch_build, ver
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.choices import TABLE, ChoiceRow, processor, row_for
 from clearhead.dispatch import BACKENDS, loaded
-from clearhead.functional import attention, explain_dispatch
+from clearhead.functional.exact import attention, explain_dispatch
 from clearhead.ops import library as native_library
 from clearhead.ops import memory as native_memory
 from clearhead.ops.throughput import product_rate

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from clearhead.dispatch import choose
-from clearhead.functional import attention, observe_attention
+from clearhead.functional.exact import attention, observe_attention
 from clearhead.masks import Documents
 from clearhead.problem import Problem
 from clearhead.shapes import Float

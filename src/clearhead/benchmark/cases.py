@@ -10,7 +10,7 @@ import torch
 
 from clearhead.benchmark.peers import MODULE, OURS, TEXTBOOK, Call, Groups, ModuleWork, TensorWork
 from clearhead.errors import UnsupportedError
-from clearhead.functional import explain_dispatch
+from clearhead.functional.exact import explain_dispatch
 from clearhead.masks import Causal
 
 __all__ = ["OURS", "Comparison", "Setting", "chosen_backend", "comparison_of", "errors_against", "grid", "noise_of"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.benchmark.peers import OURS, Call, Groups, parameters_as_torch_packs_them, torch_parameters
-from clearhead.functional import explain_dispatch
+from clearhead.functional.exact import explain_dispatch
 from clearhead.integrations.swap import swap
 from clearhead.masks import Documents
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, SDPA, Call, Groups
-from clearhead.functional import attention, explain_dispatch
+from clearhead.functional.exact import attention, explain_dispatch
 from clearhead.masks import MaskFunction
 from clearhead.scores import Alibi, ScoreFunction
 

@@ -14,7 +14,7 @@ from clearhead import linear
 from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.benchmark.product import PRODUCT, yardsticks
-from clearhead.functional import attention
+from clearhead.functional.exact import attention
 from clearhead.masks import Causal
 
 __all__ = ["FULL", "LENGTHS", "LinearRow", "linear_rows"]

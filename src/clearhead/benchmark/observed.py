@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Groups, TensorWork
-from clearhead.functional import explain_dispatch, observe_attention
+from clearhead.functional.exact import explain_dispatch, observe_attention
 from clearhead.statistics import Observation, Want
 
 __all__ = ["MATERIALISED", "PLAIN", "WANTS", "ObserveRow"]

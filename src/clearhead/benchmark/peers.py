@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearhead.functional import attention, explain_dispatch
+from clearhead.functional.exact import attention, explain_dispatch
 from clearhead.masks import Causal, Mask, Window
 from clearhead.nn.attention import MultiHeadAttention
 

@@ -19,7 +19,7 @@ from clearhead.benchmark.sheets import Sheet
 from clearhead.benchmark.table import milliseconds
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.errors import UnsupportedError
-from clearhead.functional import attention
+from clearhead.functional.exact import attention
 from clearhead.masks import Causal, Mask, Window
 from clearhead.masks.base import index_tensors
 from clearhead.sparse import (

@@ -20,7 +20,7 @@ from clearhead.demo.speed import Speed, measure
 from clearhead.demo.threads import threads
 from clearhead.demo.training import Recipe, log_probabilities, new_model, train
 from clearhead.errors import DataError, ShapeError
-from clearhead.functional import observe_attention
+from clearhead.functional.exact import observe_attention
 from clearhead.inspector import Page
 from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clearhead.arguments import repr_of, several, texts_of, whole_number
 from clearhead.errors import DataError, ShapeError, UnsupportedError
-from clearhead.functional import attention
+from clearhead.functional.exact import attention
 from clearhead.inspector.carried import FUNCTION
 from clearhead.inspector.heads import Shared, layer_of
 from clearhead.inspector.html import bundle, fill, inert, policy, read

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import ClearheadError, ShapeError
-from clearhead.functional import explain_dispatch, observe_attention
+from clearhead.functional.exact import explain_dispatch, observe_attention
 from clearhead.lab.variants_heads import DIM, HEADS, heads, words
 from clearhead.lab.variants_parts import MASKS, RULES, Field, Kind, Part
 from clearhead.lab.variants_starts import STARTS

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native
-from clearhead.functional import attention
+from clearhead.functional.exact import attention
 from clearhead.masks import Mask
 from clearhead.nn.norm import normed_by_torch
 from clearhead.nn.spec import LayerParts, Projections

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.functional import attention, observe_attention
+from clearhead.functional.exact import attention, observe_attention
 from clearhead.masks import Causal, Mask, Padding, Window
 from clearhead.masks.base import Not
 from clearhead.problem import Problem
