@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
     from clearhead.inspector import view
+    from clearhead.integrations.accelerate import accelerate
     from clearhead.integrations.swap import swap, unswap
     from clearhead.linear import linear_attention
     from clearhead.masks import (
@@ -44,6 +45,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "clearhead.integrations.accelerate": "accelerate",
             "clearhead.integrations.swap": "swap unswap",
             "clearhead.cache": "KVCache",
             "clearhead.errors": "ClearheadError DataError MaskError ShapeError UnsupportedError",
@@ -95,6 +97,7 @@ __all__ = [
     "UnsupportedError",
     "Want",
     "Window",
+    "accelerate",
     "attention",
     "bridges",
     "explain",

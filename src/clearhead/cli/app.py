@@ -18,7 +18,20 @@ from clearhead.errors import ClearheadError, DataError, UnsupportedError
 
 __all__ = ["COMMANDS", "EXTRAS", "app", "main"]
 
-COMMANDS = ("demo", "explain", "observe", "view", "lab", "train", "predict", "generate", "bench", "conform", "doctor")
+COMMANDS = (
+    "demo",
+    "explain",
+    "observe",
+    "view",
+    "lab",
+    "train",
+    "predict",
+    "generate",
+    "bench",
+    "conform",
+    "doctor",
+    "run",
+)
 """Names of the commands. Each is a module of this package with a function ``command`` or a Typer ``app``."""
 
 EXTRAS = {

@@ -29,6 +29,8 @@ __all__ = [
     "attend_backward",
     "attend_plain",
     "attend_plain_backward",
+    "attend_with_lse",
+    "attend_with_lse_backward",
     "gathers",
     "mask_options",
 ]
@@ -45,7 +47,7 @@ _RETURNS: Final = (
 )
 #: Those that are two tensors.
 _PAIRS: Final = {"top_k": ("top_weights", "top_indices"), "heatmap": ("heatmap_max", "heatmap_mean")}
-_SOFTMAX, _OUTPUT32 = (1 << _RETURNS.index(name) for name in ("softmax", "output32"))
+_LSE, _SOFTMAX, _OUTPUT32 = (1 << _RETURNS.index(name) for name in ("lse", "softmax", "output32"))
 #: ``ch_rule_kind`` of the native interface.
 SLOPE, RELATIVE, DENSE, SOFTCAP = 1, 2, 3, 4
 
@@ -196,6 +198,38 @@ def attend_plain_backward(
     """Gradients of query, key and value; None where NaN or infinity meets the causal mask."""
     results, finite = torch.ops.clearhead.attention_gradients.default(
         grad, query, key, value, softmax.contiguous(), exact, scale, None, 0 if causal else None
+    )
+    return results[:3] if finite else None
+
+
+def attend_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, ``[batch, heads, q_len]``, by the operator's keyword arguments."""
+    output, lse = torch.ops.clearhead.attention_forward.default(query, key, value, scale, _LSE, **options)
+    return output, lse
+
+
+def attend_with_lse_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    options: Mapping[str, Any],
+) -> list[Tensor] | None:
+    """Gradients of query, key and value from the output and the log-sum-exp alone, 0 or minus infinity in empty rows.
+
+    None where NaN or infinity meets a mask.
+    """
+    # Without score rules the kernels scale a score in the exponential, so a row's maximum is not scaled.
+    largest = lse if options.get("rule_kinds") else lse / scale
+    softmax = torch.stack((largest, torch.ones_like(lse)), dim=-1)
+    exact = output if output.dtype is torch.float32 else output.to(torch.float32).contiguous()
+    results, finite = torch.ops.clearhead.attention_gradients.default(
+        grad, query, key, value, softmax, exact, scale, **options
     )
     return results[:3] if finite else None
 

@@ -19,7 +19,7 @@ from clearhead.masks import Causal, Dense, Mask
 from clearhead.scores import DenseBias
 from clearhead.shapes import Bool
 
-__all__ = ["MaskReader", "Meaning", "may_look", "padded_keys"]
+__all__ = ["MaskReader", "Meaning", "may_look", "padded_keys", "recognised"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class MaskReader:
             meaning = self._additive(attn_mask)
         else:
             meaning = Meaning(from_forbidden(attn_mask, num_heads=self.num_heads))
-        return Meaning(_recognised(meaning.mask), meaning.scores) if self.look else meaning
+        return Meaning(recognised(meaning.mask), meaning.scores) if self.look else meaning
 
     def key_padding(self, key_padding_mask: Tensor | None) -> Meaning:
         """``key_padding_mask``, bool or float ``[batch, k_len]``, or ``[k_len]`` of a call without a batch.
@@ -179,7 +179,7 @@ def padded_keys(key_padding_mask: Tensor | None) -> Bool[Tensor, "*batch k_len"]
     return key_padding_mask == -torch.inf
 
 
-def _recognised(mask: Mask | None) -> Mask | None:
+def recognised(mask: Mask | None) -> Mask | None:
     """The mask by its name where it has one: none at all, or causal."""
     if not isinstance(mask, Dense) or mask.allowed.shape[:2] != (1, 1):
         return mask
