@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from clearhead.errors import DataError
 
@@ -20,14 +21,28 @@ __all__ = ["app"]
 
 _FAILED: Final = 1
 
+
+class _Python(TyperCommand):
+    """A command whose options end at the script, or at ``-m MODULE``, as those of ``python`` do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        place = next((place for place, word in enumerate(args) if word == "-m" or word[:1] != "-"), None)
+        if place is not None:
+            place += 2 if args[place] == "-m" else 0
+            args = [*args[:place], "--", *args[place:]]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(add_completion=False)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-)
-def command(
+@app.command(cls=_Python)
+def run(
     context: typer.Context,
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="A script, and its arguments; with -m, arguments alone."),
+    ] = None,
     module: Annotated[
         str | None, typer.Option("-m", metavar="MODULE", help="Run a module, as python -m does, and not a script.")
     ] = None,
@@ -45,7 +60,7 @@ def command(
     """
     from clearhead.integrations.accelerate import accelerate
 
-    arguments = list(context.args)
+    arguments = list(program or ())
     if module is None and not arguments:
         raise typer.BadParameter("Name a script, or a module with -m.", ctx=context)
     script = None if module is not None else Path(arguments.pop(0))
