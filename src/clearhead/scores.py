@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -317,6 +317,8 @@ class ScoreFunction(Bound, ScoreRule):
 
     fields = ("fn",)
     position_dependent = True
+    #: The public name that errors start with, and the function's name among its arguments.
+    subject: ClassVar[tuple[str, str]] = ("ScoreFunction", "fn")
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
@@ -325,11 +327,10 @@ class ScoreFunction(Bound, ScoreRule):
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         with self.as_called():
-            result = call_user_function("ScoreFunction", self.fn, ShapeError, score, batch, head, q_pos, k_pos)
+            result = self._evaluated(score, batch, head, q_pos, k_pos)
         if result.shape != score.shape or result.dtype != score.dtype:
             raise ShapeError.about(
-                "ScoreFunction",
-                "fn",
+                *self.subject,
                 must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
                 got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)} "
                 f"on {tile_text(batch, head, q_pos, k_pos)}",
@@ -337,6 +338,10 @@ class ScoreFunction(Bound, ScoreRule):
                 "table[head, q_pos - k_pos].",
             )
         return result
+
+    def _evaluated(self, *arguments: Tensor) -> Tensor:
+        """The function's result on a tile's scores and index tensors."""
+        return call_user_function(self.subject, self.fn, ShapeError, *arguments)
 
     def placed(self, query_offset: int) -> ScoreFunction:
         return self.bound()
@@ -361,12 +366,12 @@ def differentiated(
     try:
         return _stopped_at(scores_out, [scores_in, *parameters], grad)
     except Exception as failure:
-        names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
-        if not names:
+        functions = [rule for rule in rules if isinstance(rule, ScoreFunction)]
+        if not functions:
             raise
+        names = [function_name(rule.fn) for rule in functions]
         raise UnsupportedError.about(
-            "ScoreFunction",
-            "fn",
+            *functions[0].subject,
             must="have a derivative",
             got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_text(*indices)}",
             then="Use differentiable tensor operations, out of place.",
@@ -405,9 +410,10 @@ def check_reached(
     rules: Sequence[ScoreRule], scores_out: Tensor, scores_in: Tensor, parameters: Sequence[Tensor]
 ) -> None:
     """Raise ``UnsupportedError`` if a user's function depends on a learned tensor that is not in ``parameters``."""
-    names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
-    if not names or not scores_out.requires_grad:
+    functions = [rule for rule in rules if isinstance(rule, ScoreFunction)]
+    if not functions or not scores_out.requires_grad:
         return
+    names = [function_name(rule.fn) for rule in functions]
     visited = {get_gradient_edge(tensor).node for tensor in (scores_in, *parameters)}
     waiting = [get_gradient_edge(scores_out).node]
     while waiting:
@@ -418,8 +424,7 @@ def check_reached(
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             raise UnsupportedError.about(
-                "ScoreFunction",
-                "fn",
+                *functions[0].subject,
                 must="name the learned tensors it reads",
                 got=f"one of shape {tuple(variable.shape)} that {' or '.join(names)} reaches in another way",
                 then="Close over the tensor or its module directly.",

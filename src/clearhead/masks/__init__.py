@@ -6,6 +6,7 @@ Masks combine with ``&``, ``|`` and ``~``; the intervals of a combination follow
 """
 
 from clearhead.masks.base import Mask
+from clearhead.masks.block_mask import from_block_mask
 from clearhead.masks.function import MaskFunction
 from clearhead.masks.positional import Causal, Global, Prefix, Strided, Window
 from clearhead.masks.sequences import Documents, Padding
@@ -23,4 +24,5 @@ __all__ = [
     "Prefix",
     "Strided",
     "Window",
+    "from_block_mask",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,8 +41,10 @@ class MaskFunction(Bound, Mask):
     [[1, 0], [0, 1]]
     """
 
-    fields = ("fn",)
+    fields: ClassVar[tuple[str, ...]] = ("fn",)
     position_dependent = True
+    #: The public name that errors start with, and the function's name among its arguments.
+    subject: ClassVar[tuple[str, str]] = ("MaskFunction", "fn")
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
@@ -54,17 +56,20 @@ class MaskFunction(Bound, Mask):
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         with self.as_called():
-            allowed = call_user_function("MaskFunction", self.fn, MaskError, batch, head, q_pos, k_pos)
+            allowed = self._evaluated(batch, head, q_pos, k_pos)
         shape = torch.broadcast_shapes(batch.shape, head.shape, q_pos.shape, k_pos.shape)
         if allowed.dtype != torch.bool or not _broadcasts(allowed.shape, shape):
             raise MaskError.about(
-                "MaskFunction",
-                "fn",
+                *self.subject,
                 must=f"return bool that broadcasts to {tuple(shape)}",
                 got=f"{repr_of(allowed)} from {function_name(self.fn)} on {tile_text(batch, head, q_pos, k_pos)}",
                 then="Combine comparisons of the arguments with & | ~.",
             )
         return allowed.reshape((1,) * (len(shape) - allowed.ndim) + allowed.shape)
+
+    def _evaluated(self, *indices: Tensor) -> Tensor:
+        """The function's result on index tensors that broadcast."""
+        return call_user_function(self.subject, self.fn, MaskError, *indices)
 
     def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
         plain = type(q_pos) is Tensor and q_pos.is_cpu and not has_dispatch_mode()
@@ -83,12 +88,12 @@ def function_name(fn: Callable[..., Tensor]) -> str:
 
 
 def call_user_function(
-    function: str, fn: Callable[..., Tensor], error: type[ClearheadError], *arguments: Tensor
+    subject: tuple[str, str], fn: Callable[..., Tensor], error: type[ClearheadError], *arguments: Tensor
 ) -> Tensor:
     """Call a user's function and check that it returns a tensor, writes into no argument and draws no random numbers.
 
     Args:
-        function: the public name that errors start with.
+        subject: the public name that errors start with, and the function's name among its arguments.
         fn: the user's function.
         error: the class of errors about what ``fn`` raises or returns.
         *arguments: its arguments, of which the last four are index tensors.
@@ -101,8 +106,7 @@ def call_user_function(
         result = fn(*arguments)
     except Exception as failure:
         raise error.about(
-            function,
-            "fn",
+            *subject,
             must="run on index tensors that broadcast",
             got=f"{type(failure).__name__}: {failure} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Use tensor operations, and look tensors up by the indices, as in table[q_pos, k_pos]: "
@@ -110,8 +114,7 @@ def call_user_function(
         ) from failure
     if not _untouched(before, arguments):
         raise UnsupportedError.about(
-            function,
-            "fn",
+            *subject,
             must="leave its arguments as they are",
             got=f"one that {function_name(fn)} wrote into on {tile_text(*arguments[-4:])}",
             then="Return a new tensor: x + y for x += y, x.masked_fill for x.masked_fill_.",
@@ -119,8 +122,7 @@ def call_user_function(
     # Another thread may have drawn them, so call the function a second time and record its operations.
     if random != _generator_state(arguments[-1]) and _draws(fn, arguments):
         raise UnsupportedError.about(
-            function,
-            "fn",
+            *subject,
             must="draw no random numbers: it is called several times for a tile, in backward too",
             got=f"a random number that {function_name(fn)} drew on {tile_text(*arguments[-4:])}",
             then="Draw before the call and look up by position, as in noise[q_pos, k_pos]; a module's dropout needs "
@@ -128,8 +130,7 @@ def call_user_function(
         )
     if not isinstance(result, Tensor):
         raise error.about(
-            function,
-            "fn",
+            *subject,
             must="return a tensor",
             got=f"{type(result).__name__} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Return a tensor built from the arguments.",
@@ -137,8 +138,7 @@ def call_user_function(
     device = arguments[-1].device
     if result.device != device or result.layout != torch.strided:
         raise error.about(
-            function,
-            "fn",
+            *subject,
             must=f"return a plain tensor on {device}",
             got=f"{str(result.layout)[6:]} on {result.device} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Move what it reads to the device of its arguments.",

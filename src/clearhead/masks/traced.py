@@ -62,9 +62,23 @@ class _Places:
 
 
 def traced_intervals(
-    fn: Callable[..., Any], batch: Tensor, head: Tensor, q_pos: Int[Tensor, "1 1 q_len 1"], k_len: int
+    fn: Callable[..., Any],
+    batch: Tensor,
+    head: Tensor,
+    q_pos: Int[Tensor, "1 1 q_len 1"],
+    k_len: int,
+    *,
+    evaluate: Callable[..., Tensor] | None = None,
 ) -> Intervals | None:
     """The intervals of keys that a predicate ``fn(batch, head, q_pos, k_pos)`` allows each query.
+
+    Args:
+        fn: the predicate, which is called on stand-ins.
+        batch: batch indices, ``[batch, 1, 1, 1]``.
+        head: head indices, ``[1, heads, 1, 1]``.
+        q_pos: absolute positions of the queries.
+        k_len: number of keys.
+        evaluate: evaluates the predicate on index tensors that broadcast; by default ``fn`` itself.
 
     Returns:
         The intervals; None if tracing cannot show that they are few.
@@ -83,7 +97,7 @@ def traced_intervals(
         return None
     try:
         intervals = _intervals(result, places)
-        return intervals if intervals is not None and _holds(fn, intervals, places) else None
+        return intervals if intervals is not None and _holds(evaluate or fn, intervals, places) else None
     except Exception:  # a function may fail at places outside the call
         return None
 
