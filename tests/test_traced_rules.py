@@ -16,7 +16,7 @@ import clearhead as ch
 from clearhead.ops.library import reason
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
-from clearhead.traced_rules import Extent, traced_rules
+from clearhead.traced_rules import Extent, TracedRules, traced_rules
 
 needs_kernels = pytest.mark.skipif(reason() is not None, reason=f"the native backend {reason()}")
 BATCH, HEADS, Q_LEN, K_LEN, OFFSET = 2, 4, 70, 90, 20
@@ -49,6 +49,33 @@ TRACED: dict[str, tuple[Callable[..., Tensor], list[type[ScoreRule]]]] = {
         [ch.SoftCap, ch.RelativeBias],
     ),
     "nothing": (lambda s, b, h, i, j: s, []),
+    "both positions": (lambda s, b, h, i, j: s - 0.01 * i * j * SLOPES[h], [ch.DenseBias]),
+    "query alone": (lambda s, b, h, i, j: s + (0.1 * i).sin() * SLOPES[h], [ch.DenseBias]),
+    "distance by batch entry": (lambda s, b, h, i, j: s - (i - j).abs() * (b + SLOPES[h]), [ch.DenseBias]),
+    # Rounding makes them no functions of the distance.
+    "whole numbers of fractions": (
+        lambda s, b, h, i, j: s - ((i / 4).long() - (j / 4).long()).abs() * SLOPES[h],
+        [ch.DenseBias],
+    ),
+    "whole numbers of products": (
+        lambda s, b, h, i, j: s + ((i * 0.25).to(torch.int32) == (j * 0.25).to(torch.int32)) * SLOPES[h],
+        [ch.DenseBias],
+    ),
+    "tenths": (lambda s, b, h, i, j: s + (i * 0.1 - j * 0.1).floor() * SLOPES[h], [ch.DenseBias]),
+    "thirds": (lambda s, b, h, i, j: s + (i / 3 - j / 3).floor() * SLOPES[h], [ch.DenseBias]),
+    "masked": (lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf), []),
+    "masked, the other way": (lambda s, b, h, i, j: torch.where(i < j, torch.tensor(-torch.inf), s), []),
+    "masked by filling": (lambda s, b, h, i, j: s.masked_fill((i - j).abs() > 9, -torch.inf), []),
+    "masked, then biased": (
+        lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf) - SLOPES[h] * (i - j).abs(),
+        [ch.RelativeBias],
+    ),
+    "capped, biased, masked twice": (
+        lambda s, b, h, i, j: torch.where(
+            j != 3, torch.where(i >= j, 2 * torch.tanh(s / 2) + BY_KEY[b, j], -torch.inf), -torch.inf
+        ),
+        [ch.SoftCap, ch.DenseBias],
+    ),
 }
 
 
@@ -69,24 +96,21 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "scales by head": lambda s, b, h, i, j: s * SLOPES[h],
     "subtracts the score": lambda s, b, h, i, j: (i - j) - s,
     "two scores": lambda s, b, h, i, j: s + s,
-    "both positions": lambda s, b, h, i, j: s - 0.01 * i * j,
-    "query alone": lambda s, b, h, i, j: s + (0.1 * i).sin(),
-    "distance by batch entry": lambda s, b, h, i, j: s - (i - j).abs() * b,
     "position in float16": lambda s, b, h, i, j: s + (i.half() - j.half()).to(s.dtype),
     "decides": _decides,
     "hides what it cannot do": _hides,
     "asks for the shape": lambda s, b, h, i, j: s + (i - j) / s.shape[-1],
     "a tile's shape": lambda s, b, h, i, j: s + torch.zeros(K_LEN),
     "random": lambda s, b, h, i, j: s + torch.rand_like(s),
-    "masks the score": lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf),
     "another cap than it divides by": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 3.0),
     "cap that never ends": lambda s, b, h, i, j: torch.tanh(s / 2.0),
+    "cap of a masked score": lambda s, b, h, i, j: 2.0 * torch.tanh(torch.where(i >= j, s, -torch.inf) / 2.0),
+    "masked by the score": lambda s, b, h, i, j: torch.where(s > 0.0, s, -torch.inf),
+    "another choice": lambda s, b, h, i, j: torch.where(i >= j, s, 0.0),
     "cap of a biased score": lambda s, b, h, i, j: 2.0 * torch.tanh((s + 1.0) / 2.0),
     "cap of a cap": lambda s, b, h, i, j: 2.0 * torch.tanh(2.0 * torch.tanh(s / 2.0) / 2.0),
     "added within the cap": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0 + 1.0),
     "cap beyond numbers": lambda s, b, h, i, j: 1e320 * torch.tanh(s / 1e320),
-    "whole numbers of fractions": lambda s, b, h, i, j: s - ((i / 4).long() - (j / 4).long()).abs(),
-    "whole numbers of products": lambda s, b, h, i, j: s + ((i * 0.25).to(torch.int32) == (j * 0.25).to(torch.int32)),
     "a copy that knows nothing": lambda s, b, h, i, j: s + 0.01 * torch.as_tensor(i * j, dtype=s.dtype),
     "a new tensor": lambda s, b, h, i, j: s + torch.tensor(float(i.max())),
     "matrix product": lambda s, b, h, i, j: s + (i - j).float() @ torch.ones(1, 1),
@@ -108,16 +132,21 @@ def _inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
+def _applied(traced: TracedRules, score: Tensor, indices: list[Tensor]) -> Tensor:
+    for rule in traced.rules:
+        score = rule.apply(score, *indices)
+    return score if traced.mask is None else score.masked_fill(~traced.mask.allows(*indices), -torch.inf)
+
+
 @pytest.mark.parametrize("name", TRACED)
 def test_function_becomes_rules(name: str) -> None:
     fn, kinds = TRACED[name]
-    rules = traced_rules(ch.ScoreFunction(fn), EXTENT, LIKE)
-    assert rules is not None
-    assert [type(rule) for rule in rules] == kinds
+    traced = traced_rules(ch.ScoreFunction(fn), EXTENT, LIKE)
+    assert traced is not None
+    assert [type(rule) for rule in traced.rules] == kinds
     score = torch.randn(BATCH, HEADS, Q_LEN, K_LEN)
-    written = score
-    for rule in rules:
-        written = rule.apply(written, *_indices())
+    written = _applied(traced, score, _indices())
+    assert (traced.mask is not None) == ("masked" in name)
     torch.testing.assert_close(written, fn(score, *_indices()), rtol=1e-6, atol=2e-6)
 
 
@@ -171,7 +200,7 @@ def test_the_reason_says_what_the_kernels_take() -> None:
     report = ch.explain_dispatch(*inputs, scores=ch.ScoreFunction(FUNCTIONS["scales"]), query_offset=OFFSET)
     assert report.choice == "tiled"
     if reason() is None:
-        assert "caps scores or adds a bias of q_pos - k_pos or of the key alone" in str(report)
+        assert "caps or masks scores, or adds a bias of q_pos - k_pos, of the key, or a small one" in str(report)
 
 
 def test_only_occurring_distances_are_evaluated() -> None:
@@ -186,6 +215,26 @@ def test_only_occurring_distances_are_evaluated() -> None:
     ]
     assert torch.isfinite(grads[0])
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_a_score_that_is_masked_and_then_capped_is_not_masked() -> None:
+    """The cap gives it a finite score: the mask of the first rule is none of the call."""
+    inputs = [tensor.detach() for tensor in _inputs(torch.float32)]
+    masks = ch.ScoreFunction(TRACED["masked"][0])
+    for rules in ([masks, ch.SoftCap(2.0)], [masks, ch.ScoreFunction(TRACED["cap"][0])]):
+        output = ch.attention(*inputs, scores=rules, query_offset=OFFSET)
+        right = ch.attention(*inputs, scores=rules, query_offset=OFFSET, backend="reference")
+        torch.testing.assert_close(output, right, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+def test_large_biases_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = BATCH * HEADS * Q_LEN * K_LEN
+    fn = TRACED["distance by batch entry"][0]
+    for most, choice in ((places, "native"), (places - 1, "tiled")):
+        monkeypatch.setattr("clearhead.traced_rules._MOST_ENTRIES", most)
+        report = ch.explain_dispatch(*_inputs(torch.float32), scores=ch.ScoreFunction(fn), query_offset=OFFSET)
+        assert report.choice == choice
 
 
 def test_function_is_traced_at_each_call() -> None:
@@ -287,13 +336,11 @@ def test_rules_equal_the_function(number: _Number, offset: int, subtract: bool) 
         return s - number(b, h, i, j) if subtract else s + number(b, h, i, j)
 
     extent = Extent(batch=2, heads=3, q_len=5, k_len=7, query_offset=offset)
-    rules = traced_rules(ch.ScoreFunction(fn), extent, LIKE)
-    if rules is None:
+    traced = traced_rules(ch.ScoreFunction(fn), extent, LIKE)
+    if traced is None:
         return
     score = torch.zeros(2, 3, 5, 7)
-    written = score
-    for rule in rules:
-        written = rule.apply(written, *_indices(extent))
+    written = _applied(traced, score, _indices(extent))
     torch.testing.assert_close(written, fn(score, *_indices(extent)).float(), rtol=1e-5, atol=1e-4)
 
 
@@ -333,13 +380,11 @@ def _hides_all(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         lambda s, b, h, i, j: s + _frozen(h, i - j),
         lambda s, b, h, i, j: s + _scripted(i, j),
         _hides_all,
-        lambda s, b, h, i, j: s + (i * 0.1 - j * 0.1).floor(),
-        lambda s, b, h, i, j: s + (i / 3 - j / 3).floor(),
         lambda s, b, h, i, j: s + ((i + SLOPES[h].detach()) - (j + SLOPES[h].detach()) == 0.0),
         lambda s, b, h, i, j: torch.tanh(s * float("inf")) * 0.0,
         lambda s, b, h, i, j: s + torch.abs(i - j, out=torch.empty(0, dtype=torch.int64)),
     ],
-    ids=["straight-through", "no_grad", "scripted", "bare except", "tenths", "thirds", "shifted", "inf", "out"],
+    ids=["straight-through", "no_grad", "scripted", "bare except", "shifted", "inf", "out"],
 )
 def test_untraceable_functions_are_not_converted(fn: Callable[..., Tensor]) -> None:
     assert traced_rules(ch.ScoreFunction(fn), EXTENT, LIKE) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
@@ -15,13 +15,15 @@ from clearhead.arguments import dense, probability, real_number, repr_of, seed_o
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
-from clearhead.scores import ScoreFunction, ScoreRule, Sink, as_rules
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, as_rules
 from clearhead.shapes import Bool, Float
 from clearhead.tensors import is_hollow
 from clearhead.traced_rules import Extent, traced_rules
 
 __all__ = ["DTYPES", "Problem", "draw_seed", "scale_of"]
 
+#: Rules that add to scores, which leave a score of -infinity what it is.
+_ADDED: Final = (Alibi, DenseBias, RelativeBias, Sink)
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -162,24 +164,29 @@ class Problem:
 
     @cached_property
     def with_traced_rules(self) -> Problem:
-        """The same problem with score functions replaced by equal rules, where tracing finds them."""
+        """The same problem with score functions replaced by equal rules and masks, where tracing finds them."""
         if not any(isinstance(rule, ScoreFunction) for rule in self.scores):
             return self
         extent = Extent(
             batch=self.batch, heads=self.num_heads, q_len=self.q_len, k_len=self.k_len, query_offset=self.query_offset
         )
         like = self.query.new_empty(0, dtype=self.work_dtype)
-        traced = {
-            place: rules
-            for place, rule in enumerate(self.scores)
-            if isinstance(rule, ScoreFunction)
-            and does_as(rule, ScoreFunction, "apply")
-            and (rules := traced_rules(rule, extent, like)) is not None
-        }
-        if not traced:
-            return self
-        written = (one for place, rule in enumerate(self.scores) for one in traced.get(place, (rule,)))
-        return self._with(scores=tuple(written))
+        rules: list[ScoreRule] = []
+        mask = self.mask
+        # From the last rule on: a mask comes after all rules, and a later rule may bring back a score of -infinity.
+        for rule in reversed(self.scores):
+            traced = None
+            if isinstance(rule, ScoreFunction) and does_as(rule, ScoreFunction, "apply"):
+                traced = traced_rules(rule, extent, like)
+            masks = traced is not None and traced.mask is not None
+            if traced is None or (masks and not all(type(one) in _ADDED for one in rules)):
+                rules.insert(0, rule)
+                continue
+            rules[:0] = traced.rules
+            if traced.mask is not None:
+                mask = traced.mask if mask is None else mask & traced.mask
+        # Parts of the mask are shared if the mask is.
+        return (self._with if mask is self.mask else partial(replace, self))(mask=mask, scores=tuple(rules))
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The same problem with other tensors of the same shapes."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from clearhead.arguments import number, repr_of, tensor_of, whole
 from clearhead.closure import Bound, closed_over
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.masks.function import call_user_function, function_name, tile_text
+from clearhead.masks.function import Subject, call_user_function, function_name, tile_text
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
@@ -309,7 +309,9 @@ class ScoreFunction(Bound, ScoreRule):
     Cost: one call per tile forward and, with its derivative, one per tile backward; memory of a few tiles. On a CPU
     ``fn`` is traced first. If it adds a bias of ``head`` and ``q_pos - k_pos``, or of ``k_pos``, or caps the score as
     ``SoftCap`` does, in torch's elementwise operations, it costs as much as ``RelativeBias``, a ``DenseBias`` of one
-    row, or ``SoftCap``. ``explain_dispatch`` reports which backend runs.
+    row, or ``SoftCap``. Any other bias is written out as a ``DenseBias`` of up to 2**24 entries, and
+    ``torch.where(allowed, score, -inf)`` costs as much as a ``MaskFunction``. ``explain_dispatch`` reports which
+    backend runs.
 
     >>> ScoreFunction(lambda score, batch, head, q_pos, k_pos: score - 0.1 * (q_pos - k_pos).abs())
     ScoreFunction(fn=<lambda>)
@@ -317,8 +319,7 @@ class ScoreFunction(Bound, ScoreRule):
 
     fields = ("fn",)
     position_dependent = True
-    #: The public name that errors start with, and the function's name among its arguments.
-    subject: ClassVar[tuple[str, str]] = ("ScoreFunction", "fn")
+    subject: ClassVar[Subject] = Subject(function="ScoreFunction")
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
@@ -330,7 +331,8 @@ class ScoreFunction(Bound, ScoreRule):
             result = self._evaluated(score, batch, head, q_pos, k_pos)
         if result.shape != score.shape or result.dtype != score.dtype:
             raise ShapeError.about(
-                *self.subject,
+                self.subject.function,
+                self.subject.argument,
                 must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
                 got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)} "
                 f"on {tile_text(batch, head, q_pos, k_pos)}",
@@ -371,7 +373,8 @@ def differentiated(
             raise
         names = [function_name(rule.fn) for rule in functions]
         raise UnsupportedError.about(
-            *functions[0].subject,
+            functions[0].subject.function,
+            functions[0].subject.argument,
             must="have a derivative",
             got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_text(*indices)}",
             then="Use differentiable tensor operations, out of place.",
@@ -424,7 +427,8 @@ def check_reached(
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             raise UnsupportedError.about(
-                *functions[0].subject,
+                functions[0].subject.function,
+                functions[0].subject.argument,
                 must="name the learned tensors it reads",
                 got=f"one of shape {tuple(variable.shape)} that {' or '.join(names)} reaches in another way",
                 then="Close over the tensor or its module directly.",

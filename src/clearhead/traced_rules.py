@@ -1,6 +1,7 @@
-"""Converts a user's score function to rules of the CPU kernels, by tracing: a cap of the score, a bias, or both.
+"""Converts a user's score function to rules of the CPU kernels, by tracing: a cap of the score, a bias, and a mask.
 
-A bias of the head and the distance is a table ``[heads, distances]``, a bias of the key alone is a row.
+A bias of the head and the distance is a table ``[heads, distances]``, a bias of the key alone is a row, and any other
+one is written out if it is small. A score that is -infinity under a condition is masked.
 """
 
 from __future__ import annotations
@@ -8,16 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.errors import ClearheadError
+from clearhead.masks import Mask, MaskFunction
 from clearhead.scores import DenseBias, RelativeBias, ScoreFunction, ScoreRule, SoftCap
 from clearhead.tracing import BATCH, HEAD, INDICES, MOST_POSITIONS, QUERY, SCORE, StandIn, evaluated, few, trace
 
-__all__ = ["Extent", "traced_rules"]
+__all__ = ["Extent", "TracedRules", "traced_rules"]
+
+#: The largest bias that is written out for a function: 64 MiB in float32.
+_MOST_ENTRIES: Final = 2**24
+#: Places at which such a bias is evaluated at once: positions take 8 bytes each.
+_STRIP: Final = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +41,16 @@ class Extent:
     query_offset: int
 
 
-def traced_rules(rule: ScoreFunction, extent: Extent, like: Tensor) -> tuple[ScoreRule, ...] | None:
-    """A score function as equal rules: a ``SoftCap``, a bias (``RelativeBias``, or ``DenseBias`` of one row), or both.
+@dataclass(frozen=True, kw_only=True)
+class TracedRules:
+    """A score function as rules, then a mask; None for everything."""
+
+    rules: tuple[ScoreRule, ...]
+    mask: Mask | None
+
+
+def traced_rules(rule: ScoreFunction, extent: Extent, like: Tensor) -> TracedRules | None:
+    """A score function as equal rules: a ``SoftCap``, a bias (``RelativeBias`` or ``DenseBias``), or both, and a mask.
 
     Args:
         rule: the function.
@@ -40,11 +58,11 @@ def traced_rules(rule: ScoreFunction, extent: Extent, like: Tensor) -> tuple[Sco
         like: a tensor of the scores' dtype and device.
 
     Returns:
-        The rules, with biases that are differentiable in the tensors that the function closes over; None if the
-        function does something else, or tracing cannot show what it does.
+        The rules, with biases that are differentiable in the tensors that the function closes over, and the mask; None
+        if the function does something else, or tracing cannot show what it does.
 
     Cost: one call of the function on one place and one on a few, and its operations on ``heads * (q_len + k_len)``
-    places or on ``batch * heads * k_len``.
+    places, on ``batch * heads * k_len``, or on up to ``2**24`` places of a bias that is written out.
     """
     lengths = (extent.query_offset + extent.q_len, extent.k_len - extent.query_offset, extent.k_len)
     if min(extent.batch, extent.q_len, extent.k_len) == 0 or max(lengths) >= MOST_POSITIONS:
@@ -60,10 +78,22 @@ def traced_rules(rule: ScoreFunction, extent: Extent, like: Tensor) -> tuple[Sco
         if bias is None:
             return None
         rules.append(bias)
-    return tuple(rules) if _holds(rule, rules, extent, like) else None
+    mask = _mask(result.facts.conditions)
+    return TracedRules(rules=tuple(rules), mask=mask) if _holds(rule, rules, mask, extent, like) else None
 
 
-def _holds(rule: ScoreFunction, rules: Sequence[ScoreRule], extent: Extent, like: Tensor) -> bool:
+def _mask(conditions: Sequence[tuple[StandIn, bool]]) -> Mask | None:
+    """The places at which all conditions have the values that they must have."""
+
+    def mask_of(condition: StandIn, holds: bool) -> Mask:
+        mask = MaskFunction(lambda *indices: evaluated(condition, (None, *indices)))
+        return mask if holds else ~mask
+
+    masks = [mask_of(*one) for one in conditions]
+    return reduce(and_, masks) if masks else None
+
+
+def _holds(rule: ScoreFunction, rules: Sequence[ScoreRule], mask: Mask | None, extent: Extent, like: Tensor) -> bool:
     """Whether rules give the function's scores at a few places: tracing misses a constant made from a stand-in."""
     q_pos = few(extent.q_len) + extent.query_offset
     places = _indices(like, few(extent.batch), torch.arange(extent.heads), q_pos, few(extent.k_len))
@@ -76,6 +106,7 @@ def _holds(rule: ScoreFunction, rules: Sequence[ScoreRule], extent: Extent, like
             return False
         for one in rules:
             score = one.apply(score, *places)
+        score = score if mask is None else score.masked_fill(~mask.allows(*places), -torch.inf)
     # Functions may convert positions to float32 before they subtract them.
     near = 1e-6 * (extent.query_offset + extent.q_len + extent.k_len) + 1e-5
     return torch.allclose(score, right, rtol=1e-4, atol=near, equal_nan=True)
@@ -100,14 +131,26 @@ def _bias(result: StandIn, extent: Extent, like: Tensor) -> ScoreRule | None:
     if QUERY not in facts.axes:
         bias = _added(result, like, batch, head, zero, torch.arange(extent.k_len))
         return None if bias is None else DenseBias(bias)
-    return None
+    return _written_bias(result, extent, like, batch, head)
+
+
+def _written_bias(result: StandIn, extent: Extent, like: Tensor, batch: Tensor, head: Tensor) -> DenseBias | None:
+    """A bias of all indices, one row per query; None if it is large."""
+    places = len(batch) * len(head) * extent.q_len * extent.k_len
+    if places > _MOST_ENTRIES:
+        return None
+    first = extent.query_offset
+    rows = torch.arange(first, first + extent.q_len).split(max(1, _STRIP * extent.q_len // places))
+    strips = [_added(result, like, batch, head, positions, torch.arange(extent.k_len)) for positions in rows]
+    written = [strip for strip in strips if strip is not None]
+    return DenseBias(torch.cat(written, dim=2)).placed(first) if len(written) == len(strips) else None
 
 
 def _added(result: StandIn, like: Tensor, *places: Tensor) -> Tensor | None:
     """What a function adds to scores of 0 at some batch entries, heads, queries and keys; None if it fails there."""
     sizes = [len(place) for place in places]
     try:
-        added = evaluated(result, [like.new_zeros(sizes), *_indices(like, *places)])
+        added = evaluated(result, [like.new_zeros(sizes), *_indices(like, *places)], unmasked=True)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return None
     return added if list(added.shape) == sizes else None

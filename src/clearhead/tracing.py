@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "facts_of",
     "few",
     "named",
+    "takes_scalars",
     "trace",
 ]  # fmt: skip
 
@@ -71,16 +72,19 @@ class Facts:
     Attributes:
         axes: the indices of the place that it depends on.
         shift: by how much it grows if both positions grow by one; None if that differs between places.
-        score: the part of ``cap * tanh(score / cap)`` that it is; "" if it does not contain the score.
+        score: the part of ``cap * tanh(score / cap)`` that it is, "function" of the score if it is none; "" if it does
+            not contain the score.
         cap: the cap, if there is one.
         added: whether a value with the facts above was added to the score.
+        conditions: conditions on the place with the value that each must have; elsewhere the score is -infinity.
     """
 
     axes: frozenset[int] = frozenset()
     shift: float | None = 0.0
-    score: Literal["", "score", "score / cap", "tanh(score / cap)"] = ""
+    score: Literal["", "score", "score / cap", "tanh(score / cap)", "function"] = ""
     cap: float | None = None
     added: bool = False
+    conditions: tuple[tuple[StandIn, bool], ...] = field(default=(), compare=False)
 
 
 _CONSTANT: Final = Facts()
@@ -165,8 +169,14 @@ def few(size: int) -> Tensor:
     )
 
 
-def evaluated(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
-    """A traced function evaluated on other arguments; differentiable in the tensors that it closes over."""
+def evaluated(result: StandIn, arguments: Sequence[Tensor | None], *, unmasked: bool = False) -> Tensor:
+    """A traced function evaluated on other arguments; differentiable in the tensors that it closes over.
+
+    Args:
+        result: what the function returned on stand-ins.
+        arguments: the arguments; None for one that the result does not depend on.
+        unmasked: whether to leave out the steps that set a score to -infinity under a condition.
+    """
     computed: dict[int, Tensor] = {}
 
     def value(part: Any) -> Any:
@@ -179,12 +189,41 @@ def evaluated(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
         if id(part) not in computed:
             assert part.made_by is not None
             func, args, options = part.made_by
+            if unmasked and func in _MASKING and (score := _masked_by(part)) is not None:
+                return value(score)
             keywords = {name: value(one) for name, one in options.items()}
             computed[id(part)] = func(*(value(one) for one in args), **keywords)
         return computed[id(part)]
 
     output: Tensor = value(result)
     return output
+
+
+def takes_scalars(result: StandIn) -> bool:
+    """Whether a traced function combines places with scalars alone; of tensors with axes it may look up elements."""
+    waiting, visited = [result], set()
+    while waiting:
+        part = waiting.pop()
+        if part.made_by is None or id(part) in visited:
+            continue
+        visited.add(id(part))
+        func, args, options = part.made_by
+        flat = [
+            one for given in (*args, *options.values()) for one in (given if isinstance(given, tuple) else (given,))
+        ]
+        stand_ins = [one for one in flat if isinstance(one, StandIn)]
+        with_axes = (isinstance(one, Tensor) and one.numel() != 1 for one in flat if not isinstance(one, StandIn))
+        if func not in _LOOK_UPS and any(with_axes):
+            return False
+        waiting += stand_ins
+    return True
+
+
+def _masked_by(part: StandIn) -> StandIn | None:
+    """The score that an operation sets to -infinity under a condition; None for other operations."""
+    assert part.made_by is not None
+    scores = (one for one in part.made_by[1] if isinstance(one, StandIn) and one.facts.score)
+    return next((one for one in scores if len(one.facts.conditions) < len(part.facts.conditions)), None)
 
 
 def facts_of(value: object) -> Facts:
@@ -205,31 +244,33 @@ def _joined(operands: Sequence[Facts]) -> frozenset[int]:
     return frozenset().union(*(facts.axes for facts in operands))
 
 
-def _scoreless(values: Sequence[object]) -> list[Facts]:
-    operands = [facts_of(value) for value in values]
-    if any(facts.score for facts in operands):
-        raise _Unknown("a score that is not only added to")
-    return operands
+def _of_scores(operands: Sequence[Facts]) -> Facts | None:
+    """An elementwise function of the score that is no rule; None if no operand contains the score."""
+    contains = any(facts.score for facts in operands)
+    return Facts(_joined(operands), None, score="function") if contains else None
 
 
 def _any_function(*values: object, **options: object) -> Facts:
     """An elementwise function: the result is constant under a shift if all operands are."""
-    operands = _scoreless([*values, *options.values()])
-    return Facts(_joined(operands), 0.0 if all(facts.shift == 0.0 for facts in operands) else None)
+    operands = [facts_of(value) for value in (*values, *options.values())]
+    return _of_scores(operands) or Facts(
+        _joined(operands), 0.0 if all(facts.shift == 0.0 for facts in operands) else None
+    )
 
 
 def _comparison(left: object, right: object) -> Facts:
     """A comparison: the result is constant under a shift if both operands shift by the same amount."""
-    one, other = _scoreless([left, right])
-    return Facts(_joined([one, other]), 0.0 if one.shift is not None and one.shift == other.shift else None)
+    one, other = facts_of(left), facts_of(right)
+    return _of_scores([one, other]) or Facts(
+        _joined([one, other]), 0.0 if one.shift is not None and one.shift == other.shift else None
+    )
 
 
 def _sum(left: object, right: object, *, sign: float = 1.0) -> Facts:
     one, other = facts_of(left), facts_of(right)
-    if other.score and (one.score or sign < 0.0):
-        raise _Unknown("two scores, or a score that is subtracted")
-    if {one.score, other.score} - {"", "score"}:
-        raise _Unknown("a score that is not capped yet")
+    # Two scores, a score that is subtracted, and one that is not capped yet are no rules.
+    if (other.score and (one.score or sign < 0.0)) or {one.score, other.score} - {"", "score"}:
+        return Facts(_joined([one, other]), None, score="function")
     shifts_known = one.shift is not None and other.shift is not None
     shift = one.shift + sign * other.shift if shifts_known else None  # type: ignore[operator]
     # If adding a value to a position rounds, the sum's shift is not constant.
@@ -237,7 +278,7 @@ def _sum(left: object, right: object, *, sign: float = 1.0) -> Facts:
     if shift != 0.0 and not all(map(_is_exact, still)):
         shift = None
     score = one if one.score else other
-    return Facts(_joined([one, other]), shift, score.score, score.cap, added=bool(score.score))
+    return Facts(_joined([one, other]), shift, score.score, score.cap, bool(score.score), score.conditions)
 
 
 def _difference(left: object, right: object) -> Facts:
@@ -276,11 +317,11 @@ def _product(left: object, right: object) -> Facts:
 
 def _scaled(score: Facts, factor: float) -> Facts:
     """A score times a factor: a step of ``cap * tanh(score / cap)``."""
-    if score == SCORE and factor > 0.0 and 0.0 < 1.0 / factor < math.inf:
+    if score == SCORE and not score.conditions and factor > 0.0 and 0.0 < 1.0 / factor < math.inf:
         return Facts(score="score / cap", cap=1.0 / factor)
     if score.score == "tanh(score / cap)" and score.cap is not None and math.isclose(factor, score.cap, rel_tol=1e-12):
         return replace(score, score="score")
-    raise _Unknown("a score that is multiplied")
+    return Facts(score.axes, None, score="function")
 
 
 def _quotient(left: object, right: object) -> Facts:
@@ -303,7 +344,7 @@ def _converted(value: StandIn, *targets: object, **options: object) -> Facts:
     if any(not isinstance(one, torch.dtype) for one in wanted):
         raise _Unknown("a conversion that is not to a dtype")
     if facts.score and any(one != value.dtype for one in wanted):
-        raise _Unknown("a score in another dtype")
+        return Facts(facts.axes, None, score="function")
     # The shift of a float that is truncated to a whole number is not constant.
     exact = all(one in _EXACT and (one.is_floating_point or not value.is_floating_point()) for one in wanted)
     return facts if exact or facts.shift == 0.0 else Facts(facts.axes, None)
@@ -331,6 +372,37 @@ def _bucket(value: object, boundaries: Tensor, **options: object) -> Facts:
     return _any_function(value)
 
 
+def _new(value: object, size: Sequence[int], *fill: object, **options: object) -> Facts:
+    """A new scalar."""
+    if tuple(size):
+        raise _Unknown("a new tensor with axes")
+    return _CONSTANT
+
+
+def _where(condition: object, chosen: object, other: object) -> Facts:
+    """A choice; of a score and -infinity, it masks the score."""
+    if _is_masking(other):
+        return _masked(chosen, condition, holds=True)
+    return _masked(other, condition, holds=False) if _is_masking(chosen) else _any_function(condition, chosen, other)
+
+
+def _masked_fill(value: object, condition: object, fill: object) -> Facts:
+    return _masked(value, condition, holds=False) if _is_masking(fill) else _any_function(value, condition, fill)
+
+
+def _masked(score: object, condition: object, *, holds: bool) -> Facts:
+    facts, of_place = facts_of(score), facts_of(condition)
+    if facts.score != "score" or of_place.score or not isinstance(condition, StandIn):
+        return _any_function(score, condition)
+    return replace(facts, conditions=(*facts.conditions, (condition, holds)))
+
+
+def _is_masking(value: object) -> bool:
+    """Whether a value is -infinity at every place."""
+    scalar = isinstance(value, Tensor) and not isinstance(value, StandIn) and value.ndim == 0
+    return (isinstance(value, float) or scalar) and float(value) == -math.inf  # type: ignore[arg-type]
+
+
 def named(names: str) -> Iterator[Callable[..., Any]]:
     """torch's functions, methods and operators of these names."""
     for name in names.split():
@@ -352,9 +424,9 @@ _ELEMENTWISE: Final = """
     abs absolute __abs__ square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh sigmoid
     relu softplus softsign elu gelu silu floor ceil round trunc sign sgn clamp clip clamp_min clamp_max pow __pow__
     __rpow__ floor_divide __floordiv__ __rfloordiv__ __rtruediv__ __rdiv__ remainder fmod __mod__ __rmod__ minimum
-    maximum hypot atan2 where masked_fill logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
+    maximum hypot atan2 logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
     bitwise_xor bitwise_not __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ isfinite
-    isnan isinf nan_to_num zeros_like ones_like
+    isnan isinf nan_to_num zeros_like ones_like full_like
 """
 
 
@@ -376,11 +448,16 @@ def _table() -> dict[Callable[..., Any], _FactsRule]:
         "__getitem__": _looked_up,
         "bucketize": _bucket,
         "tanh": _tanh,
+        "where": _where,
+        "masked_fill": _masked_fill,
+        "new_ones new_zeros new_full": _new,
         _ELEMENTWISE: _any_function,
     }
     return {func: rule for names, rule in rules.items() for func in named(names)}
 
 
 _FACTS_RULES: Final = _table()
+_LOOK_UPS: Final = frozenset(named("__getitem__ bucketize"))
+_MASKING: Final = frozenset(named("where masked_fill"))
 #: Attributes of a stand-in that are equal to those of a tile.
 _READ: Final = frozenset({Tensor.dtype.__get__, Tensor.device.__get__})  # type: ignore[attr-defined]

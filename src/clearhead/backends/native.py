@@ -57,7 +57,10 @@ def _also(problem: Problem) -> list[str]:
 def _rule_reasons(problem: Problem) -> list[str]:
     reasons = []
     if any(isinstance(rule, ScoreFunction) for rule in problem.scores):
-        reasons.append("takes a ScoreFunction that caps scores or adds a bias of q_pos - k_pos or of the key alone")
+        reasons.append(
+            "takes a ScoreFunction that caps or masks scores, or adds a bias of q_pos - k_pos, of the key, "
+            "or a small one"
+        )
     if sum(isinstance(rule, SoftCap) for rule in problem.scores) > 1:
         reasons.append("takes one SoftCap")
     if any(isinstance(rule, SoftCap) and not _FLOAT32.tiny <= rule.cap <= _FLOAT32.max for rule in problem.scores):

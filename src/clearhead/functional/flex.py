@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from clearhead.arguments import dense, flag, repr_of
-from clearhead.at_places import at_places
+from clearhead.at_places import SCALARS, OfScalars
 from clearhead.dispatch import run
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import from_block_mask
-from clearhead.masks.function import call_user_function, function_name, tile_text
+from clearhead.masks.function import Subject, call_user_function, function_name, tile_text
 from clearhead.problem import Problem
 from clearhead.scores import ScoreFunction
 from clearhead.shapes import Float
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 __all__ = ["ScoreMod", "flex_attention"]
 
 _NAME: Final = "flex_attention"
+#: The output; with ``return_lse=True`` or ``return_aux`` a pair.
+Attended: TypeAlias = "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]"
 #: Blocks of this side or a larger one serve calls of any lengths, as in torch.
 _EVERYTHING: Final = 2**30
 
 
-class ScoreMod(ScoreFunction):
+class ScoreMod(OfScalars, ScoreFunction):
     """FlexAttention's ``score_mod(score, b, h, q_idx, kv_idx)``, which takes and returns scalars."""
 
-    subject: ClassVar[tuple[str, str]] = (_NAME, "score_mod")
+    subject: ClassVar[Subject] = Subject(function=_NAME, argument="score_mod", **SCALARS)
 
     def _evaluated(self, *arguments: Tensor) -> Tensor:
-        result = call_user_function(self.subject, self._at_places, ShapeError, *arguments)
+        result = call_user_function(self.subject, self.fn, ShapeError, *arguments, run=self.at_places)
         score = arguments[0]
         if result.is_complex() or result.ndim != score.ndim:
             raise ShapeError.about(
-                *self.subject,
+                self.subject.function,
+                self.subject.argument,
                 must="return a real scalar",
                 got=f"{repr_of(result)} from {function_name(self.fn)} on {tile_text(*arguments[1:])}",
                 then="It takes one score and the indices of its place.",
             )
         return result.to(score.dtype).expand(score.shape)
-
-    def _at_places(self, *arguments: Tensor) -> Tensor:
-        return at_places(self.fn, *arguments)
 
 
 def flex_attention(
@@ -63,7 +63,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+) -> Attended:
     """``torch.nn.attention.flex_attention``, on CPUs without a compiler, forward and backward.
 
     ``softmax(score_mod(scale * query @ key^T) where block_mask allows) @ value``. A row without keys gives 0.
@@ -110,16 +110,14 @@ def flex_attention(
     """
     if torch.compiler.is_compiling():
         _prepare()
-        attend = _OUTSIDE_GRAPHS[0]
-    else:
-        attend = _attend
+    attend = _OUTSIDE_GRAPHS[0] if torch.compiler.is_compiling() else _attend
     return attend(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )  # fmt: skip
 
 
 #: ``_attend`` as a function that breaks a graph, once a graph calls it.
-_OUTSIDE_GRAPHS: Final[list[Callable[..., Any]]] = []
+_OUTSIDE_GRAPHS: Final[list[Callable[..., Attended]]] = []
 
 
 @constant_when_compiled
@@ -134,7 +132,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None, block_mask: BlockMask | None,
     scale: float | None, enable_gqa: bool, return_lse: bool, kernel_options: Mapping[str, Any] | None,
     return_aux: AuxRequest | None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:  # fmt: skip
+) -> Attended:  # fmt: skip
     _check_options(return_lse, kernel_options, return_aux)
     _check_tensors(query, key, value, enable_gqa=flag(_NAME, "enable_gqa", enable_gqa))
     if block_mask is not None:
@@ -265,9 +263,7 @@ def _in_autocast_dtype(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device)) if casts else tensor
 
 
-def _results(
-    observation: Observation, return_lse: bool, return_aux: AuxRequest | None
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+def _results(observation: Observation, return_lse: bool, return_aux: AuxRequest | None) -> Attended:
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import repr_of
-from clearhead.at_places import at_places
+from clearhead.at_places import SCALARS, OfScalars
 from clearhead.errors import MaskError
 from clearhead.masks.base import Carrying, Mask
-from clearhead.masks.function import MaskFunction, call_user_function
+from clearhead.masks.function import MaskFunction, Subject, call_user_function
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.tables import Blocks
 from clearhead.masks.traced import traced_intervals
@@ -78,13 +78,21 @@ def _kinds_of_blocks(block_mask: Any) -> Int[Tensor, "batch heads q_blocks k_blo
     partial = _table(("kv_num_blocks", "kv_indices"), block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     kinds = partial.to(torch.int8)
     if block_mask.full_kv_num_blocks is not None:
-        full = _table(("full_kv_num_blocks", "full_kv_indices"), block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+        full = _table(
+            ("full_kv_num_blocks", "full_kv_indices"),
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+            columns,
+        )
         kinds = torch.where(full, _FULL, kinds)
     return kinds
 
 
 def _table(
-    names: tuple[str, str], counts: Int[Tensor, "*leading rows"], indices: Int[Tensor, "*leading rows most"], columns: int
+    names: tuple[str, str],
+    counts: Int[Tensor, "*leading rows"],
+    indices: Int[Tensor, "*leading rows most"],
+    columns: int,
 ) -> Bool[Tensor, "batch heads rows columns"]:
     """Blocks as booleans from the number of them in each row, and their columns."""
     counts = counts.reshape((1,) * (3 - counts.ndim) + tuple(counts.shape))
@@ -113,7 +121,7 @@ def _table(
     return table[..., :columns]
 
 
-class MaskMod(MaskFunction, Carrying):
+class MaskMod(OfScalars, MaskFunction, Carrying):
     """FlexAttention's ``mask_mod(b, h, q_idx, kv_idx)`` of scalars, within the partial blocks of a table.
 
     Args:
@@ -123,7 +131,7 @@ class MaskMod(MaskFunction, Carrying):
     """
 
     fields = ("fn", "kinds", "block_size")
-    subject: ClassVar[tuple[str, str]] = ("flex_attention", "mask_mod")
+    subject: ClassVar[Subject] = Subject(function="flex_attention", argument="mask_mod", **SCALARS)
 
     def __init__(
         self,
@@ -155,10 +163,10 @@ class MaskMod(MaskFunction, Carrying):
         return (kinds == _FULL) | (allowed & (kinds == _PARTIAL))
 
     def _evaluated(self, *indices: Tensor) -> Tensor:
-        return call_user_function(self.subject, self._at_places, MaskError, *indices)
+        return call_user_function(self.subject, self.fn, MaskError, *indices, run=self._at_places)
 
     def _at_places(self, *indices: Tensor) -> Tensor:
-        allowed = at_places(self.fn, *indices)
+        allowed = self.at_places(*indices)
         # torch.vmap expands what does not depend on an axis.
         for axis in range(min(2, allowed.ndim)):
             allowed = allowed.narrow(axis, 0, 1) if allowed.stride(axis) == 0 else allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,27 @@ from clearhead.masks.intervals import Intervals
 from clearhead.masks.traced import traced_intervals
 from clearhead.torch_private import TorchDispatchMode, has_dispatch_mode, transforms, version_of
 
-__all__ = ["MaskFunction", "call_user_function", "function_name", "tile_text"]
+__all__ = ["MaskFunction", "Subject", "call_user_function", "function_name", "tile_text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A user's function in error texts.
+
+    Attributes:
+        function: the public name that errors start with.
+        argument: the function's name among its arguments.
+        takes: what the function is called on.
+        then: how to write a function that can be called on that.
+    """
+
+    function: str
+    argument: str = "fn"
+    takes: str = "index tensors that broadcast"
+    then: str = (
+        "Use tensor operations, and look tensors up by the indices, as in table[q_pos, k_pos]: "
+        "a tile is a part of the call."
+    )
 
 
 class MaskFunction(Bound, Mask):
@@ -43,8 +64,7 @@ class MaskFunction(Bound, Mask):
 
     fields: ClassVar[tuple[str, ...]] = ("fn",)
     position_dependent = True
-    #: The public name that errors start with, and the function's name among its arguments.
-    subject: ClassVar[tuple[str, str]] = ("MaskFunction", "fn")
+    subject: ClassVar[Subject] = Subject(function="MaskFunction")
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
@@ -60,7 +80,8 @@ class MaskFunction(Bound, Mask):
         shape = torch.broadcast_shapes(batch.shape, head.shape, q_pos.shape, k_pos.shape)
         if allowed.dtype != torch.bool or not _broadcasts(allowed.shape, shape):
             raise MaskError.about(
-                *self.subject,
+                self.subject.function,
+                self.subject.argument,
                 must=f"return bool that broadcasts to {tuple(shape)}",
                 got=f"{repr_of(allowed)} from {function_name(self.fn)} on {tile_text(batch, head, q_pos, k_pos)}",
                 then="Combine comparisons of the arguments with & | ~.",
@@ -88,41 +109,48 @@ def function_name(fn: Callable[..., Tensor]) -> str:
 
 
 def call_user_function(
-    subject: tuple[str, str], fn: Callable[..., Tensor], error: type[ClearheadError], *arguments: Tensor
+    subject: Subject,
+    fn: Callable[..., Tensor],
+    error: type[ClearheadError],
+    *arguments: Tensor,
+    run: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Call a user's function and check that it returns a tensor, writes into no argument and draws no random numbers.
 
     Args:
-        subject: the public name that errors start with, and the function's name among its arguments.
+        subject: the function in error texts.
         fn: the user's function.
         error: the class of errors about what ``fn`` raises or returns.
         *arguments: its arguments, of which the last four are index tensors.
+        run: evaluates the function on these arguments; by default the function itself.
 
     Raises:
         ClearheadError: a check failed; the text names ``fn`` and the tile.
     """
     before, random = _stamps(arguments), _generator_state(arguments[-1])
     try:
-        result = fn(*arguments)
+        result = (run or fn)(*arguments)
     except Exception as failure:
         raise error.about(
-            *subject,
-            must="run on index tensors that broadcast",
+            subject.function,
+            subject.argument,
+            must=f"run on {subject.takes}",
             got=f"{type(failure).__name__}: {failure} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
-            then="Use tensor operations, and look tensors up by the indices, as in table[q_pos, k_pos]: "
-            "a tile is a part of the call.",
+            then=subject.then,
         ) from failure
     if not _untouched(before, arguments):
         raise UnsupportedError.about(
-            *subject,
+            subject.function,
+            subject.argument,
             must="leave its arguments as they are",
             got=f"one that {function_name(fn)} wrote into on {tile_text(*arguments[-4:])}",
             then="Return a new tensor: x + y for x += y, x.masked_fill for x.masked_fill_.",
         )
     # Another thread may have drawn them, so call the function a second time and record its operations.
-    if random != _generator_state(arguments[-1]) and _draws(fn, arguments):
+    if random != _generator_state(arguments[-1]) and _draws(run or fn, arguments):
         raise UnsupportedError.about(
-            *subject,
+            subject.function,
+            subject.argument,
             must="draw no random numbers: it is called several times for a tile, in backward too",
             got=f"a random number that {function_name(fn)} drew on {tile_text(*arguments[-4:])}",
             then="Draw before the call and look up by position, as in noise[q_pos, k_pos]; a module's dropout needs "
@@ -130,7 +158,8 @@ def call_user_function(
         )
     if not isinstance(result, Tensor):
         raise error.about(
-            *subject,
+            subject.function,
+            subject.argument,
             must="return a tensor",
             got=f"{type(result).__name__} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Return a tensor built from the arguments.",
@@ -138,7 +167,8 @@ def call_user_function(
     device = arguments[-1].device
     if result.device != device or result.layout != torch.strided:
         raise error.about(
-            *subject,
+            subject.function,
+            subject.argument,
             must=f"return a plain tensor on {device}",
             got=f"{str(result.layout)[6:]} on {result.device} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Move what it reads to the device of its arguments.",
