@@ -10,6 +10,7 @@ import torch
 
 from clearhead.benchmark.decoding_rows import PLAIN_LAYERS, decoding_rows
 from clearhead.benchmark.encoders import STACK, SWAPPED
+from clearhead.benchmark.flex_rows import COMPILED, PLAIN_CAUSAL, flex_rows
 from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, function_rows
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
 from clearhead.benchmark.layer_rows import LINEAR, layer_rows
@@ -282,6 +283,7 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
     ),
     "linear": (("linear, training, from 1024 tokens", OURS, (FULL,), 1.0, None),),
     "function": ((ALIBI, OURS, (DENSE,), round(1 / 3, 3), None), (LEARNED, OURS, (MADE,), round(1 / 3, 3), None)),
+    "flex": (("forward", OURS, (COMPILED,), 1.0, None), ("training", OURS, (PLAIN_CAUSAL,), round(1 / 3, 3), None)),
     "encoder": (
         ("float32", OURS, (STACK,), 3.0, None),
         ("float32", SWAPPED, (STACK,), 3.0, None),
@@ -341,6 +343,7 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[SuiteRow]]], ...] = (
     ("models", "models of transformers after swap, against their sdpa and ONNX Runtime", _models),
     ("linear", "the linear family in chunks, causal, against clearhead's full attention", linear_rows),
     ("function", "a user's own function, forward and backward, against SDPA with the bias in full", function_rows),
+    ("flex", "functional.flex_attention, against torch's compiled; in training against plain causal", flex_rows),
 )
 
 

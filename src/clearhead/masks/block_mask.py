@@ -158,9 +158,30 @@ class MaskMod(OfScalars, MaskFunction, Carrying):
             )
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        allowed = super().allows(batch, head, q_pos, k_pos)
-        kinds = self._kinds(batch, head, q_pos // self.block_size[0], k_pos // self.block_size[1])
-        return (kinds == _FULL) | (allowed & (kinds == _PARTIAL))
+        row, column = q_pos // self.block_size[0], k_pos // self.block_size[1]
+        if not _are_apart(q_pos, k_pos):
+            kinds = self._kinds(batch, head, row, column)
+            return (kinds == _FULL) | (super().allows(batch, head, q_pos, k_pos) & (kinds == _PARTIAL))
+        # The function is evaluated in partial blocks alone.
+        rows, counts = row.flatten().unique_consecutive(return_counts=True)
+        kinds = self._kinds(batch, head, rows.view(1, 1, -1, 1), column)
+        strips = zip(kinds.split(1, dim=2), q_pos.split(counts.tolist(), dim=2), strict=True)
+        whole = [self._allows_in_row(of_row, batch, head, queries, k_pos) for of_row, queries in strips]
+        leading = torch.broadcast_shapes(*(strip.shape[:2] for strip in whole))
+        return torch.cat([strip.expand(*leading, -1, -1) for strip in whole], dim=2)
+
+    def _allows_in_row(self, kinds: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """``allows`` for queries of one row of blocks; ``kinds`` are those of their keys, with one row."""
+        partial = kinds == _PARTIAL
+        columns = partial.flatten(0, 2).any(dim=0).nonzero().flatten()
+        full = (kinds == _FULL).expand(-1, -1, q_pos.shape[2], -1)
+        if len(columns) == 0:
+            return full
+        inside = super().allows(batch, head, q_pos, k_pos[..., columns]) & partial[..., columns]
+        leading = torch.broadcast_shapes(full.shape[:2], inside.shape[:2])
+        allowed = full.expand(*leading, -1, -1).clone()
+        allowed[..., columns] |= inside
+        return allowed
 
     def _evaluated(self, *indices: Tensor) -> Tensor:
         return call_user_function(self.subject, self.fn, MaskError, *indices, run=self._at_places)
@@ -175,7 +196,7 @@ class MaskMod(OfScalars, MaskFunction, Carrying):
     def _kinds(self, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """The kind of the block of each place."""
         size, heads = self.carries()
-        if row.ndim == 4 and row.numel() == row.shape[2] and column.numel() == column.shape[3]:
+        if _are_apart(row, column):
             # Faster than an index for each place.
             kinds = self.kinds.index_select(2, row.flatten()).index_select(3, column.flatten())
             kinds = kinds if size == 1 else kinds.index_select(0, batch.flatten())
@@ -198,3 +219,8 @@ class MaskMod(OfScalars, MaskFunction, Carrying):
         allowed = traced.count_in_tiles(start, stop)
         wrong = ((kinds == _SKIPPED) & (allowed > 0)) | ((kinds == _FULL) & (allowed < stop - start))
         return not bool(wrong.any())
+
+
+def _are_apart(rows: Tensor, columns: Tensor) -> bool:
+    """Whether tensors of queries and keys have an axis each, ``[1, 1, queries, 1]`` and ``[1, 1, 1, keys]``."""
+    return 4 == rows.ndim == columns.ndim and rows.numel() == rows.shape[2] > 0 < columns.numel() == columns.shape[3]
