@@ -124,8 +124,9 @@ def where_rules_run() -> None:
         "bias of head and distance": LearnedAlibi(HEADS, reach=REACH),
         "bias of the key": lambda score, batch, head, q_pos, k_pos: score + table[k_pos],
         "soft cap": lambda score, batch, head, q_pos, k_pos: 30 * torch.tanh(score / 30),
-        "product with the score": lambda score, batch, head, q_pos, k_pos: score * (1 + table[k_pos]),
         "bias of query and key": lambda score, batch, head, q_pos, k_pos: score + table[q_pos] * table[k_pos],
+        "masked score": lambda score, batch, head, q_pos, k_pos: torch.where(table[k_pos] > 0, score, -torch.inf),
+        "product with the score": lambda score, batch, head, q_pos, k_pos: score * (1 + table[k_pos]),
     }
     for name, rule in rules.items():
         report = ch.explain_dispatch(x, x, x, mask=ch.Causal(), scores=ch.ScoreFunction(rule))

@@ -167,7 +167,7 @@ class MaskMod(OfScalars, MaskFunction, Carrying):
         kinds = self._kinds(batch, head, rows.view(1, 1, -1, 1), column)
         strips = zip(kinds.split(1, dim=2), q_pos.split(counts.tolist(), dim=2), strict=True)
         whole = [self._allows_in_row(of_row, batch, head, queries, k_pos) for of_row, queries in strips]
-        leading = torch.broadcast_shapes(*(strip.shape[:2] for strip in whole))
+        leading = [max(sizes) for sizes in zip(*(strip.shape[:2] for strip in whole), strict=True)]
         return torch.cat([strip.expand(*leading, -1, -1) for strip in whole], dim=2)
 
     def _allows_in_row(self, kinds: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class MaskMod(OfScalars, MaskFunction, Carrying):
         if len(columns) == 0:
             return full
         inside = super().allows(batch, head, q_pos, k_pos[..., columns]) & partial[..., columns]
-        leading = torch.broadcast_shapes(full.shape[:2], inside.shape[:2])
+        leading = [max(sizes) for sizes in zip(full.shape[:2], inside.shape[:2], strict=True)]
         allowed = full.expand(*leading, -1, -1).clone()
         allowed[..., columns] |= inside
         return allowed
