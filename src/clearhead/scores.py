@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from clearhead.arguments import number, repr_of, tensor_of, whole
 from clearhead.closure import Bound, closed_over
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.masks.function import Subject, call_user_function, function_name, tile_text
+from clearhead.masks.function import UserFunction, call_user_function, function_name, tile_text
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
@@ -319,7 +319,7 @@ class ScoreFunction(Bound, ScoreRule):
 
     fields = ("fn",)
     position_dependent = True
-    subject: ClassVar[Subject] = Subject(function="ScoreFunction")
+    subject: ClassVar[UserFunction] = UserFunction(function="ScoreFunction")
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):

@@ -13,7 +13,7 @@ from clearhead.at_places import SCALARS, OfScalars
 from clearhead.dispatch import run
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import from_block_mask
-from clearhead.masks.function import Subject, call_user_function, function_name, tile_text
+from clearhead.masks.function import UserFunction, call_user_function, function_name, tile_text
 from clearhead.problem import Problem
 from clearhead.scores import ScoreFunction
 from clearhead.shapes import Float
@@ -35,7 +35,7 @@ _EVERYTHING: Final = 2**30
 class ScoreMod(OfScalars, ScoreFunction):
     """FlexAttention's ``score_mod(score, b, h, q_idx, kv_idx)``, which takes and returns scalars."""
 
-    subject: ClassVar[Subject] = Subject(function=_NAME, argument="score_mod", **SCALARS)
+    subject: ClassVar[UserFunction] = UserFunction(function=_NAME, argument="score_mod", **SCALARS)
 
     def _evaluated(self, *arguments: Tensor) -> Tensor:
         result = call_user_function(self.subject, self.fn, ShapeError, *arguments, run=self.at_places)

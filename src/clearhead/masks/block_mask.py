@@ -13,7 +13,7 @@ from clearhead.arguments import repr_of
 from clearhead.at_places import SCALARS, OfScalars
 from clearhead.errors import MaskError
 from clearhead.masks.base import Carrying, Mask
-from clearhead.masks.function import MaskFunction, Subject, call_user_function
+from clearhead.masks.function import MaskFunction, UserFunction, call_user_function
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.tables import Blocks
 from clearhead.masks.traced import traced_intervals
@@ -131,7 +131,7 @@ class MaskMod(OfScalars, MaskFunction, Carrying):
     """
 
     fields = ("fn", "kinds", "block_size")
-    subject: ClassVar[Subject] = Subject(function="flex_attention", argument="mask_mod", **SCALARS)
+    subject: ClassVar[UserFunction] = UserFunction(function="flex_attention", argument="mask_mod", **SCALARS)
 
     def __init__(
         self,

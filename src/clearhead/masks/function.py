@@ -17,11 +17,11 @@ from clearhead.masks.intervals import Intervals
 from clearhead.masks.traced import traced_intervals
 from clearhead.torch_private import TorchDispatchMode, has_dispatch_mode, transforms, version_of
 
-__all__ = ["MaskFunction", "Subject", "call_user_function", "function_name", "tile_text"]
+__all__ = ["MaskFunction", "UserFunction", "call_user_function", "function_name", "tile_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class UserFunction:
     """A user's function in error texts.
 
     Attributes:
@@ -64,7 +64,7 @@ class MaskFunction(Bound, Mask):
 
     fields: ClassVar[tuple[str, ...]] = ("fn",)
     position_dependent = True
-    subject: ClassVar[Subject] = Subject(function="MaskFunction")
+    subject: ClassVar[UserFunction] = UserFunction(function="MaskFunction")
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
@@ -109,7 +109,7 @@ def function_name(fn: Callable[..., Tensor]) -> str:
 
 
 def call_user_function(
-    subject: Subject,
+    subject: UserFunction,
     fn: Callable[..., Tensor],
     error: type[ClearheadError],
     *arguments: Tensor,
