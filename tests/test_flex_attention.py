@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import clearhead as ch
+from clearhead.backends import flex as flex_backend
 from clearhead.functional import flex_attention
 from clearhead.functional.flex import ScoreMod
 from clearhead.masks import from_block_mask
@@ -33,6 +34,7 @@ from tests.flex_variants import (
 )
 
 CHANNELS = 16
+pytestmark = pytest.mark.filterwarnings("ignore:return_lse is deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +77,7 @@ def with_gradients(output: Tensor, lse: Tensor, inputs: list[Tensor], given: dic
     tensors = {**dict(zip(("query", "key", "value"), inputs, strict=True)), **given}
     grads = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
     arrived = {name: grad for (name, _), grad in zip(tensors.items(), grads, strict=True) if grad is not None}
-    return {"output": output, "lse": lse, **arrived}
+    return {"output": output.detach(), "lse": lse.detach(), **arrived}
 
 
 def compare(variant: Variant, call: Callable[..., Any], *, kv_heads: int = HEADS) -> None:
@@ -224,6 +226,25 @@ def test_lengths_that_differ_count_from_0(q_len: int, k_len: int) -> None:
     torch.testing.assert_close(output, torchs.flex_attention(query, key, value, mod, mask), rtol=1e-4, atol=1e-5)
 
 
+def test_second_derivatives_pass_through_functions_of_scalars() -> None:
+    (query, key, value), table = inputs_of(dtype=torch.float64), learned(torch.float64)["distances"]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * table[h][q_idx - kv_idx + LENGTH - 1]
+
+    def dense() -> Tensor:
+        place = torch.arange(LENGTH)
+        scores = query @ key.mT / CHANNELS**0.5 * table[:, place[:, None] - place + LENGTH - 1]
+        return torch.softmax(scores, dim=-1) @ value
+
+    second = []
+    for output in (flex_attention(query, key, value, score_mod), dense()):
+        assert isinstance(output, Tensor)
+        (grad,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+        second.append(torch.autograd.grad(grad.square().sum(), [query, table]))
+    torch.testing.assert_close(*second, rtol=1e-9, atol=1e-9)
+
+
 def test_nan_under_the_mask_reaches_nothing() -> None:
     variant = VARIANTS["causal"]
     query, key, value = inputs_of()
@@ -295,6 +316,30 @@ def test_positions_in_a_cache_are_absolute() -> None:
     torch.testing.assert_close(step, whole[:, :, 30:31], rtol=1e-4, atol=1e-5)
     with pytest.raises(ch.MaskError, match="cover queries 48 to 48"):
         ch.attention(query[:, :, :1], key, value, mask=mask, query_offset=48)
+
+
+@pytest.mark.parametrize("name", ["causal documents", "2-D neighborhood", "nested look-ups"])
+def test_no_queries_have_an_empty_mask(name: str) -> None:
+    mask = from_block_mask(block_mask_of(VARIANTS[name]))  # type: ignore[arg-type]
+    assert mask.dense(0, LENGTH, query_offset=0).numel() == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["causal documents", "nested look-ups", "2-D relative", "relative table, axis by axis"]
+)
+def test_they_translate_back_for_the_kernels_of_gpus(name: str) -> None:
+    variant, inputs = VARIANTS[name], [tensor.detach() for tensor in inputs_of()]
+    given = {name: tensor.detach() for name, tensor in learned().items()}
+    mask, score_mod = block_mask_of(variant), None if variant.score is None else variant.score(given)
+    problem = Problem.of(
+        "flex_attention",
+        *inputs,
+        mask=None if mask is None else from_block_mask(mask),
+        scores=() if score_mod is None else (ScoreMod(score_mod),),
+        query_offset=0,
+    )
+    output = flex_backend.run(problem, ch.Want(), call=torchs.flex_attention).output
+    torch.testing.assert_close(output, flex_attention(*inputs, score_mod, mask), rtol=1e-4, atol=1e-5)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from clearhead.tracing import INDICES, SCORE, takes_scalars, trace
@@ -30,6 +31,9 @@ class OfScalars:
 
     def at_places(self, *arguments: Tensor) -> Tensor:
         """The function at every place of some tensors."""
+        if all(argument.ndim == 0 for argument in arguments):
+            # Within torch's own flex_attention, on a GPU.
+            return self.fn(*arguments)  # type: ignore[no-any-return]
         if self.elementwise is None:
             self.__dict__["elementwise"] = _is_elementwise(self.fn, arguments)
         result: Tensor = self.fn(*arguments) if self.elementwise else at_places(self.fn, *arguments)
@@ -39,7 +43,8 @@ class OfScalars:
 def _is_elementwise(fn: Callable[..., Any], arguments: Sequence[Tensor]) -> bool:
     """Whether a function consists of elementwise operations and of look-ups by complete indices, as tracing shows."""
     facts = ((SCORE,) if len(arguments) > len(INDICES) else ()) + INDICES
-    places = [argument.detach().flatten()[-1:].view(1, 1, 1, 1) for argument in arguments]
+    # The last place; zeros stand for an argument without elements.
+    places = [F.pad(argument.detach().flatten(), (1, 0))[-1:].view(1, 1, 1, 1) for argument in arguments]
     traced = trace(fn, list(zip(places, facts, strict=True)))
     return traced is not None and takes_scalars(traced)
 
@@ -56,6 +61,10 @@ def at_places(fn: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
         that is no scalar follow.
     """
     shape = torch.broadcast_shapes(*(argument.shape for argument in arguments))
+    if 0 in shape:
+        # torch.vmap maps over no axis without places.
+        only = at_places(fn, *(argument.new_zeros(()) for argument in arguments))
+        return only.new_empty((*shape, *only.shape))
     aligned = [one.reshape((1,) * (len(shape) - one.ndim) + tuple(one.shape)) for one in arguments]
     mapped: Callable[..., Tensor] = partial(_one_tensor, fn)
     # The first axis is mapped outermost, so that at each level it is the first one of each argument.
