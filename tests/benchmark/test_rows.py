@@ -11,6 +11,7 @@ from clearhead.benchmark import SUITES, product
 from clearhead.benchmark.cases import Comparison, noise_of
 from clearhead.benchmark.decoding_rows import PLAIN_LAYERS, DecodingRow
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
+from clearhead.benchmark.flex_rows import COMPILED, PLAIN_CAUSAL
 from clearhead.benchmark.function_rows import DENSE, MADE
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
 from clearhead.benchmark.layer_rows import LINEAR
@@ -162,7 +163,8 @@ def test_floors_name_existing_contenders() -> None:
     contenders = {OURS, PLAIN, FULL}
     layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER, PLAIN_LAYERS}
     biases = {DENSE, MADE}
-    assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases
+    flex = {COMPILED, PLAIN_CAUSAL}
+    assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases | flex
 
 
 def test_operations_and_bytes_equal_the_formulas() -> None:
