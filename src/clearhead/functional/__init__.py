@@ -7,11 +7,41 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
+    from clearhead.functional.flash import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
+    )
+    from clearhead.functional.varlen import varlen_attn
 else:
     from clearhead.lazy import lazy_names
 
     __getattr__, __dir__ = lazy_names(
-        __name__, {"clearhead.functional.exact": "attention explain_dispatch observe_attention"}
+        __name__,
+        {
+            "clearhead.functional.exact": "attention explain_dispatch observe_attention",
+            "clearhead.functional.flash": (
+                "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+                "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
+            ),
+            "clearhead.functional.varlen": "varlen_attn",
+        },
     )
 
-__all__ = ["attention", "explain_dispatch", "observe_attention"]
+__all__ = [
+    "attention",
+    "explain_dispatch",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "observe_attention",
+    "varlen_attn",
+]
