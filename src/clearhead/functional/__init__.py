@@ -14,8 +14,8 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
-        flash_attn_with_kvcache,
     )
+    from clearhead.functional.flash_cache import flash_attn_with_kvcache
     from clearhead.functional.varlen import varlen_attn
 else:
     from clearhead.lazy import lazy_names
@@ -26,8 +26,9 @@ else:
             "clearhead.functional.exact": "attention explain_dispatch observe_attention",
             "clearhead.functional.flash": (
                 "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
-                "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
+                "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func"
             ),
+            "clearhead.functional.flash_cache": "flash_attn_with_kvcache",
             "clearhead.functional.varlen": "varlen_attn",
         },
     )

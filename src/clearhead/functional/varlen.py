@@ -232,8 +232,9 @@ def _paged_lengths(
         raise ShapeError.about(
             function,
             names[1] if used is None else names[2],
-            must=f"lie from 0 to the {held} keys of {pages.shape[1]} pages" if used is not None else "never fall, nor "
-            f"count more keys than the {held} of {pages.shape[1]} pages",
+            must=f"lie from 0 to the {held} keys of {pages.shape[1]} pages"
+            if used is not None
+            else f"never fall, nor count more keys than the {held} of {pages.shape[1]} pages",
             got=low if low < 0 else int(lengths.max()),
             then="Give each sequence as many pages as its keys need.",
         )

@@ -221,10 +221,11 @@ class Ragged(Mask):
 
     def shift(self, q_pos: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """The packed position of the key beside each query, less the query's."""
-        sequence = self._sequence(q_pos)
+        sequence = self.sequence(q_pos)
         return self._stop(sequence) - self.cu_seq_q[sequence + 1]
 
-    def _sequence(self, q_pos: Tensor) -> Tensor:
+    def sequence(self, q_pos: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """The sequence of each query; that of queries after the last boundary is the last."""
         # Of several sequences that end where an empty one starts, the last is the query's.
         found = torch.searchsorted(self.cu_seq_q[1:], q_pos.contiguous(), right=True)
         return found.clamp(max=self.cu_seq_q.shape[0] - 2)
@@ -236,7 +237,7 @@ class Ragged(Mask):
 
     def _bounds(self, q_pos: Tensor) -> tuple[Tensor, Tensor]:
         """The first key of each query, and the one after its last."""
-        sequence = self._sequence(q_pos)
+        sequence = self.sequence(q_pos)
         first, last = self.cu_seq_k[sequence], self._stop(sequence)
         beside = q_pos + last - self.cu_seq_q[sequence + 1]
         start = first if self.before is None else torch.maximum(first, beside - self.before)
