@@ -21,7 +21,16 @@ from clearhead.record import Record
 from clearhead.scores import DenseBias, ScoreRule, as_rules
 from clearhead.shapes import Bool, Int
 
-__all__ = ["JaggedAttention", "JaggedLayout", "check_offset", "confined", "is_jagged", "may_pack", "refuse_tables"]
+__all__ = [
+    "JaggedAttention",
+    "JaggedLayout",
+    "check_offset",
+    "check_sequences",
+    "confined",
+    "is_jagged",
+    "may_pack",
+    "refuse_tables",
+]
 
 
 def is_jagged(x: object) -> bool:
@@ -104,6 +113,24 @@ class JaggedLayout:
 
     def _real(self) -> Bool[Tensor, "batch longest"]:
         return torch.arange(self.longest, device=self.offsets.device) < self.lengths[:, None]
+
+
+def check_sequences(
+    function: str, argument: str, queries: JaggedLayout, keys: JaggedLayout, values: JaggedLayout
+) -> None:
+    """Raise unless there is a sequence of keys, named ``argument``, for each of queries, and a value for each key."""
+    for name, layout, must, fits in (
+        (argument, keys, "have as many sequences as the queries", keys.offsets.shape == queries.offsets.shape),
+        ("value", values, "have the lengths of key's sequences", values.equals(keys)),
+    ):
+        if not fits:
+            raise ShapeError.about(
+                function,
+                name,
+                must=must,
+                got=f"lengths {layout.lengths.tolist()}"[:80],
+                then="Make them of the same offsets.",
+            )
 
 
 def may_pack(
@@ -193,16 +220,7 @@ class JaggedAttention:
                 dense(function, name, tensor)
         layouts = [JaggedLayout.of(function, *each) for each in zip(names, tensors, strict=True)]
         queries, keys, values = layouts
-        if keys.offsets.shape != queries.offsets.shape or not values.equals(keys):
-            raise ShapeError.about(
-                function,
-                "key" if values.equals(keys) else "value",
-                must="have as many sequences as query"
-                if values.equals(keys)
-                else "have the lengths of key's sequences",
-                got=f"lengths {values.lengths.tolist()}"[:80],
-                then="Make them of the same offsets.",
-            )
+        check_sequences(function, "key", queries, keys, values)
         if mask is not None and not isinstance(mask, Mask):
             raise MaskError.about(
                 function, "mask", must="be a mask", got=type(mask).__name__, then="Use ch.Causal() and others."

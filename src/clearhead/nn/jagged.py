@@ -71,10 +71,11 @@ def takes_jagged(
         forward: Callable[Concatenate[_Module, _Options], _Result],
     ) -> Callable[Concatenate[_Module, _Options], _Result]:
         signature = inspect.signature(forward)
+        _, tokens, *_ = signature.parameters
 
         @wraps(forward)
         def taking(self: _Module, /, *args: _Options.args, **kwargs: _Options.kwargs) -> _Result:
-            first = args[0] if args else next(iter(kwargs.values()), None)
+            first = args[0] if args else kwargs.get(tokens)
             if type(first) is Tensor or not is_jagged(first):
                 return forward(self, *args, **kwargs)
             given = signature.bind(self, *args, **kwargs).arguments
@@ -112,7 +113,7 @@ def _laid_out(module: nn.Module, call: JaggedCall, given: dict[str, Any]) -> tup
         attentions = call.attentions(module) if argument == "mask" else ()
         rules = [rule for attention in attentions for rule in attention.scores.rules()]
         rotary = [attention.rotary for attention in attentions if attention.rotary is not None]
-        check_sequences(name, "value" if "value" in layouts else argument, queries, keys, layouts.get("value", keys))
+        check_sequences(name, call.masks[argument][1], queries, keys, layouts.get("value", keys))
         refuse_tables(name, mask, rules)
         if not queries.equals(keys):
             check_offset(name, [mask, *rules], offset, placed=bool(rotary))
