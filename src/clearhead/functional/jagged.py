@@ -102,16 +102,17 @@ class JaggedLayout:
         if packed:
             return values[None]
         tokens = values.movedim(-2, 0)
-        real = self._real()
+        real = self.real()
         padded = tokens.new_zeros((*real.shape, *tokens.shape[1:])).index_put((real,), tokens)
         return padded.movedim(1, -2)
 
     def restored(self, x: Tensor, *, packed: bool) -> Tensor:
         """The jagged tensor of what ``laid_out`` gave, or of a result with the same tokens."""
-        values = x[0] if packed else x.movedim(-2, 1)[self._real()].movedim(0, -2)
+        values = x[0] if packed else x.movedim(-2, 1)[self.real()].movedim(0, -2)
         return torch.nested.nested_tensor_from_jagged(values, self.offsets, jagged_dim=x.ndim - 2)
 
-    def _real(self) -> Bool[Tensor, "batch longest"]:
+    def real(self) -> Bool[Tensor, "batch longest"]:
+        """Which places of a padded batch hold a token."""
         return torch.arange(self.longest, device=self.offsets.device) < self.lengths[:, None]
 
 

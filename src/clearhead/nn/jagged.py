@@ -24,7 +24,7 @@ from clearhead.masks import Documents
 from clearhead.masks.base import conjuncts
 from clearhead.watch import laid_out
 
-__all__ = ["JaggedCall", "takes_jagged"]
+__all__ = ["JaggedCall", "laid_out_arguments", "takes_jagged"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Options = ParamSpec("_Options")
@@ -38,7 +38,7 @@ _REFUSED: Final = {
 }
 
 
-class _Attention(Protocol):
+class JaggedAttender(Protocol):
     """The rules and the rotary positions of an attention."""
 
     scores: Any
@@ -58,7 +58,7 @@ class JaggedCall:
 
     masks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     lengths: Mapping[str, str] = field(default_factory=dict)
-    attentions: Callable[[Any], Sequence[_Attention]] = lambda module: ()
+    attentions: Callable[[Any], Sequence[JaggedAttender]] = lambda module: ()
     by_state: bool = False
 
 
@@ -80,7 +80,7 @@ def takes_jagged(
                 return forward(self, *args, **kwargs)
             given = signature.bind(self, *args, **kwargs).arguments
             del given["self"]
-            laid, layout, packed = _laid_out(self, call, given)
+            laid, layout, packed = laid_out_arguments(type(self).__name__, call, given, call.attentions(self))
             run: Callable[..., Any] = forward
             restored: Any = layout.restored(run(self, **laid), packed=packed)
             return restored  # type: ignore[no-any-return]
@@ -90,10 +90,26 @@ def takes_jagged(
     return decorate
 
 
-def _laid_out(module: nn.Module, call: JaggedCall, given: dict[str, Any]) -> tuple[dict[str, Any], JaggedLayout, bool]:
-    """The arguments with packed or padded tokens and masks that confine them; the layout of the first; and whether the
-    tokens are packed."""
-    name = type(module).__name__
+def laid_out_arguments(
+    name: str,
+    call: JaggedCall,
+    given: Mapping[str, Any],
+    attentions: Sequence[JaggedAttender] = (),
+    *,
+    allow_packed: bool = True,
+) -> tuple[dict[str, Any], JaggedLayout, bool]:
+    """The arguments of a call with packed or padded tokens, and masks that confine attention to each sequence.
+
+    Args:
+        name: the public name in errors.
+        call: which arguments are masks and lengths; all tensors in ``given`` are tokens.
+        given: the arguments that were given, the queries first.
+        attentions: the attentions under the argument ``mask``.
+        allow_packed: False for padded tokens, which have weights of each sequence.
+
+    Returns:
+        The arguments; the layout of the first tokens, which the result has; and whether the tokens are packed.
+    """
     for argument, then in _REFUSED.items():
         if given.get(argument) is not None:
             raise UnsupportedError.about(
@@ -106,13 +122,13 @@ def _laid_out(module: nn.Module, call: JaggedCall, given: dict[str, Any]) -> tup
         for mask, (queries, keys) in call.masks.items()
         if keys in layouts or keys in (first, "key")
     }
-    packed = not any(source in layouts for source in call.lengths.values())
+    packed = allow_packed and not any(source in layouts for source in call.lengths.values())
     for argument, (queries, keys) in pairs.items():
         mask, offset = given.get(argument), given.get("query_offset")
         # A module's rules and rotary positions are those of the attention that its first mask is for.
-        attentions = call.attentions(module) if argument == "mask" else ()
-        rules = [rule for attention in attentions for rule in attention.scores.rules()]
-        rotary = [attention.rotary for attention in attentions if attention.rotary is not None]
+        under = attentions if argument == "mask" else ()
+        rules = [rule for attention in under for rule in attention.scores.rules()]
+        rotary = [attention.rotary for attention in under if attention.rotary is not None]
         check_sequences(name, call.masks[argument][1], queries, keys, layouts.get("value", keys))
         refuse_tables(name, mask, rules)
         if not queries.equals(keys):
