@@ -6,8 +6,6 @@ of a sequence stands beside its last key.
 
 from __future__ import annotations
 
-from typing import Final
-
 from torch import Tensor
 
 from clearhead.functional.flash_call import FlashOptions, Returned, batched, packed, unpacked
@@ -22,8 +20,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 ]
-
-_LONGEST: Final = ("max_seqlen_q", "max_seqlen_k")
 
 
 def flash_attn_func(
@@ -144,7 +140,7 @@ def flash_attn_varlen_func(
     options = FlashOptions(
         softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    layout = Layout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, block_table, _LONGEST)
+    layout = Layout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, block_table)
     return packed("flash_attn_varlen_func", q, k, v, layout, options)
 
 
@@ -278,7 +274,7 @@ def flash_attn_varlen_qkvpacked_func(
     options = FlashOptions(
         softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    layout = Layout(cu_seqlens, cu_seqlens, None, max_seqlen, max_seqlen, None, ("max_seqlen", "max_seqlen"))
+    layout = Layout(cu_seqlens, cu_seqlens, None, max_seqlen, max_seqlen)
     return packed(name, q, k, v, layout, options)
 
 
@@ -332,5 +328,5 @@ def flash_attn_varlen_kvpacked_func(
     options = FlashOptions(
         softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    layout = Layout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, None, _LONGEST)
+    layout = Layout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     return packed(name, q, k, v, layout, options)

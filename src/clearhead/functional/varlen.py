@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -124,7 +125,6 @@ class Layout:
     max_q: object
     max_k: object
     block_table: object = None
-    names_of_longest: tuple[str, str] = ("max_q", "max_k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +136,14 @@ class Packed:
         cu_seq_q: int64 ``[sequences + 1]``.
         cu_seq_k: int64 ``[sequences + 1]``.
         used_k: int64 ``[sequences]``, or None for all keys.
+        longest: the longest query and key lengths that are allowed.
     """
 
     tensors: tuple[Tensor, Tensor, Tensor]
     cu_seq_q: Int[Tensor, " boundaries"]
     cu_seq_k: Int[Tensor, " boundaries"]
     used_k: Int[Tensor, " sequences"] | None
+    longest: tuple[int, int]
 
     @classmethod
     def of(cls, function: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Packed:
@@ -164,12 +166,12 @@ class Packed:
             key, value = gather_pages(function, key, value, pages, lengths)
             cu_k, used = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), None
         assert cu_k is not None
-        longest = whole(function, layout.names_of_longest[0], layout.max_q, low=0)
-        _check_longest(function, layout.names_of_longest[0], longest, cu_q.diff())
-        longest = whole(function, layout.names_of_longest[1], layout.max_k, low=0)
-        _check_longest(function, layout.names_of_longest[1], longest, cu_k.diff() if used is None else used)
+        longest = (
+            whole(function, names[3], layout.max_q, low=0),
+            whole(function, names[4], layout.max_k, low=0),
+        )
         parts = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return cls(tuple(parts), cu_q, cu_k, used)  # type: ignore[arg-type]
+        return cls(tuple(parts), cu_q, cu_k, used, longest)  # type: ignore[arg-type]
 
     @property
     def is_square(self) -> bool:
@@ -181,10 +183,11 @@ class Packed:
     def mask(self, before: int | None, after: int | None) -> Mask:
         """Each query attends to its own sequence, within a window around the key beside it."""
         near = band(before, after)
-        if near is None or not self.is_square:
-            return Ragged(self.cu_seq_q, self.cu_seq_k, self.used_k, before=before, after=after)
         # The kernels read a band faster than intervals that differ from row to row.
-        return Ragged(self.cu_seq_q, self.cu_seq_k) & near
+        apart = near is not None and self.is_square
+        before, after = (None, None) if apart else (before, after)
+        mask = Ragged(self.cu_seq_q, self.cu_seq_k, self.used_k, before=before, after=after, longest=self.longest)
+        return mask & near if apart and near is not None else mask
 
 
 def gather_pages(
@@ -217,7 +220,7 @@ def gather_pages(
 
 
 def _paged_lengths(
-    function: str, names: tuple[str, str, str], pages: Tensor, cu_k: Tensor | None, used: Tensor | None, page_size: int
+    function: str, names: Sequence[str], pages: Tensor, cu_k: Tensor | None, used: Tensor | None, page_size: int
 ) -> Int[Tensor, " sequences"]:
     """How many keys each sequence has in its pages."""
     if cu_k is None and used is None:
@@ -325,16 +328,3 @@ def _integers(
             then="Move it with .to(device).",
         )
     return given.to(torch.int64)
-
-
-def _check_longest(function: str, argument: str, longest: int, lengths: Int[Tensor, " sequences"]) -> None:
-    if torch.compiler.is_compiling() or lengths.is_meta or not lengths.numel():
-        return
-    if int(lengths.max()) > longest:
-        raise ShapeError.about(
-            function,
-            argument,
-            must="be at least the longest sequence",
-            got=f"{longest} for a sequence of {int(lengths.max())} tokens",
-            then="Pass the largest of the lengths.",
-        )

@@ -193,12 +193,13 @@ class Ragged(Mask):
         used_k: int64 ``[sequences]``, how many of the first keys of each sequence exist; None for all.
         before: how many keys before its own a query attends to; None for all.
         after: how many keys after its own a query attends to; None for all.
+        longest: the longest query and key lengths that a sequence may have; None for any.
 
     >>> Ragged(torch.tensor([0, 1, 3]), torch.tensor([0, 2, 4]), after=0).dense(3, 4).int().tolist()
     [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """
 
-    fields = ("cu_seq_q", "cu_seq_k", "used_k", "before", "after")
+    fields = ("cu_seq_q", "cu_seq_k", "used_k", "before", "after", "longest")
 
     def __init__(
         self,
@@ -208,9 +209,10 @@ class Ragged(Mask):
         *,
         before: int | None = None,
         after: int | None = None,
+        longest: tuple[int, int] | None = None,
     ) -> None:
         self.cu_seq_q, self.cu_seq_k, self.used_k = cu_seq_q, cu_seq_k, used_k
-        self.before, self.after = before, after
+        self.before, self.after, self.longest = before, after, longest
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         start, stop = self._bounds(q_pos)
@@ -245,30 +247,43 @@ class Ragged(Mask):
         return start, torch.where(q_pos < self.cu_seq_q[-1], stop, start)
 
     def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
-        names = RAGGED_ARGUMENTS.get(function, self.fields)
-        _check_boundaries(function, names[0], self.cu_seq_q, len(q_pos))
-        _check_boundaries(function, names[1], self.cu_seq_k, k_len)
+        queries, keys, used, *longest = RAGGED_ARGUMENTS.get(function, RAGGED_ARGUMENTS["varlen_attn"])
+        _check_boundaries(function, queries, self.cu_seq_q, len(q_pos))
+        _check_boundaries(function, keys, self.cu_seq_k, k_len)
+        k_lengths = self.cu_seq_k.diff()
         if self.used_k is not None:
-            lengths = self.cu_seq_k.diff()
-            wrong = (self.used_k < 0) | (self.used_k > lengths)
+            wrong = (self.used_k < 0) | (self.used_k > k_lengths)
             if bool(wrong.any()):
                 place = int(wrong.nonzero()[0, 0])
                 raise ShapeError.about(
                     function,
-                    names[2],
-                    must=f"lie from 0 to the keys of each sequence, {int(lengths[place])} in sequence {place}",
+                    used,
+                    must=f"lie from 0 to the keys of each sequence, {int(k_lengths[place])} in sequence {place}",
                     got=int(self.used_k[place]),
                     then="Count the keys that exist.",
                 )
+            k_lengths = self.used_k
+        if self.longest is None or not k_lengths.numel():
+            return
+        for argument, most, lengths in zip(longest, self.longest, (self.cu_seq_q.diff(), k_lengths), strict=True):
+            if int(lengths.max()) > most:
+                raise ShapeError.about(
+                    function,
+                    argument,
+                    must="be at least the longest sequence",
+                    got=f"{most} for a sequence of {int(lengths.max())} tokens",
+                    then="Pass the largest of the lengths.",
+                )
 
 
-#: What public functions call the boundaries of queries and keys and the used keys, for their errors.
+_OF_FLASH: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+#: What public functions call the boundaries of queries and keys, the used keys, and the longest lengths, for errors.
 RAGGED_ARGUMENTS: Final = {
-    "varlen_attn": ("cu_seq_q", "cu_seq_k", "seqused_k"),
-    "flash_attn_varlen_func": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-    "flash_attn_varlen_qkvpacked_func": ("cu_seqlens", "cu_seqlens", "seqused_k"),
-    "flash_attn_varlen_kvpacked_func": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-    "flash_attn_with_kvcache": ("q", "k_cache", "cache_seqlens"),
+    "varlen_attn": ("cu_seq_q", "cu_seq_k", "seqused_k", "max_q", "max_k"),
+    "flash_attn_varlen_func": _OF_FLASH,
+    "flash_attn_varlen_qkvpacked_func": ("cu_seqlens", "cu_seqlens", "seqused_k", "max_seqlen", "max_seqlen"),
+    "flash_attn_varlen_kvpacked_func": _OF_FLASH,
+    "flash_attn_with_kvcache": ("q", "k_cache", "cache_seqlens", "q", "k_cache"),
 }
 
 
