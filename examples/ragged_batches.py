@@ -124,7 +124,9 @@ def varlen(lengths: list[int]) -> None:
     query, key, value = torch.randn(3, sum(lengths), 4, 64)  # [total, heads, head_dim]
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     causal = (-1, 0)  # all keys before, none after
-    output = ch.functional.varlen_attn(query, key, value, bounds, bounds, max(lengths), max(lengths), window_size=causal)
+    output = ch.functional.varlen_attn(
+        query, key, value, bounds, bounds, max(lengths), max(lengths), window_size=causal
+    )
     first = [part[: lengths[0]].transpose(0, 1) for part in (query, key, value)]
     torch.testing.assert_close(output[: lengths[0]].transpose(0, 1), ch.attention(*first, mask=ch.Causal()))
     print(f"varlen_attn of {len(lengths)} sequences: {list(output.shape)}")

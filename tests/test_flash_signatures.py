@@ -154,7 +154,7 @@ def test_dropout_follows_torchs_generator() -> None:
 @pytest.mark.parametrize("new", [0, 2])
 def test_cache_is_appended_to_and_read(new: int, paged: bool) -> None:
     torch.manual_seed(0)
-    held = [3, 7]
+    filled = [3, 7]
     q = torch.randn(2, 2, HEADS, WIDTH, dtype=torch.float64)
     shape = (9, 4, 2, WIDTH) if paged else (2, 12, 2, WIDTH)
     caches = [torch.randn(shape, dtype=torch.float64) for _ in range(2)]
@@ -167,13 +167,13 @@ def test_cache_is_appended_to_and_read(new: int, paged: bool) -> None:
 
     wanted = [
         [
-            torch.cat([entry(cache, n, held[n]), *([] if part is None else [part[n]])])[None]
+            torch.cat([entry(cache, n, filled[n]), *([] if part is None else [part[n]])])[None]
             for cache, part in zip(caches, added, strict=True)
         ]
         for n in range(2)
     ]
     output, lse = flash.flash_attn_with_kvcache(
-        q, *caches, *added, cache_seqlens=torch.tensor(held, dtype=torch.int32), block_table=table, causal=True,
+        q, *caches, *added, cache_seqlens=torch.tensor(filled, dtype=torch.int32), block_table=table, causal=True,
         return_softmax_lse=True,
     )  # fmt: skip
     for n in range(2):
@@ -181,7 +181,7 @@ def test_cache_is_appended_to_and_read(new: int, paged: bool) -> None:
         torch.testing.assert_close(output[n : n + 1], expected)
         torch.testing.assert_close(lse[n : n + 1], sums)
         for cache, tokens in zip(caches, wanted[n], strict=True):
-            assert torch.equal(entry(cache, n, held[n] + new), tokens[0])
+            assert torch.equal(entry(cache, n, filled[n] + new), tokens[0])
 
 
 #: Names and defaults of flash-attn 2.8.

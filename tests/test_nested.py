@@ -83,8 +83,8 @@ def test_attention_equals_each_sequence_alone(name: str) -> None:
     assert output.shape == heads(query[0]).shape
     alone = []
     for place, parts in enumerate(zip(query[1], key[1], value[1], strict=True)):
-        own = ch.Padding(mask.lengths[place, None]) if isinstance(mask, ch.Padding) else mask
-        options: dict[str, Any] = {"mask": own, "scores": rules, "query_offset": offset, "backend": "reference"}
+        each = ch.Padding(mask.lengths[place, None]) if isinstance(mask, ch.Padding) else mask
+        options: dict[str, Any] = {"mask": each, "scores": rules, "query_offset": offset, "backend": "reference"}
         alone.append(ch.attention(*map(heads, parts), **options).transpose(-3, -2).flatten(-2))
     same(output.transpose(1, 2).flatten(-2), alone, query, key, value)
 

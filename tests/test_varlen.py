@@ -210,8 +210,8 @@ def test_strided_inputs_and_other_value_width() -> None:
 def test_mask_with_equal_boundaries_is_a_band() -> None:
     """The kernels read bands faster than intervals of each row."""
     packed = torch.randn(8, HEADS, WIDTH)
-    layout = ch.functional.varlen.Layout(bounds([3, 5]), bounds([3, 5]), None, 5, 5)
-    mask = ch.functional.varlen.Packed.of("varlen_attn", packed, packed, packed, layout).mask(None, 0)
+    layout = ch.functional.varlen.VarlenLayout(bounds([3, 5]), bounds([3, 5]), None, 5, 5)
+    mask = ch.functional.varlen.PackedCall.of("varlen_attn", packed, packed, packed, layout).mask(None, 0)
     assert repr(mask).endswith("& Causal()")
 
 

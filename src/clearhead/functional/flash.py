@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from clearhead.functional.flash_call import FlashOptions, Returned, batched, packed, unpacked
-from clearhead.functional.varlen import Layout
+from clearhead.functional.varlen import VarlenLayout
 from clearhead.shapes import Float, Int
 
 __all__ = [
@@ -140,7 +140,7 @@ def flash_attn_varlen_func(
     options = FlashOptions(
         softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    layout = Layout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, block_table)
+    layout = VarlenLayout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k, block_table)
     return packed("flash_attn_varlen_func", q, k, v, layout, options)
 
 
@@ -274,7 +274,7 @@ def flash_attn_varlen_qkvpacked_func(
     options = FlashOptions(
         softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    layout = Layout(cu_seqlens, cu_seqlens, None, max_seqlen, max_seqlen)
+    layout = VarlenLayout(cu_seqlens, cu_seqlens, None, max_seqlen, max_seqlen)
     return packed(name, q, k, v, layout, options)
 
 
@@ -328,5 +328,5 @@ def flash_attn_varlen_kvpacked_func(
     options = FlashOptions(
         softmax_scale, dropout_p, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    layout = Layout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    layout = VarlenLayout(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     return packed(name, q, k, v, layout, options)

@@ -10,7 +10,7 @@ from torch import Tensor
 from clearhead.arguments import repr_of, whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.functional.flash_call import FlashOptions, check_batch, packed
-from clearhead.functional.varlen import Layout
+from clearhead.functional.varlen import VarlenLayout
 from clearhead.shapes import Float, Int
 
 __all__ = ["flash_attn_with_kvcache"]
@@ -99,7 +99,7 @@ def flash_attn_with_kvcache(
         _write(name, (k_cache, v_cache), (k, v), lengths, capacity, block_table)
         lengths = lengths + k.shape[1]
     starts = torch.arange(batch + 1, device=q.device)
-    layout = Layout(
+    layout = VarlenLayout(
         starts * q_len, None if block_table is not None else starts * capacity, lengths, q_len, capacity, block_table
     )
     keys, values = (part if block_table is not None else part.flatten(0, 1) for part in (k_cache, v_cache))

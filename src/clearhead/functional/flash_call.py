@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead.arguments import dense, flag, repr_of
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.functional.varlen import Layout, Packed, band, check_heads, compute, window_of
+from clearhead.functional.varlen import PackedCall, VarlenLayout, band, check_heads, compute, window_of
 from clearhead.masks.sequences import Ragged
 from clearhead.scores import Alibi, ScoreFunction, ScoreRule, SoftCap
 
@@ -100,11 +100,11 @@ def batched(function: str, q: Tensor, k: Tensor, v: Tensor, options: FlashOption
     return output if not wants_lse or done.lse is None else (output, done.lse, None)
 
 
-def packed(function: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: FlashOptions) -> Returned:
+def packed(function: str, q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout, options: FlashOptions) -> Returned:
     """Attention of packed sequences ``[total, heads, head_dim]`` on behalf of one of the functions."""
     check_heads(function, q, k, v, pool=layout.block_table is not None, grouped=True)
     wants_lse = options.wants_lse(function)
-    sequences = Packed.of(function, q, k, v, layout)
+    sequences = PackedCall.of(function, q, k, v, layout)
     done = compute(
         function,
         *sequences.tensors,
@@ -127,7 +127,7 @@ def _alibi(function: str, batch: int, slopes: Tensor) -> ScoreRule:
     )
 
 
-def _packed_alibi(function: str, sequences: Packed, slopes: Tensor) -> ScoreRule:
+def _packed_alibi(function: str, sequences: PackedCall, slopes: Tensor) -> ScoreRule:
     """ALiBi by the distances within each sequence."""
     if slopes.ndim == 1 and sequences.is_square:
         return Alibi(slopes=slopes)

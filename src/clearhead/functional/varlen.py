@@ -19,7 +19,7 @@ from clearhead.problem import Problem
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Observation, Want
 
-__all__ = ["Layout", "Packed", "band", "check_heads", "compute", "varlen_attn", "window_of"]
+__all__ = ["PackedCall", "VarlenLayout", "band", "check_heads", "compute", "varlen_attn", "window_of"]
 
 #: The side without a limit of a window whose other side has one.
 _UNLIMITED: Final = FARTHEST
@@ -97,8 +97,8 @@ def varlen_attn(
     if num_splits is not None:
         whole(name, "num_splits", num_splits, low=0)
     before, after = window_of(name, window_size)
-    layout = Layout(cu_seq_q, cu_seq_k, seqused_k, max_q, max_k, block_table)
-    packed = Packed.of(name, query, key, value, layout)
+    layout = VarlenLayout(cu_seq_q, cu_seq_k, seqused_k, max_q, max_k, block_table)
+    packed = PackedCall.of(name, query, key, value, layout)
     wanted = return_aux is not None and bool(return_aux.lse)
     done = compute(name, *packed.tensors, want_lse=wanted, scale=scale, mask=packed.mask(before, after), query_offset=0)
     output = done.output[0].transpose(0, 1)
@@ -116,7 +116,7 @@ def compute(function: str, query: Tensor, key: Tensor, value: Tensor, *, want_ls
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class VarlenLayout:
     """Where packed sequences lie, as a caller passes it."""
 
     cu_seq_q: object
@@ -128,8 +128,8 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """Packed sequences, checked but for the values of the boundaries, which the mask checks.
+class PackedCall:
+    """PackedCall sequences, checked but for the values of the boundaries, which the mask checks.
 
     Attributes:
         tensors: query, key and value as ``attention`` takes them, ``[1, heads, total, dim]``.
@@ -146,7 +146,7 @@ class Packed:
     longest: tuple[int, int]
 
     @classmethod
-    def of(cls, function: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Packed:
+    def of(cls, function: str, query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout) -> PackedCall:
         """Check a public function's call and read the pages that its block table names."""
         names = RAGGED_ARGUMENTS[function]
         cu_q = _integers(function, names[0], layout.cu_seq_q, query, axes=1)
@@ -184,10 +184,10 @@ class Packed:
         """Each query attends to its own sequence, within a window around the key beside it."""
         near = band(before, after)
         # The kernels read a band faster than intervals that differ from row to row.
-        apart = near is not None and self.is_square
-        before, after = (None, None) if apart else (before, after)
+        by_band = near is not None and self.is_square
+        before, after = (None, None) if by_band else (before, after)
         mask = Ragged(self.cu_seq_q, self.cu_seq_k, self.used_k, before=before, after=after, longest=self.longest)
-        return mask & near if apart and near is not None else mask
+        return mask & near if by_band and near is not None else mask
 
 
 def gather_pages(
@@ -229,15 +229,15 @@ def _paged_lengths(
         )
     lengths = used if cu_k is None or used is not None else cu_k.diff()
     assert lengths is not None
-    held = pages.shape[1] * page_size
-    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= held:
+    capacity = pages.shape[1] * page_size
+    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
         low = int(lengths.min())
         raise ShapeError.about(
             function,
             names[1] if used is None else names[2],
-            must=f"lie from 0 to the {held} keys of {pages.shape[1]} pages"
+            must=f"lie from 0 to the {capacity} keys of {pages.shape[1]} pages"
             if used is not None
-            else f"never fall, nor count more keys than the {held} of {pages.shape[1]} pages",
+            else f"never fall, nor count more keys than the {capacity} of {pages.shape[1]} pages",
             got=low if low < 0 else int(lengths.max()),
             then="Give each sequence as many pages as its keys need.",
         )
@@ -308,7 +308,7 @@ def _integers(
         isinstance(given, Tensor)
         and given.dtype in (torch.int32, torch.int64)
         and given.ndim == axes
-        and all(size in (None, own) for size, own in zip(shape or (None,) * axes, given.shape, strict=True))
+        and all(size in (None, actual) for size, actual in zip(shape or (None,) * axes, given.shape, strict=True))
     )
     if not isinstance(given, Tensor) or not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in shape) or ", ".join(["any"] * axes)

@@ -229,8 +229,8 @@ class Ragged(Mask):
     def sequence(self, q_pos: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """The sequence of each query; that of queries after the last boundary is the last."""
         # Of several sequences that end where an empty one starts, the last is the query's.
-        found = torch.searchsorted(self.cu_seq_q[1:], q_pos.contiguous(), right=True)
-        return found.clamp(max=self.cu_seq_q.shape[0] - 2)
+        index = torch.searchsorted(self.cu_seq_q[1:], q_pos.contiguous(), right=True)
+        return index.clamp(max=self.cu_seq_q.shape[0] - 2)
 
     def _stop(self, sequence: Tensor) -> Tensor:
         if self.used_k is None:
