@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ _AXES: Final = ("total", "heads", "head_dim")
 _POOL_AXES: Final = ("pages", "page_size", "kv_heads", "head_dim")
 
 
+@runtime_checkable
 class Aux(Protocol):
     """What else is returned, such as ``torch.nn.attention.varlen.AuxRequest(lse=True)``."""
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -38,6 +38,7 @@ _REFUSED: Final = {
 }
 
 
+@runtime_checkable
 class JaggedAttender(Protocol):
     """The rules and the rotary positions of an attention."""
 
