@@ -379,6 +379,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ch.observe_attention(X, X, X, want=ch.Want(lse=True)),
         r"observe_attention: query must be a dense",
     ),
+    "torch's dense query": (
+        lambda: TORCHS(PLAIN, X, X),
+        r"MultiheadAttention: query must be jagged where another is",
+    ),
     "torch's padding": (
         lambda: TORCHS(X, X, X, key_padding_mask=~TABLE[:4]),
         r"MultiheadAttention: key_padding_mask must be",

@@ -93,7 +93,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             MaskError: a mask does not fit.
             UnsupportedError: a dtype is not the module's.
         """
-        if is_jagged(query):
+        if is_jagged(query) or is_jagged(key):
             masks = (attn_mask, key_padding_mask, is_causal)
             return self._jagged(query, key, value, masks, need_weights, average_attn_weights)
         attn_mask = None if isinstance(attn_mask, Meaning) and attn_mask.says_nothing() else attn_mask
