@@ -106,6 +106,32 @@ def torchs_encoder(lengths: list[int]) -> None:
     print(f"Padding.from_tokens(real) is {ch.Padding.from_tokens(real)!r}")
 
 
+def jagged(lengths: list[int]) -> None:
+    """Attention and modules take jagged nested tensors; outputs and gradients are jagged with the same offsets."""
+    sequences = [torch.randn(length, 64) for length in lengths]
+    x = torch.nested.nested_tensor(sequences, layout=torch.jagged, requires_grad=True)
+    encoder = ch.nn.Encoder(64, num_heads=4, num_layers=2)
+    output = encoder(x, mask=ch.Causal())
+    (output - x).values().square().mean().backward()
+    for mine, sequence in zip(output.unbind(), sequences, strict=True):
+        torch.testing.assert_close(mine, encoder(sequence, mask=ch.Causal()), atol=1e-5, rtol=1e-5)
+    assert x.grad is not None
+    print(f"jagged in, {output.layout} out, gradient {x.grad.layout}: each sequence as alone")
+
+
+def varlen(lengths: list[int]) -> None:
+    """torch's ``varlen_attn`` by its arguments: packed tokens, and where the sequences start and end."""
+    query, key, value = torch.randn(3, sum(lengths), 4, 64)  # [total, heads, head_dim]
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    causal = (-1, 0)  # all keys before, none after
+    output = ch.functional.varlen_attn(
+        query, key, value, bounds, bounds, max(lengths), max(lengths), window_size=causal
+    )
+    first = [part[: lengths[0]].transpose(0, 1) for part in (query, key, value)]
+    torch.testing.assert_close(output[: lengths[0]].transpose(0, 1), ch.attention(*first, mask=ch.Causal()))
+    print(f"varlen_attn of {len(lengths)} sequences: {list(output.shape)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Batches of sequences of different lengths.")
     parser.add_argument("--quick", action="store_true", help="short sequences and few training steps")
@@ -117,6 +143,8 @@ def main() -> None:
     packed_or_padded(lengths)
     classify([20, 5, 12, 9, 16, 3, 20, 11], steps=20 if quick else 100)
     torchs_encoder(lengths)
+    jagged(lengths)
+    varlen(lengths)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ def dense(function: str, argument: str, tensor: Tensor) -> None:
 #: How to convert nested tensors to dense ones.
 _TO_DENSE: Final = {
     "jagged": "Its .values()[None] under ch.Documents(its .offsets().diff()) is attention over each sequence alone.",
-    "nested": "Pad it with .to_padded_tensor(0.0), and mask with ch.Padding, or pack it with ch.pack.",
+    "nested": "Make it with layout=torch.jagged, which attention and modules take, or pad it with "
+    ".to_padded_tensor(0.0) and mask with ch.Padding.",
 }
 
 

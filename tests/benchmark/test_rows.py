@@ -22,6 +22,7 @@ from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWor
 from clearhead.benchmark.product import PRODUCT, yardsticks
 from clearhead.benchmark.rows import EncoderRow, ModuleRow, SuiteRow, TensorRow
 from clearhead.benchmark.small_layer_rows import DECODER_LAYER, ENCODER_LAYER, SmallLayerRow
+from clearhead.benchmark.varlen_rows import PADDED, PADDED_SDPA, VarlenRow
 from clearhead.errors import UnsupportedError
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -42,6 +43,8 @@ ROWS: dict[str, SuiteRow] = {
     ),
     "decoding": DecodingRow(size=(2, 9, 32, 4), dtype=FLOAT, layers=2),
     "observe": ObserveRow(wanted="everything", shape=(1, 2, 128, 8), causal=True),
+    "varlen": VarlenRow(shape=(3, 2, 20, 8), dtype=FLOAT, training=True),
+    "varlen, causal": VarlenRow(shape=(3, 2, 20, 8), dtype=HALF, causal=True),
 }
 #: Those that need transformers.
 MODEL_ROWS: dict[str, SuiteRow] = {
@@ -162,9 +165,8 @@ def test_floors_name_existing_contenders() -> None:
     models = {SDPA_MODEL, ONNX_MODEL}
     contenders = {OURS, PLAIN, FULL}
     layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER, PLAIN_LAYERS}
-    biases = {DENSE, MADE}
-    flex = {COMPILED, PLAIN_CAUSAL}
-    assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases | flex
+    biases, flex, padded = {DENSE, MADE}, {COMPILED, PLAIN_CAUSAL}, {PADDED, PADDED_SDPA}
+    assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases | flex | padded
 
 
 def test_operations_and_bytes_equal_the_formulas() -> None:

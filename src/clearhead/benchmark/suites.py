@@ -25,6 +25,7 @@ from clearhead.benchmark.small_layer_rows import (
     decoder_layer_rows,
     encoder_layer_rows,
 )
+from clearhead.benchmark.varlen_rows import PADDED, PADDED_SDPA, varlen_rows
 
 __all__ = ["SUITES", "Floor", "Suite"]
 
@@ -281,6 +282,11 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
             )
         ),
     ),
+    "varlen": tuple(
+        (group, OURS, peers, ratio, None)
+        for group in ("float32", "float32, training", "bfloat16", "bfloat16, training")
+        for peers, ratio in (((PADDED_SDPA,), 1.8), ((PADDED,), 1.0))
+    ),
     "linear": (("linear, training, from 1024 tokens", OURS, (FULL,), 1.0, None),),
     "function": ((ALIBI, OURS, (DENSE,), round(1 / 3, 3), None), (LEARNED, OURS, (MADE,), round(1 / 3, 3), None)),
     "flex": (("forward", OURS, (COMPILED,), 1.0, None), ("training", OURS, (PLAIN_CAUSAL,), round(1 / 3, 3), None)),
@@ -342,6 +348,7 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[SuiteRow]]], ...] = (
     ("observe", "attention with statistics, against the same without and against weights materialised", _observe),
     ("models", "models of transformers after swap, against their sdpa and ONNX Runtime", _models),
     ("linear", "the linear family in chunks, causal, against clearhead's full attention", linear_rows),
+    ("varlen", "attention on a half-filled batch, packed, against padded and nested tensors", varlen_rows),
     ("function", "a user's own function, forward and backward, against SDPA with the bias in full", function_rows),
     ("flex", "functional.flex_attention, against torch's compiled; in training against plain causal", flex_rows),
 )

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
+    from clearhead.functional.flash import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
+    from clearhead.functional.flash_cache import flash_attn_with_kvcache
     from clearhead.functional.flex import flex_attention
+    from clearhead.functional.varlen import varlen_attn
 else:
     from clearhead.lazy import lazy_names
 
@@ -16,7 +26,26 @@ else:
         {
             "clearhead.functional.exact": "attention explain_dispatch observe_attention",
             "clearhead.functional.flex": "flex_attention",
+            "clearhead.functional.flash": (
+                "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+                "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func"
+            ),
+            "clearhead.functional.flash_cache": "flash_attn_with_kvcache",
+            "clearhead.functional.varlen": "varlen_attn",
         },
     )
 
-__all__ = ["attention", "explain_dispatch", "flex_attention", "observe_attention"]
+__all__ = [
+    "attention",
+    "explain_dispatch",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "flex_attention",
+    "observe_attention",
+    "varlen_attn",
+]

@@ -11,6 +11,7 @@ from clearhead import compiled, torch_op
 from clearhead.backends import native
 from clearhead.dispatch import DispatchReport, report, run
 from clearhead.errors import UnsupportedError
+from clearhead.functional.jagged import JaggedAttention, is_jagged
 from clearhead.masks import Causal, Mask
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
@@ -42,7 +43,9 @@ def attention(
     ``softmax(rules(scale * query @ key^T) where the mask allows) @ value``, over keys, for every query head.
 
     Args:
-        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
+        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1. All three may be
+            jagged nested tensors ``[batch, heads, jagged len, head_dim]``, or without the heads; positions are then
+            those within each sequence.
         key: ``[batch, kv_heads, k_len, head_dim]``; ``kv_heads`` divides ``heads``, and query head ``h`` reads
             key head ``h // (heads // kv_heads)``.
         value: ``[batch, kv_heads, k_len, value_dim]``.
@@ -55,8 +58,8 @@ def attention(
         backend: ``"auto"``, or the name of a backend, which runs the call or raises its reasons against it.
 
     Returns:
-        ``[batch, heads, q_len, value_dim]`` in query's dtype, with as many leading axes as ``query``. A query that may
-        attend to no key has an output of 0 and a gradient of 0.
+        ``[batch, heads, q_len, value_dim]`` in query's dtype, with as many leading axes as ``query``, and jagged as it
+        is. A query that may attend to no key has an output of 0 and a gradient of 0.
 
     Raises:
         ShapeError: shapes, lengths or numbers do not fit.
@@ -96,6 +99,10 @@ def attention(
         output = native.plain(query, key, value, causal=mask is not None, scale=scale, auto=backend == "auto")
         if output is not None:
             return output
+    if is_jagged(query) or is_jagged(key) or is_jagged(value):
+        call = JaggedAttention.of("attention", (query, key, value), mask, scores, query_offset)
+        options = {"scale": scale, "dropout": dropout, "seed": seed, "backend": backend, **call.options}
+        return call.restored(attention(*call.tensors, **options), query)
     problem = Problem.of(
         "attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
         query_offset=query_offset,

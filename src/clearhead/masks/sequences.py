@@ -1,20 +1,22 @@
-"""Masks of sequences of different lengths: padding on the right, and documents packed one after the other."""
+"""Masks of sequences of different lengths: padding on the right, and sequences packed one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from clearhead.arguments import repr_of, tensor_of
 from clearhead.errors import MaskError, ShapeError
-from clearhead.masks.base import Carrying
+from clearhead.masks.base import Carrying, Mask
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.picture import SIDE
 from clearhead.shapes import Bool, Int
 
-__all__ = ["Documents", "Padding"]
+__all__ = ["RAGGED_ARGUMENTS", "Documents", "Padding", "Ragged"]
 
 
 class Padding(Carrying):
@@ -177,6 +179,131 @@ class Documents(Carrying):
                 got=f"{total} tokens in {self!r}",
                 then="The documents' lengths must add up to k_len.",
             )
+
+
+class Ragged(Mask):
+    """Queries of packed sequences attend to the keys of their own sequence, whose number may differ.
+
+    With a window, the last query of a sequence is beside its last key. Queries and keys after the last boundary belong
+    to no sequence.
+
+    Args:
+        cu_seq_q: int64 ``[sequences + 1]``, where each sequence's queries start, and the end of the last.
+        cu_seq_k: int64 ``[sequences + 1]``, the same for keys.
+        used_k: int64 ``[sequences]``, how many of the first keys of each sequence exist; None for all.
+        before: how many keys before its own a query attends to; None for all.
+        after: how many keys after its own a query attends to; None for all.
+        longest: the longest query and key lengths that a sequence may have; None for any.
+
+    >>> Ragged(torch.tensor([0, 1, 3]), torch.tensor([0, 2, 4]), after=0).dense(3, 4).int().tolist()
+    [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+
+    fields = ("cu_seq_q", "cu_seq_k", "used_k", "before", "after", "longest")
+
+    def __init__(
+        self,
+        cu_seq_q: Int[Tensor, " boundaries"],
+        cu_seq_k: Int[Tensor, " boundaries"],
+        used_k: Int[Tensor, " sequences"] | None = None,
+        *,
+        before: int | None = None,
+        after: int | None = None,
+        longest: tuple[int, int] | None = None,
+    ) -> None:
+        self.cu_seq_q, self.cu_seq_k, self.used_k = cu_seq_q, cu_seq_k, used_k
+        self.before, self.after, self.longest = before, after, longest
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        start, stop = self._bounds(q_pos)
+        return (k_pos >= start) & (k_pos < stop)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals:
+        return Intervals.single(*self._bounds(q_pos), k_len)
+
+    def shift(self, q_pos: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """The packed position of the key beside each query, less the query's."""
+        sequence = self.sequence(q_pos)
+        return self._stop(sequence) - self.cu_seq_q[sequence + 1]
+
+    def sequence(self, q_pos: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """The sequence of each query; that of queries after the last boundary is the last."""
+        # Of several sequences that end where an empty one starts, the last is the query's.
+        index = torch.searchsorted(self.cu_seq_q[1:], q_pos.contiguous(), right=True)
+        return index.clamp(max=self.cu_seq_q.shape[0] - 2)
+
+    def _stop(self, sequence: Tensor) -> Tensor:
+        if self.used_k is None:
+            return self.cu_seq_k[sequence + 1]
+        return self.cu_seq_k[sequence] + self.used_k[sequence]
+
+    def _bounds(self, q_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """The first key of each query, and the one after its last."""
+        sequence = self.sequence(q_pos)
+        first, last = self.cu_seq_k[sequence], self._stop(sequence)
+        beside = q_pos + last - self.cu_seq_q[sequence + 1]
+        start = first if self.before is None else torch.maximum(first, beside - self.before)
+        stop = last if self.after is None else torch.minimum(last, beside + self.after + 1)
+        return start, torch.where(q_pos < self.cu_seq_q[-1], stop, start)
+
+    def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
+        queries, keys, used, *longest = RAGGED_ARGUMENTS.get(function, RAGGED_ARGUMENTS["varlen_attn"])
+        _check_boundaries(function, queries, self.cu_seq_q, len(q_pos))
+        _check_boundaries(function, keys, self.cu_seq_k, k_len)
+        k_lengths = self.cu_seq_k.diff()
+        if self.used_k is not None:
+            wrong = (self.used_k < 0) | (self.used_k > k_lengths)
+            if bool(wrong.any()):
+                place = int(wrong.nonzero()[0, 0])
+                raise ShapeError.about(
+                    function,
+                    used,
+                    must=f"lie from 0 to the keys of each sequence, {int(k_lengths[place])} in sequence {place}",
+                    got=int(self.used_k[place]),
+                    then="Count the keys that exist.",
+                )
+            k_lengths = self.used_k
+        if self.longest is None or not k_lengths.numel():
+            return
+        for argument, most, lengths in zip(longest, self.longest, (self.cu_seq_q.diff(), k_lengths), strict=True):
+            if int(lengths.max()) > most:
+                raise ShapeError.about(
+                    function,
+                    argument,
+                    must="be at least the longest sequence",
+                    got=f"{most} for a sequence of {int(lengths.max())} tokens",
+                    then="Pass the largest of the lengths.",
+                )
+
+
+_OF_FLASH: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+#: What public functions call the boundaries of queries and keys, the used keys, and the longest lengths, for errors.
+RAGGED_ARGUMENTS: Final = {
+    "varlen_attn": ("cu_seq_q", "cu_seq_k", "seqused_k", "max_q", "max_k"),
+    "flash_attn_varlen_func": _OF_FLASH,
+    "flash_attn_varlen_qkvpacked_func": ("cu_seqlens", "cu_seqlens", "seqused_k", "max_seqlen", "max_seqlen"),
+    "flash_attn_varlen_kvpacked_func": _OF_FLASH,
+    "flash_attn_with_kvcache": ("q", "k_cache", "cache_seqlens", "q", "k_cache"),
+}
+
+
+def _check_boundaries(function: str, argument: str, boundaries: Int[Tensor, " boundaries"], total: int) -> None:
+    """Raise ``ShapeError`` unless boundaries start at 0, never fall, and end within ``total`` tokens."""
+
+    def wrong(must: str, got: str) -> ShapeError:
+        then = "Pass the cumulative sum of the lengths after a 0."
+        return ShapeError.about(function, argument, must=must, got=got, then=then)
+
+    if boundaries.is_meta:
+        raise wrong("have elements", "a meta tensor")
+    values = boundaries.tolist()
+    if values[0] != 0:
+        raise wrong("start at 0", str(values[0]))
+    for place, (one, following) in enumerate(pairwise(values)):
+        if following < one:
+            raise wrong("never fall", f"{one} and then {following} at place {place + 1}")
+    if values[-1] > total:
+        raise wrong(f"end within the {total} tokens", str(values[-1]))
 
 
 def _document_ids(ids: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from clearhead.masks import Mask
 from clearhead.nn.cache_view import CacheView, cache_view
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused import fused_attention, is_fused_attention
+from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.linear import Linear, linear_each, weights_of
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
@@ -107,6 +108,7 @@ class MultiHeadAttention(nn.Module):
         self.output_projection = Linear(self.num_heads * self.head_dim, self.embed_dim, bias=bias) if mixed else None
         self.scores = RuleList(_NAME, scores)
 
+    @takes_jagged(JaggedCall(masks={"mask": ("query", "key")}, attentions=lambda module: [module]))
     def forward(
         self,
         query: Float[Tensor, "*batch q_len embed_dim"],
@@ -120,7 +122,8 @@ class MultiHeadAttention(nn.Module):
         """Attend from ``query`` to ``key``.
 
         Args:
-            query: ``[batch, q_len, embed_dim]`` or ``[q_len, embed_dim]``.
+            query: ``[batch, q_len, embed_dim]`` or ``[q_len, embed_dim]``. Tokens may be jagged nested tensors
+                ``[batch, jagged len, width]``; positions are then those within each sequence.
             key: ``[batch, k_len, key_dim]``; without it the module attends from ``query`` to itself.
             value: ``[batch, k_len, value_dim]``; by default ``key``.
             mask: which keys a query may attend to (``True`` = may); positions count from the cache's first token.
@@ -130,7 +133,7 @@ class MultiHeadAttention(nn.Module):
             query_offset: position of the first query, where ``key`` has another length and positions matter.
 
         Returns:
-            ``[batch, q_len, embed_dim]``, or ``[q_len, embed_dim]`` as ``query`` was; ``num_heads * head_dim`` wide
+            ``[batch, q_len, embed_dim]``, or without a batch or jagged as ``query`` was; ``num_heads * head_dim`` wide
             without an output projection.
 
         Raises:

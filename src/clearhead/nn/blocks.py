@@ -21,6 +21,7 @@ from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
 from clearhead.nn.fused import fused_layers, norm_of, of_parts
+from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
@@ -194,10 +195,11 @@ class EncoderBlock(Block):
         self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
+    @takes_jagged(JaggedCall(masks={"mask": ("x", "x")}, attentions=lambda block: [block.attention]))
     def forward(
         self, x: Float[Tensor, "*batch len embed_dim"], *, mask: Mask | None = None
     ) -> Float[Tensor, "*batch len embed_dim"]:
-        """The block's output for tokens that attend to each other under ``mask``."""
+        """The block's output for tokens, which may be jagged, that attend to each other under ``mask``."""
         check_tokens("EncoderBlock", "x", x, self.attention.embed_dim, self.attention.query_projection.weight)
         return self._maybe_recomputed(self._attending, (x,), (mask,))
 
@@ -289,6 +291,11 @@ class DecoderBlock(Block):
         self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
+    @takes_jagged(
+        JaggedCall(
+            masks={"mask": ("x", "x"), "memory_mask": ("x", "memory")}, attentions=lambda block: [block.attention]
+        )
+    )
     def forward(
         self,
         x: Float[Tensor, "*batch len embed_dim"],
@@ -302,7 +309,7 @@ class DecoderBlock(Block):
         """The block's output for tokens that attend to themselves and to earlier ones.
 
         Args:
-            x: ``[batch, len, embed_dim]`` or ``[len, embed_dim]``.
+            x: ``[batch, len, embed_dim]``, ``[len, embed_dim]``, or jagged.
             mask: which earlier tokens a token may attend to; causality applies in addition.
             memory: ``[batch, memory_len, memory_dim]``, given exactly where the block has cross-attention.
             memory_mask: which tokens of the memory a token may attend to, e.g. ``Padding(memory_lengths)``.

@@ -13,6 +13,7 @@ from torch.nn import functional
 from clearhead.arguments import flag, one_of, probability
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
+from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.linear import Linear, looked_at, weights_of
 from clearhead.projection import Layer, project_activate_project
 from clearhead.shapes import Float
@@ -71,8 +72,9 @@ class FeedForward(nn.Module):
         self.dropout = Dropout(probability(name, "dropout", dropout))
         self.contract = Linear(width, self.embed_dim, bias=bias)
 
+    @takes_jagged(JaggedCall())
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
-        """Each token through the layers."""
+        """Each token, which may be one of a jagged tensor, through the layers."""
         check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
         result = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate, layer=_LAYER)
         if result is None:

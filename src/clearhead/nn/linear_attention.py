@@ -26,6 +26,7 @@ from clearhead.linear.feature_maps import PERFORMER, as_feature_map
 from clearhead.masks import Causal, Documents, Mask, Padding
 from clearhead.masks.base import conjuncts, does_as
 from clearhead.nn.checks import positive, sources_of
+from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.linear import Linear
 from clearhead.shapes import Float
 
@@ -140,6 +141,7 @@ class LinearAttention(nn.Module):
             else None,
         )
 
+    @takes_jagged(JaggedCall(masks={"mask": ("query", "key")}, by_state=True))
     def forward(
         self,
         query: Float[Tensor, "*batch q_len embed_dim"],
@@ -152,7 +154,7 @@ class LinearAttention(nn.Module):
         """Attend from ``query`` to ``key``.
 
         Args:
-            query: ``[batch, q_len, embed_dim]`` or ``[q_len, embed_dim]``.
+            query: ``[batch, q_len, embed_dim]``, ``[q_len, embed_dim]``, or jagged.
             key: ``[batch, k_len, key_dim]``; without it the module attends from ``query`` to itself.
             value: ``[batch, k_len, value_dim]``; by default ``key``.
             mask: None, ``Causal()``, ``Padding``, ``Documents`` or their ``&``; positions count from the cache's

@@ -13,10 +13,12 @@ from clearhead.arguments import flag
 from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
+from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.batch_layout import BatchLayout, Lengths
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.fused_blocks import fused_blocks
+from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
@@ -74,6 +76,7 @@ class Encoder(nn.Module):
         )  # fmt: skip
         self.norm = _last_norm(self.blocks, norm)
 
+    @takes_jagged(JaggedCall(masks={"mask": ("x", "x")}, attentions=lambda encoder: _attentions(encoder.blocks)))
     def forward(
         self,
         x: Float[Tensor, "*batch len embed_dim"],
@@ -84,7 +87,7 @@ class Encoder(nn.Module):
         """Encode a batch.
 
         Args:
-            x: ``[batch, len, embed_dim]``, or ``[len, embed_dim]`` for one whole sequence.
+            x: ``[batch, len, embed_dim]``, ``[len, embed_dim]`` for one whole sequence, or jagged.
             lengths: int ``[batch]``, real tokens of each sequence, padding to the right.
             mask: which tokens a token may attend to; a ``Padding`` in it says the same as ``lengths``.
 
@@ -122,9 +125,14 @@ class Encoder(nn.Module):
         compile_each("Encoder.compile_blocks", self.blocks, backend)
 
 
+def _attentions(blocks: nn.ModuleList) -> list[MultiHeadAttention]:
+    """Every block's self-attention."""
+    return [cast(EncoderBlock | DecoderBlock, block).attention for block in blocks]
+
+
 def _packable(blocks: nn.ModuleList) -> bool:
     """Whether every block's score rules mean the same for packed sequences."""
-    return all(cast(EncoderBlock | DecoderBlock, block).attention.scores.relative for block in blocks)
+    return all(attention.scores.relative for attention in _attentions(blocks))
 
 
 def _last_norm(blocks: nn.ModuleList, norm: str) -> nn.Module:
@@ -261,6 +269,13 @@ class Decoder(nn.Module):
         layers = [KVCache() for _ in self.blocks]
         return DecoderCache(layers, [KVCache() for _ in self.blocks] if self.cross_attention else [])
 
+    @takes_jagged(
+        JaggedCall(
+            masks={"mask": ("x", "x")},
+            lengths={"memory_lengths": "memory"},
+            attentions=lambda decoder: _attentions(decoder.blocks),
+        )
+    )
     def forward(
         self,
         x: Float[Tensor, "*batch len embed_dim"],
@@ -274,7 +289,7 @@ class Decoder(nn.Module):
         """Decode a batch.
 
         Args:
-            x: ``[batch, len, embed_dim]``, or ``[len, embed_dim]`` for one whole sequence.
+            x: ``[batch, len, embed_dim]``, ``[len, embed_dim]`` for one whole sequence, or jagged.
             lengths: int ``[batch]``, real tokens of each sequence, padding to the right.
             mask: what forbids more than the causal order does; a ``Padding`` in it says the same as ``lengths``.
             memory: ``[batch, memory_len, memory_dim]``, what the blocks' cross-attention attends to.

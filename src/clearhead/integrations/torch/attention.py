@@ -12,8 +12,10 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.functional.jagged import is_jagged
 from clearhead.integrations.recast import stands_for
 from clearhead.integrations.torch.attention_weights import with_weights
+from clearhead.integrations.torch.jagged import JaggedArguments, jagged_mask
 from clearhead.integrations.torch.masks import MaskReader, Meaning, may_look
 from clearhead.integrations.torch.parts import is_plain
 from clearhead.masks import Mask
@@ -71,7 +73,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: ``[q_len, batch, embed_dim]``, ``[batch, q_len, embed_dim]`` with ``batch_first``, or
-                ``[q_len, embed_dim]``.
+                ``[q_len, embed_dim]``. With ``batch_first`` tokens may be jagged nested tensors.
             key: the same of ``k_len`` and ``kdim``.
             value: the same of ``k_len`` and ``vdim``.
             key_padding_mask: bool ``[batch, k_len]``, ``True`` marks padding; or float, added to scores.
@@ -84,13 +86,16 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         Returns:
             The output, shaped as ``query``; and weights ``[batch, q_len, k_len]``, or
             ``[batch, num_heads, q_len, k_len]`` unaveraged, or None. As in torch, weights returned while training
-            are those after dropout.
+            are those after dropout. For jagged tokens weights are padded with 0.
 
         Raises:
             ShapeError: axes, widths or lengths do not fit.
             MaskError: a mask does not fit.
             UnsupportedError: a dtype is not the module's.
         """
+        if is_jagged(query) or is_jagged(key):
+            masks = (attn_mask, key_padding_mask, is_causal)
+            return self._jagged(query, key, value, masks, need_weights, average_attn_weights)
         attn_mask = None if isinstance(attn_mask, Meaning) and attn_mask.says_nothing() else attn_mask
         masks = (attn_mask, key_padding_mask, is_causal)
         _check_kinds(query, key, value)
@@ -139,6 +144,28 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
                 query_offset=0,
             )
         return self._returned(output, weights if need_weights else None, average_attn_weights, batched, path)
+
+    def _jagged(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """A call with jagged tokens."""
+        attn_mask, padding, is_causal = masks
+        given = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "attn_mask": jagged_mask(_NAME, "attn_mask", attn_mask, is_causal),
+        }
+        jagged = JaggedArguments.of(
+            _NAME,
+            {"attn_mask": ("query", "key")},
+            given,
+            batch_first=self.batch_first,
+            padding={"key_padding_mask": padding},
+            allow_packed=not need_weights,
+        )
+        output, weights = self(**jagged.arguments, need_weights=need_weights, average_attn_weights=average)
+        return jagged.restored(output), None if weights is None else jagged.without_padding(weights)
 
     def _check_numbers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raise unless the inputs have the widths and the dtype of the projections."""

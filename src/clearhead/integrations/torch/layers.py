@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from clearhead.functional.jagged import is_jagged
 from clearhead.integrations.recast import stands_for
 from clearhead.integrations.torch.attention import SwappedMultiheadAttention, mask_reader
+from clearhead.integrations.torch.jagged import JaggedArguments, jagged_mask
 from clearhead.integrations.torch.masks import Meaning, may_look, padded_keys
 from clearhead.integrations.torch.parts import SwappedLinear, is_plain
 from clearhead.integrations.torch.unpadded import Packed
@@ -55,7 +57,9 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """As ``nn.TransformerEncoderLayer.forward``."""
+        """As ``nn.TransformerEncoderLayer.forward``; ``src`` may be jagged."""
+        if is_jagged(src):
+            return _jagged_encoder(self, "src_mask", src, src_mask, src_key_padding_mask, is_causal)
         if src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
         fused = _fused(self, (src,), [(src_mask, src_key_padding_mask, is_causal)])
@@ -88,7 +92,11 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """As ``nn.TransformerDecoderLayer.forward``."""
+        """As ``nn.TransformerDecoderLayer.forward``; ``tgt`` and ``memory`` may be jagged."""
+        if is_jagged(tgt):
+            paddings = (tgt_key_padding_mask, memory_key_padding_mask)
+            hints = (tgt_is_causal, memory_is_causal)
+            return _jagged_decoder(self, (tgt, memory), (tgt_mask, memory_mask), paddings, hints)
         own_mask, other = (
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
@@ -101,6 +109,53 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     def _ff_block(self, x: Tensor) -> Tensor:
         output: Tensor = self.dropout3(_feedforward(self, x))
         return output
+
+
+def _jagged_encoder(
+    module: nn.TransformerEncoderLayer | nn.TransformerEncoder,
+    argument: str,
+    src: Tensor,
+    mask: Tensor | Mask | Meaning | None,
+    padding: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    """A layer's or a stack's call with jagged tokens."""
+    name = type(module).__name__
+    jagged = JaggedArguments.of(
+        name,
+        {argument: ("src", "src")},
+        {"src": src, argument: jagged_mask(name, argument, mask, is_causal)},
+        batch_first=_is_batch_first(module),
+        padding={"src_key_padding_mask": padding},
+    )
+    return jagged.restored(module(**jagged.arguments))
+
+
+def _jagged_decoder(
+    module: nn.TransformerDecoderLayer | nn.TransformerDecoder,
+    tokens: tuple[Tensor, Tensor],
+    masks: tuple[Tensor | Mask | Meaning | None, Tensor | Mask | Meaning | None],
+    paddings: tuple[Tensor | None, Tensor | None],
+    hints: tuple[bool, bool],
+) -> Tensor:
+    """A layer's or a stack's call with jagged tokens; each pair is that of the tokens and that of the memory."""
+    name = type(module).__name__
+    arguments = ("tgt_mask", "memory_mask")
+    read = zip(arguments, masks, hints, strict=True)
+    jagged = JaggedArguments.of(
+        name,
+        {"tgt_mask": ("tgt", "tgt"), "memory_mask": ("tgt", "memory")},
+        dict(zip(("tgt", "memory"), tokens, strict=True)) | {each[0]: jagged_mask(name, *each) for each in read},
+        batch_first=_is_batch_first(module),
+        padding=dict(zip(("tgt_key_padding_mask", "memory_key_padding_mask"), paddings, strict=True)),
+    )
+    return jagged.restored(module(**jagged.arguments))
+
+
+def _is_batch_first(module: nn.Module) -> bool:
+    """Whether the attentions of a layer, or of a stack's first layer, are batch first."""
+    (layer, *_) = getattr(module, "layers", [module])
+    return bool(layer.self_attn.batch_first)
 
 
 #: ``attn_mask``, ``key_padding_mask`` and ``is_causal`` of an attention.
@@ -235,7 +290,9 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """As ``nn.TransformerEncoder.forward``; ``is_causal=None`` looks at the mask."""
+        """As ``nn.TransformerEncoder.forward``; ``is_causal=None`` looks at the mask. ``src`` may be jagged."""
+        if is_jagged(src) and _all_ours(self.layers, SwappedTransformerEncoderLayer):
+            return _jagged_encoder(self, "mask", src, mask, src_key_padding_mask, bool(is_causal))
         if not is_plain(src) or not _all_ours(self.layers, SwappedTransformerEncoderLayer):
             return super().forward(src, mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
         if _is_watched(self):
@@ -297,7 +354,11 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """As ``nn.TransformerDecoder.forward``; ``tgt_is_causal=None`` looks at the mask."""
+        """As ``nn.TransformerDecoder.forward``; ``tgt_is_causal=None`` looks at the mask. Both may be jagged."""
+        if is_jagged(tgt) and _all_ours(self.layers, SwappedTransformerDecoderLayer):
+            paddings = (tgt_key_padding_mask, memory_key_padding_mask)
+            hints = (bool(tgt_is_causal), memory_is_causal)
+            return _jagged_decoder(self, (tgt, memory), (tgt_mask, memory_mask), paddings, hints)
         masks: dict[str, Any] = {
             "tgt_mask": tgt_mask,
             "memory_mask": memory_mask,
