@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from clearhead.backends import tiled
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, all_finite, is_readable, matmul
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
@@ -96,11 +97,23 @@ def asks_flags(problem: Problem) -> bool:
 def run(problem: Problem, want: Want) -> Observation:
     """Output through ``scaled_dot_product_attention``."""
     if not _contains_arrivals(problem):
-        return Observation(output=_run(problem))
+        output = _run(problem)
+        return tiled.run(problem, want) if _is_undefined(problem, output) else Observation(output=output)
     arrival = _Arrival(problem.without_elements())
     output = _run(problem.with_tensors(*arrival.watched(problem)))
+    if _is_undefined(problem, output):
+        return tiled.run(problem, want)
     output.register_hook(arrival.arrive)
     return Observation(output=output)
+
+
+def _is_undefined(problem: Problem, output: Tensor) -> bool:
+    """Whether the output has NaN or infinity, which torch's kernels spread in backward under a mask, or which may be a
+    row whose every score is minus infinity. On an accelerator the check would synchronise."""
+    plain = problem.query.device.type == "cpu" and not (traces() or transforms() or differentiates_forward())
+    if not plain or not is_readable(output) or all_finite(output):
+        return False
+    return not bool(torch.isfinite(output).all())
 
 
 def _contains_arrivals(problem: Problem) -> bool:
