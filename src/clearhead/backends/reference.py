@@ -127,11 +127,11 @@ def run(problem: Problem, want: Want) -> Observation:
 
 
 def _largest(masked: Tensor) -> Tensor:
-    """The largest score of each row; ties share its gradient, and an empty row has none."""
+    """The largest score of each row, NaN if it is infinite; ties share its gradient, and an empty row has none."""
     if masked.shape[-1] == 0:
         return masked.new_full(masked.shape[:-1], -torch.inf)
     largest = masked.amax(dim=-1)
-    return largest.masked_fill(largest == -torch.inf, -torch.inf)
+    return largest.masked_fill(largest == -torch.inf, -torch.inf).masked_fill(largest == torch.inf, torch.nan)
 
 
 def _entropy(done: Steps) -> Tensor:

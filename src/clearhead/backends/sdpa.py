@@ -58,6 +58,8 @@ def _also(problem: Problem) -> list[str]:
             )
         if not all_finite(problem.key, problem.value):
             return ["spreads NaN and inf from masked keys, and key or value contains some"]
+        if problem.needs_gradient and not all_finite(problem.query):
+            return ["spreads NaN and inf of a query to masked keys in backward, and query contains some"]
     return []
 
 

@@ -67,6 +67,8 @@ def _forward_strip(
     empty = total == 0.0
     base = Base(finite(largest), total.masked_fill(empty, 1.0))
     lse = (base.largest + torch.log(base.total)).masked_fill(empty, -torch.inf)
+    # A row whose maximum is infinite is NaN, in its statistics too.
+    max_score = max_score.masked_fill(max_score == torch.inf, torch.nan)
     return output / base.total[..., None], lse, max_score, base
 
 
