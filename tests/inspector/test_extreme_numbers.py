@@ -64,7 +64,7 @@ def test_scores_of_every_size_are_shown_or_refused(
     for size in SIZES[::every]:
         query, key, value = draw(length, dtype)
         made = check(tmp_path, query * size, key, value, mask=ch.Causal(), scores=rules)
-        assert made or size > 1e4, size
+        assert made or size > (1.0 if rules else 1e4), size
         # Beyond float32, queries are infinite and every row is NaN.
         assert rules or not (made and 1e12 <= size <= 1e30), size
 
