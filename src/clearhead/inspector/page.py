@@ -129,7 +129,7 @@ def view(
     heads: int | Sequence[int] | None = None,
     batch: int = 0,
     mask: Mask | Mapping[str, Mask | None] | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     query_offset: int | None = None,
     values: bool | None = None,

@@ -33,7 +33,7 @@ def explain(
     tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
     mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     query_offset: int | None = None,
     backend: str = "auto",
