@@ -1,4 +1,4 @@
-"""Checks: whether a tensor has memory, readable elements and separate rows, and whether calls are traced."""
+"""Checks of tensors: memory, readable elements, elements that share memory; and whether calls are traced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["has_memory", "is_hollow", "separate_rows", "traces"]
+__all__ = ["has_memory", "is_hollow", "traces", "without_overlap"]
 
 #: Whether ``torch.jit.trace`` records the calls of this thread: it cannot record an ``autograd.Function``.
 traces: Final[Callable[[], bool]] = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -44,25 +44,25 @@ def is_hollow(tensor: Tensor) -> bool:
         return False
 
 
-def separate_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied if the rows of its last two axes share memory: other libraries' kernels misread such rows.
+def without_overlap(tensor: Tensor) -> Tensor:
+    """The tensor, copied if elements share memory: other libraries' kernels misread such tensors.
 
-    Views of ``unfold``, ``as_strided`` and ``expand`` have such rows; overlapping heads or sequences are harmless.
+    Views of ``unfold``, ``as_strided`` and ``expand`` are such. Leading axes that repeat the same matrices, with a
+    stride of 0, are read correctly and not copied.
 
     >>> windows = torch.arange(5.0).unfold(0, 3, 1)
-    >>> windows.stride(), separate_rows(windows).stride()
+    >>> windows.stride(), without_overlap(windows).stride()
     ((1, 1), (3, 1))
     """
-    if tensor.ndim < 2:
+    if tensor.is_contiguous():
         return tensor
-    (rows, columns), (row_step, column_step) = tensor.shape[-2:], tensor.stride()[-2:]
-    if column_step == 1 and row_step >= columns:
-        return tensor
-    # One axis must step over the whole extent of the other; an axis of size 1 has no step.
-    axes = sorted((step, size) for step, size in ((row_step, rows), (column_step, columns)) if size > 1)
-    inner_extent = 1
-    for step, size in axes:
-        if step < inner_extent:
+    leading = tensor.ndim - 2
+    axes = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+    steps = sorted(axis for place, axis in axes if axis[1] > 1 and (axis[0] > 0 or place >= leading))
+    # Each axis must step over the whole extent of the axes within it.
+    extent = 1
+    for step, size in steps:
+        if step < extent:
             return tensor.contiguous()
-        inner_extent = step * (size - 1) + 1
+        extent += step * (size - 1)
     return tensor

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from clearhead import choices
+from clearhead.errors import UnsupportedError
 from clearhead.ops import binary
 from clearhead.ops import library as native_library
 from clearhead.ops.dropout import LEVELS
@@ -177,7 +178,7 @@ class TestChoice:
     def test_unknown_instruction_set_is_refused(self, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CLEARHEAD_ISA", "avx9")
         for call in (native_library.reason, native_library.library, native_library.isa_index):
-            with pytest.raises(UnsupportedError, match="^clearhead: CLEARHEAD_ISA must be one of .*; got 'avx9'"):
+            with pytest.raises(UnsupportedError, match=r"^clearhead: CLEARHEAD_ISA must be one of .*; got 'avx9'"):
                 call()
 
     def test_switched_off(self) -> None:
@@ -219,7 +220,7 @@ class TestRefused:
     def test_missing_instruction_set_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(binary, "PATH", a_library(tmp_path, GOOD))
         monkeypatch.setenv("CLEARHEAD_ISA", "baseline")
-        with pytest.raises(UnsupportedError, match="CLEARHEAD_ISA must be a set that was built .* has, plain; got"):
+        with pytest.raises(UnsupportedError, match=r"CLEARHEAD_ISA must be a set that was built .* has, plain; got"):
             native_library.reason()
 
     def test_indices_are_those_of_the_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A page of huge, tiny, infinite or NaN numbers is within the limit of the library's weights, or refused in one line."""
+"""A page of huge, tiny, infinite or NaN numbers is within the limit of the library's weights, or is refused."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ SHORT, LONG = 12, 530
 
 def check(path: Path, query: Tensor, key: Tensor, value: Tensor, **options: object) -> bool:
     """Whether the page was made; a page that was made states its error, which is within the limit."""
+    refusal, page = "", None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             page = ch.view(query, key, value, **options)
-        except ClearheadError as refusal:
-            assert str(refusal).startswith("view: ")
-            assert "\n" not in str(refusal)
+        except ClearheadError as error:
+            refusal = str(error)
+        if page is None:
+            assert refusal.startswith("view: ")
+            assert "\n" not in refusal
             return False
         page.save(path / "page.html")
     data = Page.open(path / "page.html").data
-    seen = ch.observe_attention(query, key, value, want=ch.Want(rows=range(query.shape[0])), **options)
-    assert seen.rows is not None
-    truth = seen.rows.double().numpy()
+    observed = ch.observe_attention(query, key, value, want=ch.Want(rows=range(query.shape[0])), **options)
+    assert observed.rows is not None
+    truth = observed.rows.double().numpy()
     sound = ~np.isnan(truth).any(axis=1)
     with np.errstate(all="ignore"):
         off = np.abs(page_weights(dict(data), 0, 0) - truth)[sound]

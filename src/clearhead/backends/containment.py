@@ -26,7 +26,6 @@ from clearhead.torch_private import differentiates_forward
 __all__ = [
     "Contained",
     "all_finite",
-    "clean_rows",
     "contained",
     "is_readable",
     "matmul",
@@ -64,14 +63,6 @@ def all_finite(*tensors: Tensor) -> bool:
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def clean_rows(
-    tensor: Float[Tensor, "batch heads len dim"],
-) -> tuple[Float[Tensor, "batch heads len dim"], Bool[Tensor, "batch heads len"]]:
-    """The tensor with 0 for tokens that contain NaN or infinity, and a boolean for each token that marks those."""
-    bad = ~torch.isfinite(tensor).all(dim=-1)
-    return tensor.masked_fill(bad[..., None], 0.0), bad
 
 
 def only_finite(tensor: Tensor) -> Tensor:
@@ -198,7 +189,7 @@ class _Scores(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Contained:
-    """A problem whose tokens with NaN or infinity were set to 0, and the rows that they affect.
+    """A problem whose NaN and infinity were set to 0, and the rows that they affect.
 
     Attributes:
         problem: the problem with finite tensors.
@@ -259,11 +250,13 @@ def contained(
         grad_output: the output's gradient.
         rows: rows at which a gradient of a statistic is NaN or infinite; None for none.
     """
-    query, key, value = (clean_rows(tensor)[0] for tensor in (problem.query, problem.key, problem.value))
+    query, key, value = (only_finite(tensor) for tensor in (problem.query, problem.key, problem.value))
     channels = ~torch.isfinite(grad_output)
     unweighted = ~(torch.isfinite(lse) | (lse == -torch.inf))
     spoiled = unweighted | ~torch.isfinite(output).all(dim=-1) | channels.any(dim=-1)
     spoiled = spoiled if rows is None else spoiled | rows
+    # Scores of finite tokens may overflow.
+    query = query.masked_fill(unweighted[..., None], 0.0)
     return Contained(problem.with_tensors(query, key, value), spoiled & _attending(problem), unweighted, channels)
 
 

@@ -18,7 +18,7 @@ from clearhead.masks.base import carried_sizes, does_as
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
-from clearhead.tensors import is_hollow, separate_rows, traces
+from clearhead.tensors import is_hollow, traces, without_overlap
 from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND", "asks_flags"]
@@ -272,7 +272,7 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:
     mask, is_causal, empty = bounds
-    query, key, value = separate_rows(query), separate_rows(key), separate_rows(value)
+    query, key, value = without_overlap(query), without_overlap(key), without_overlap(value)
     dtype = problem.query.dtype
     on_cpu = query.device.type == "cpu"
     unfused = on_cpu and not _is_fused(query, key, value, mask, problem.needs_gradient)

@@ -265,7 +265,12 @@ class _BackwardStrip:
             add_product(grad_key, grad.mT, flat_query, self.problem.scale)
             if not layout.is_finite:
                 add_not_finite(grad_query, grad_scores, layout.key[:, :, tile.keys], tile.allowed)
-                add_not_finite(grad_key, grad_scores.mT, layout.query[:, :, self.queries], None if tile.allowed is None else tile.allowed.mT)
+                add_not_finite(
+                    grad_key,
+                    grad_scores.mT,
+                    layout.query[:, :, self.queries],
+                    tile.allowed_by_key,
+                )
         return grad_query
 
     def _tile(self, tile: Tile, spoiled: bool) -> Tensor:
@@ -285,7 +290,12 @@ class _BackwardStrip:
             dropped, grad = dropped * keep, grad.mul_(keep)
         add_product(self.grad_value[:, :, tile.keys], stacked(dropped, problem.num_kv_heads).mT, upstream)
         if rows.arrived is not None:
-            add_not_finite(self.grad_value[:, :, tile.keys], dropped.mT, rows.arrived, None if tile.allowed is None else tile.allowed.mT)
+            add_not_finite(
+                self.grad_value[:, :, tile.keys],
+                dropped.mT,
+                rows.arrived,
+                tile.allowed_by_key,
+            )
         if pulls.any:
             grad += pulls.on_weights(layout, self.queries, tile, weighed)
         grad = pulls.on_scores(

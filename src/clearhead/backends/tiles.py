@@ -78,6 +78,11 @@ class Tile:
     indices: _Indices
     allowed: Tensor | None
 
+    @property
+    def allowed_by_key(self) -> Tensor | None:
+        """``allowed`` with keys before queries."""
+        return None if self.allowed is None else self.allowed.mT
+
 
 @dataclass(frozen=True)
 class Layout:

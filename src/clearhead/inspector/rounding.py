@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.inspector.arrays import Floats, Rows, pack
 from clearhead.errors import UnsupportedError
+from clearhead.inspector.arrays import Floats, Rows, pack
 from clearhead.inspector.carried import FUNCTION, allowed_in, array_of, in_full, scores_in_full
 from clearhead.problem import Problem
 from clearhead.statistics import Observation

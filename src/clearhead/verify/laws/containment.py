@@ -129,7 +129,9 @@ def _check_infinity(subject: Subject, case: Case) -> None:
             wrong = (~torch.isclose(output.double(), exact, rtol=torch.inf, equal_nan=True)).nonzero()
             if wrong.numel():
                 at = tuple(wrong[0].tolist())
-                raise Broken(f"beside {infinity} in {name}, {output[at].item():.4g} at {[*at]}, not {exact[at].item():.4g}")
+                raise Broken(
+                    f"beside {infinity} in {name}, {output[at].item():.4g} at {[*at]}, not {exact[at].item():.4g}"
+                )
             # The budget of the clean call, which has the same sizes.
             moved = wanted.exact[0] + (output.double() - exact).masked_fill(~torch.isfinite(exact), 0.0)
             off = subject.off_budget([moved], wanted)
