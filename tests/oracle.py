@@ -26,7 +26,10 @@ def attend(
     sink: Array | None = None,
     offset: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Output, weights and log-sum-exp of ``[batch, heads, len, dim]`` arrays."""
+    """Output, weights and log-sum-exp of ``[batch, heads, len, dim]`` arrays.
+
+    NaN and infinity count by IEEE arithmetic over allowed keys; a row whose every score is -inf is empty.
+    """
     batch, heads, q_len, head_dim = query.shape
     kv_heads, k_len = key.shape[1], key.shape[2]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -41,17 +44,25 @@ def attend(
                 for j in range(k_len):
                     if not allowed(b, h, i + offset, j):
                         continue
-                    score = scale * float(np.dot(query[b, h, i], key[b, kv, j]))
+                    score = scale * float(_dot(query[b, h, i], key[b, kv, j]))
                     for rule in rules:
                         score = rule(score, b, h, i + offset, j)
                     row.append((j, score))
                 terms = [score for _, score in row] + ([] if sink is None else [float(sink[h])])
-                if not terms:
+                if all(term == -math.inf for term in terms):
+                    # Weights of 0 still meet the values.
+                    output[b, h, i] = sum((0.0 * value[b, kv, j] for j, _ in row), np.zeros(value.shape[3]))
                     continue
-                top = max(terms)
+                top = float(np.max(terms))
                 total = sum(math.exp(term - top) for term in terms)
                 lse[b, h, i] = top + math.log(total)
                 for j, score in row:
                     weights[b, h, i, j] = math.exp(score - lse[b, h, i])
-                    output[b, h, i] += weights[b, h, i, j] * value[b, kv, j]
+                    with np.errstate(invalid="ignore"):
+                        output[b, h, i] += weights[b, h, i, j] * value[b, kv, j]
     return output, weights, lse
+
+
+def _dot(one: Array, other: Array) -> np.float64:
+    with np.errstate(invalid="ignore"):
+        return np.float64(np.sum(one * other))

@@ -194,6 +194,8 @@ template <class M, class IO> struct Backward {
       fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
       fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);
     }
+    // Scores of finite tensors may overflow.
+    for (int64_t i = 0; fine && i < w.q_len; i++) fine = w.softmax[2 * row_index(w, b, h, i) + 1] * 0.0f == 0.0f;
     if (!fine) fault.set(CH_NOT_FINITE);
   }
 

@@ -7,7 +7,6 @@ programs without Python.
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from dataclasses import dataclass, replace
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
+
+from clearhead.environment import value_of
 
 __all__ = [
     "FEATURES",
@@ -270,7 +271,7 @@ def row_for(dtype: torch.dtype) -> ChoiceRow:
 
 @lru_cache(maxsize=64)
 def _row(dtype: torch.dtype, names: Overrides) -> ChoiceRow:
-    isa = os.environ.get("CLEARHEAD_ISA", "").strip()
+    isa = value_of("CLEARHEAD_ISA")
     if isa and names.processor is None:
         return replace(_ROW_OF_ISA, basis=f"CLEARHEAD_ISA={isa}")
     here = names.processor or _this_processor()

@@ -48,7 +48,7 @@ class Problem:
     @classmethod
     def of(
         cls, function: str, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None = None,
-        scores: ScoreRule | Iterable[ScoreRule] = (), scale: float | None = None, dropout: float = 0.0,
+        scores: ScoreRule | Iterable[ScoreRule] | None = (), scale: float | None = None, dropout: float = 0.0,
         seed: int | None = None, query_offset: int | None = None,
     ) -> Problem:  # fmt: skip
         """Validate a call; ``function`` is the public name in error texts."""

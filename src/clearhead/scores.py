@@ -452,7 +452,9 @@ def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> 
 
 
 def as_rules(function: str, scores: object) -> tuple[ScoreRule, ...]:
-    """The rules of a call as a tuple; ``scores`` may be a single rule."""
+    """The rules of a call as a tuple; ``scores`` may be a single rule, or None for none."""
+    if scores is None:
+        return ()
     rules = tuple(scores) if isinstance(scores, Iterable) and not isinstance(scores, Tensor) else (scores,)
     for rule in rules:
         if not isinstance(rule, ScoreRule):

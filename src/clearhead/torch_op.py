@@ -58,12 +58,12 @@ class Operator:
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, asked: Any = None, mask: Mask | None = None,
-        scores: ScoreRule | Iterable[ScoreRule] = (), scale: float | None = None, dropout: float = 0.0,
+        scores: ScoreRule | Iterable[ScoreRule] | None = (), scale: float | None = None, dropout: float = 0.0,
         seed: int | None = None, query_offset: int | None = None, backend: str = "auto",
     ) -> list[Tensor]:  # fmt: skip
         """Call the operator with encoded arguments; the compiler traces this, so it reads no elements."""
         tensors: list[Tensor] = []
-        rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores or ())
         mask_text = "None" if mask is None else mask.encode(tensors)
         rule_texts = "".join([rule.encode(tensors) + "," for rule in rules])
         asked_text = asked.encode(tensors) if isinstance(asked, Record) else repr(asked)

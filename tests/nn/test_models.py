@@ -157,6 +157,20 @@ def test_generate_is_greedy_at_zero_and_reproducible_from_a_seed() -> None:
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_generate_reports_weights_that_are_not_finite(temperature: float, cached: bool, number: float) -> None:
+    model = _language_model()
+    with torch.no_grad():
+        next(model.parameters()).fill_(number)
+    with pytest.raises(
+        ch.ShapeError, match=r"logits must be finite; got (nan|inf|-inf)\. Look for NaN in the model's weights"
+    ) as error:
+        model.generate(_ids(2, 5), 3, temperature=temperature, seed=1, cached=cached)
+    assert "\n" not in str(error.value)
+
+
 def test_a_llama_like_model_matches_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

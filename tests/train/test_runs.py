@@ -65,6 +65,14 @@ def test_predictions_are_right_and_probabilities_sum_to_one(classifier_run: Path
     assert run.predict([]) == []
 
 
+def test_predict_reports_weights_that_are_not_finite(classifier_run: Path) -> None:
+    run = load_run(classifier_run)
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(torch.nan)
+    with pytest.raises(DataError, match=r"must have finite weights; got scores of NaN"):
+        run.predict(["a warm and clever story"])
+
+
 def test_predictions_are_independent_of_the_batch(classifier_run: Path) -> None:
     run = load_run(classifier_run)
     texts = ["good", "a cold and dull story , silly and bad", "warm film"]

@@ -236,6 +236,41 @@ def _hides_nan(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Ten
     return torch.nan_to_num(RIGHT(query, key, value, **options))
 
 
+class _FiniteGradient(torch.autograd.Function):
+    """The identity, whose gradient is 0 in place of NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.nan_to_num(grads[0])
+
+
+def _hides_nan_in_gradients(place: int) -> Callable[..., Any]:
+    def attention(*tensors: Tensor, **options: Any) -> Tensor:
+        inputs = list(tensors)
+        inputs[place] = _FiniteGradient.apply(inputs[place])  # type: ignore[no-untyped-call]
+        return RIGHT(*inputs, **options)
+
+    return attention
+
+
+def _nan_for_infinity(place: int) -> Callable[..., Any]:
+    def attention(*tensors: Tensor, **options: Any) -> Tensor:
+        inputs = list(tensors)
+        inputs[place] = inputs[place].masked_fill(inputs[place].isinf(), torch.nan)
+        return RIGHT(*inputs, **options)
+
+    return attention
+
+
+def _largest_for_infinity(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    most = torch.finfo(value.dtype).max
+    return RIGHT(query, key, value.clamp(-most, most), **options)
+
+
 def _adds_to_nan(scores: Tensor, mask: Tensor) -> Tensor:
     """Adds -inf, and NaN plus -inf is NaN."""
     return (
@@ -343,6 +378,13 @@ BROKEN_CALLS: dict[str, Broken] = {
     "dropout alike until the next seed": Broken(but(drop=_same_dropout_within_seed), "dropout draws"),
     "no dropout under a causal flag": Broken(_dropless_causal, "dropout under a mask"),
     "NaN hidden": Broken(_hides_nan, "NaN is shown"),
+    **{
+        f"NaN hidden in the gradient of {name}": Broken(_hides_nan_in_gradients(place), "NaN is shown in gradients")
+        for place, name in enumerate(("query", "key", "value"))
+    },
+    "NaN for an infinite key": Broken(_nan_for_infinity(1), "infinity"),
+    "NaN for an infinite value": Broken(_nan_for_infinity(2), "infinity"),
+    "infinite values clamped": Broken(_largest_for_infinity, "infinity"),
     "NaN of a later value reaches earlier rows": Broken(but(mix=torch.matmul), "NaN is not spread"),
     "NaN of a later key reaches earlier rows": Broken(but(forbid=_adds_to_nan), "NaN is not spread"),
     "NaN over the batch": Broken(_spreads_over_batch, "NaN is not spread"),

@@ -80,11 +80,13 @@ class Mix(torch.autograd.Function):
 
 
 def _contained(weights: Tensor, value: Tensor) -> Tensor:
+    """NaN and infinity count where the weight is not 0."""
     strange = ~torch.isfinite(value)
     if not bool(strange.any()):
         return weights @ value
-    spoiled = (weights != 0.0).to(weights.dtype) @ strange.to(weights.dtype) > 0.0
-    return (weights @ value.masked_fill(strange, 0.0)).masked_fill(spoiled, torch.nan)
+    terms = weights[..., None] * value[..., None, :, :]
+    counted = (weights != 0.0)[..., None] & strange[..., None, :, :]
+    return weights @ value.masked_fill(strange, 0.0) + torch.where(counted, terms, 0.0).sum(dim=-2)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Containment of NaN and infinity: a token that no query may attend to affects no output and no gradient.
 
-A weight of zero times NaN is NaN, so a matrix multiplication spreads NaN from masked tokens. Tokens with NaN or
-infinity are therefore zeroed before the multiplication, and NaN is written where the mask allows them: a row that
-attends to such a key is NaN, a row that attends to such a value is NaN in that channel. Backward does the same: a NaN
-or infinite gradient of a row reaches the keys that the row may attend to.
+A weight of zero times NaN is NaN, so a matrix multiplication spreads NaN from masked tokens. Elements that are NaN or
+infinite are therefore zeroed before the multiplication, and what they add to the sum over allowed places by IEEE
+arithmetic is added afterwards. Backward does the same: a NaN or infinite gradient of a row reaches the keys that the
+row may attend to.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from clearhead.torch_private import differentiates_forward
 __all__ = [
     "Contained",
     "all_finite",
-    "clean_rows",
     "contained",
     "is_readable",
     "matmul",
+    "not_finite_terms",
     "only_finite",
+    "scores_of",
     "without_autocast",
 ]
 
@@ -64,14 +65,6 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def clean_rows(
-    tensor: Float[Tensor, "batch heads len dim"],
-) -> tuple[Float[Tensor, "batch heads len dim"], Bool[Tensor, "batch heads len"]]:
-    """The tensor with 0 for tokens that contain NaN or infinity, and a boolean for each token that marks those."""
-    bad = ~torch.isfinite(tensor).all(dim=-1)
-    return tensor.masked_fill(bad[..., None], 0.0), bad
-
-
 def only_finite(tensor: Tensor) -> Tensor:
     """The tensor with 0 in place of NaN and infinity."""
     return tensor.masked_fill(~torch.isfinite(tensor), 0.0)
@@ -91,8 +84,8 @@ def matmul(
 ) -> Float[Tensor, "*batch rows columns"]:
     """``left @ right``, differentiable any number of times; backward keeps the precision under autocast.
 
-    With ``allowed``, NaN and infinity in ``right``, or in the gradient of the output, make NaN in the rows that may
-    read them and affect nothing else; ``left`` is 0 at places that are not allowed.
+    With ``allowed``, the sum is over allowed places: NaN and infinity in ``right``, or in the gradient of the output,
+    affect only rows that may read them, by IEEE arithmetic; ``left`` is 0 at places that are not allowed.
     """
     # An autograd function cannot be traced, and has no rule for forward-mode differentiation.
     if traces() or differentiates_forward():
@@ -101,14 +94,51 @@ def matmul(
     return output
 
 
+def scores_of(
+    query: Float[Tensor, "*batch q_len dim"],
+    key: Float[Tensor, "*batch k_len dim"],
+    allowed: Bool[Tensor, "*batch q_len k_len"],
+) -> Float[Tensor, "*batch q_len k_len"]:
+    """``query @ key.mT``, differentiable any number of times, whose gradients are sums over allowed places."""
+    if traces() or differentiates_forward():
+        return query @ key.mT
+    output: Tensor = _Scores.apply(query, key, allowed)  # type: ignore[no-untyped-call]
+    return output
+
+
+def not_finite_terms(
+    left: Float[Tensor, "*batch rows x"],
+    right: Float[Tensor, "*batch x columns"],
+    allowed: Bool[Tensor, "*batch rows x"] | None,
+) -> Float[Tensor, "*batch rows columns"]:
+    """What NaN and infinity in ``right`` add to ``left @ right`` over allowed places: 0, infinity or NaN."""
+
+    def meet(places: Tensor, elements: Tensor) -> Tensor:
+        return places.to(left.dtype) @ elements.to(left.dtype) > 0.0
+
+    positive, negative = left > 0.0, left < 0.0
+    neither = ~(positive | negative)
+    if allowed is None:
+        anywhere = torch.ones_like(positive)
+    else:
+        anywhere = allowed.expand(left.shape)
+        positive, negative, neither = positive & allowed, negative & allowed, neither & allowed
+    above, below = right == torch.inf, right == -torch.inf
+    undefined = meet(neither, above | below) | meet(anywhere, right.isnan())
+    rising = meet(positive, above) | meet(negative, below)
+    falling = meet(positive, below) | meet(negative, above)
+    nothing = torch.zeros(undefined.shape, dtype=left.dtype, device=left.device)
+    terms = nothing.masked_fill(rising, torch.inf) + nothing.masked_fill(falling, -torch.inf)
+    return terms.masked_fill(undefined, torch.nan)
+
+
 def _multiplied(left: Tensor, right: Tensor, allowed: Tensor | None) -> Tensor:
     if allowed is None:
         return left @ right
     bad = ~torch.isfinite(right)
     if is_readable(right) and not bool(bad.any()):
         return left @ right
-    touched = allowed.to(right.dtype) @ bad.to(right.dtype) > 0
-    return (left @ right.masked_fill(bad, 0.0)).masked_fill(touched, torch.nan)
+    return left @ right.masked_fill(bad, 0.0) + not_finite_terms(left.detach(), right.detach(), allowed)
 
 
 class _Matmul(torch.autograd.Function):
@@ -134,9 +164,32 @@ class _Matmul(torch.autograd.Function):
             )
 
 
+class _Scores(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        return query @ key.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        query, key, allowed = ctx.saved_tensors
+        of_query, of_key, _ = ctx.needs_input_grad
+        with without_autocast(grad.device.type):
+            return (
+                matmul(grad, key, allowed) if of_query else None,
+                matmul(grad.mT, query, allowed.mT) if of_key else None,
+                None,
+            )
+
+
 @dataclass(frozen=True)
 class Contained:
-    """A problem whose tokens with NaN or infinity were set to 0, and the rows that they affect.
+    """A problem whose NaN and infinity were set to 0, and the rows that they affect.
 
     Attributes:
         problem: the problem with finite tensors.
@@ -197,11 +250,13 @@ def contained(
         grad_output: the output's gradient.
         rows: rows at which a gradient of a statistic is NaN or infinite; None for none.
     """
-    query, key, value = (clean_rows(tensor)[0] for tensor in (problem.query, problem.key, problem.value))
+    query, key, value = (only_finite(tensor) for tensor in (problem.query, problem.key, problem.value))
     channels = ~torch.isfinite(grad_output)
     unweighted = ~(torch.isfinite(lse) | (lse == -torch.inf))
     spoiled = unweighted | ~torch.isfinite(output).all(dim=-1) | channels.any(dim=-1)
     spoiled = spoiled if rows is None else spoiled | rows
+    # Scores of finite tokens may overflow.
+    query = query.masked_fill(unweighted[..., None], 0.0)
     return Contained(problem.with_tensors(query, key, value), spoiled & _attending(problem), unweighted, channels)
 
 

@@ -15,6 +15,7 @@ from clearhead.masks import Mask
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, RelativeBias, ScoreFunction, ScoreRule, SoftCap
 from clearhead.statistics import Observation, Want
+from clearhead.tensors import without_overlap
 
 __all__ = ["BACKEND", "block_mask", "score_mod"]
 
@@ -62,9 +63,9 @@ def run(problem: Problem, want: Want, call: Callable[..., Any] | None = None) ->
     """Output, and log-sum-exp on request, by FlexAttention; ``call`` replaces the compiled function, in tests."""
     flex = call or _compiled()
     output, lse = flex(
-        problem.query,
-        problem.key,
-        problem.value,
+        without_overlap(problem.query),
+        without_overlap(problem.key),
+        without_overlap(problem.value),
         score_mod=score_mod(problem.elementwise, problem.query_offset),
         block_mask=None if problem.mask is None else block_mask(problem.mask, problem),
         scale=problem.scale,

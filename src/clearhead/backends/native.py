@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from clearhead.backends import tiled
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.recorded import is_recorded, recorded_attention
@@ -214,7 +215,7 @@ class _Native(torch.autograd.Function):
         row_statistics = dict(zip(_SAVED, small[: len(_SAVED)], strict=True))
         if grad_output is None:
             grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
-        arrived_grads = Arrived(grad_output, grad_lse, given, row_statistics, ctx.want.sink)
+        arrived_grads = Arrived(grad_output, grad_lse, given, row_statistics, ctx.want)
         return None, None, None, *gradients(problem, rows, arrived_grads)
 
 
@@ -230,13 +231,13 @@ def _read_in_backward(problem: Problem) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Incoming gradients: of the output, the log-sum-exp, and statistics by name; and forward's row statistics."""
+    """Incoming gradients: of the output, the log-sum-exp, and statistics by name; forward's row statistics and want."""
 
     output: Tensor
     lse: Tensor | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     row_statistics: dict[str, Tensor] = field(default_factory=dict)
-    sink_keys: int = 0
+    want: Want = field(default_factory=Want)
 
     def finite(self) -> Arrived:
         """The same with 0 for NaN and infinity."""
@@ -257,6 +258,8 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters."""
     pulls = _Pulls.of(problem, rows, arrived)
     grads = _backward(problem, rows, arrived.output, pulls)
+    if grads is None and _meets_infinity(problem):
+        return _by_tiles(problem, arrived)
     if grads is None:
         # NaN under a mask is rare, so what it needs is not saved but recomputed.
         recomputed = _forward(problem, Want(lse=True))
@@ -274,6 +277,22 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
         *grads.tensors,
         *(_parameter_gradient(problem, parameter, grads, rows.lse) for parameter in problem.rule_parameters),
     ]
+
+
+def _meets_infinity(problem: Problem) -> bool:
+    """Whether a row may be finite though it attends to an infinite key: a score of minus infinity has weight 0."""
+    return bool(problem.query.isinf().any() or problem.key.isinf().any())
+
+
+def _by_tiles(problem: Problem, arrived: Arrived) -> list[Tensor]:
+    """Gradients of query, key, value and the rules' parameters, by tiles, which keep infinite scores."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
+    grads = {"output": arrived.output, **({} if arrived.lse is None else {"lse": arrived.lse}), **arrived.statistics}
+    want = replace(arrived.want, lse=True)
+    needs = [True] * (3 + len(problem.rule_parameters))
+    computed = recorded_attention(problem.with_tensors(*leaves), want, grads, needs, run=tiled.run)
+    inputs = [*leaves, *problem.rule_parameters]
+    return [torch.zeros_like(part) if grad is None else grad for part, grad in zip(inputs, computed, strict=True)]
 
 
 def _spoil(clean: Contained, grads: Gradients) -> None:
@@ -314,7 +333,7 @@ class _Pulls:
         if received is not None:
             row_statistics = {**row_statistics, "received_mean": _received_mean(problem, received)}
         assert rows.lse is not None
-        by_key = StatisticGradients(problem, arrived.statistics, row_statistics, rows.lse, arrived.sink_keys)
+        by_key = StatisticGradients(problem, arrived.statistics, row_statistics, rows.lse, arrived.want.sink)
         return cls(-by_key.row_sums if arrived.lse is None else arrived.lse - by_key.row_sums, by_key, received)
 
     @property

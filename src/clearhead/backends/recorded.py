@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clearhead.backends import reference
 from clearhead.problem import Problem
-from clearhead.statistics import Want
+from clearhead.statistics import Observation, Want
 from clearhead.tensors import has_memory
 from clearhead.torch_private import differentiates_forward
 
@@ -84,9 +84,13 @@ def with_learned(problem: Problem, copies: Sequence[Tensor | None]) -> Problem:
 
 
 def recorded_attention(
-    problem: Problem, want: Want, grads: Mapping[str, Tensor], needs: Sequence[bool]
+    problem: Problem,
+    want: Want,
+    grads: Mapping[str, Tensor],
+    needs: Sequence[bool],
+    run: Callable[[Problem, Want], Observation] = reference.run,
 ) -> list[Tensor | None]:
-    """Gradients of query, key, value and the rules' parameters, by the ``reference`` backend.
+    """Gradients of query, key, value and the rules' parameters, by another backend.
 
     Args:
         problem: the problem.
@@ -94,8 +98,7 @@ def recorded_attention(
         grads: gradients of forward's results, by their names in ``Observation``.
         needs: whether the gradient is needed: of query, key, value, ``want.row_weights`` if it can have one, and each
             of ``problem.rule_parameters``.
-
-    Cost: that of ``reference``, so memory grows with ``q_len * k_len``.
+        run: the other backend; by default ``reference``, whose memory grows with ``q_len * k_len``.
     """
     learned = problem.rule_parameters
     mixing = [want.row_weights] if len(needs) > 3 + len(learned) else []
@@ -103,7 +106,7 @@ def recorded_attention(
     def compute(inputs: list[Tensor | None]) -> list[Tensor]:
         tensors = [part for part in inputs[:3] if part is not None]
         copied = with_learned(problem, inputs[3 + len(mixing) :]).with_tensors(*tensors)
-        done = reference.run(copied, replace(want, row_weights=inputs[3]) if mixing else want)
+        done = run(copied, replace(want, row_weights=inputs[3]) if mixing else want)
         return [getattr(done, name) for name in grads]
 
     inputs = [problem.query, problem.key, problem.value, *mixing, *learned]

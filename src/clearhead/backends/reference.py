@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import clean_rows, matmul
+from clearhead.backends.containment import matmul, scores_of
 from clearhead.backends.dropout import keep_scale
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
@@ -38,9 +38,8 @@ def steps(problem: Problem) -> Steps:
     """Compute every step of the formula."""
     dtype = problem.work_dtype
     group = problem.num_heads // problem.num_kv_heads
-    query, query_bad = clean_rows(problem.query.to(dtype))
-    key, key_bad = clean_rows(problem.key.to(dtype).repeat_interleave(group, dim=1))
-    value = problem.value.to(dtype).repeat_interleave(group, dim=1)
+    query = problem.query.to(dtype)
+    key, value = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (problem.key, problem.value))
     indices = problem.indices()
     shape = (problem.batch, problem.num_heads, problem.q_len, problem.k_len)
 
@@ -49,8 +48,7 @@ def steps(problem: Problem) -> Steps:
         allowed = problem.mask.allows(*indices)
     allowed = allowed.expand(shape)
 
-    raw = matmul(query, key.transpose(-2, -1))
-    raw = raw.masked_fill(query_bad[..., :, None] | key_bad[..., None, :], torch.nan)
+    raw = scores_of(query, key, allowed)
     scaled = raw * problem.scale
     # Rules get 0 for masked keys: the derivative of a rule at NaN would pass the mask.
     ruled = scaled.masked_fill(~allowed, 0.0)
@@ -129,11 +127,11 @@ def run(problem: Problem, want: Want) -> Observation:
 
 
 def _largest(masked: Tensor) -> Tensor:
-    """The largest score of each row; ties share its gradient, and an empty row has none."""
+    """The largest score of each row, NaN if it is infinite; ties share its gradient, and an empty row has none."""
     if masked.shape[-1] == 0:
         return masked.new_full(masked.shape[:-1], -torch.inf)
     largest = masked.amax(dim=-1)
-    return largest.masked_fill(largest == -torch.inf, -torch.inf)
+    return largest.masked_fill(largest == -torch.inf, -torch.inf).masked_fill(largest == torch.inf, torch.nan)
 
 
 def _entropy(done: Steps) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from clearhead.backends import tiled
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, all_finite, is_readable, matmul
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
@@ -17,7 +18,7 @@ from clearhead.masks.base import carried_sizes, does_as
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
-from clearhead.tensors import is_hollow, traces
+from clearhead.tensors import is_hollow, traces, without_overlap
 from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND", "asks_flags"]
@@ -57,6 +58,8 @@ def _also(problem: Problem) -> list[str]:
             )
         if not all_finite(problem.key, problem.value):
             return ["spreads NaN and inf from masked keys, and key or value contains some"]
+        if problem.needs_gradient and not all_finite(problem.query):
+            return ["spreads NaN and inf of a query to masked keys in backward, and query contains some"]
     return []
 
 
@@ -96,11 +99,23 @@ def asks_flags(problem: Problem) -> bool:
 def run(problem: Problem, want: Want) -> Observation:
     """Output through ``scaled_dot_product_attention``."""
     if not _contains_arrivals(problem):
-        return Observation(output=_run(problem))
+        output = _run(problem)
+        return tiled.run(problem, want) if _is_undefined(problem, output) else Observation(output=output)
     arrival = _Arrival(problem.without_elements())
     output = _run(problem.with_tensors(*arrival.watched(problem)))
+    if _is_undefined(problem, output):
+        return tiled.run(problem, want)
     output.register_hook(arrival.arrive)
     return Observation(output=output)
+
+
+def _is_undefined(problem: Problem, output: Tensor) -> bool:
+    """Whether the output has NaN or infinity, which torch's kernels spread in backward under a mask, or which may be a
+    row whose every score is minus infinity. On an accelerator the check would synchronise."""
+    plain = problem.query.device.type == "cpu" and not (traces() or transforms() or differentiates_forward())
+    if not plain or not is_readable(output) or all_finite(output):
+        return False
+    return not bool(torch.isfinite(output).all())
 
 
 def _contains_arrivals(problem: Problem) -> bool:
@@ -257,6 +272,7 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:
     mask, is_causal, empty = bounds
+    query, key, value = without_overlap(query), without_overlap(key), without_overlap(value)
     dtype = problem.query.dtype
     on_cpu = query.device.type == "cpu"
     unfused = on_cpu and not _is_fused(query, key, value, mask, problem.needs_gradient)

@@ -24,6 +24,7 @@ from clearhead.backends.tiled_statistics import Base, Pulls, Sweep, result_names
 from clearhead.backends.tiles import (
     Layout,
     Tile,
+    add_not_finite,
     add_product,
     exponential,
     finite,
@@ -66,6 +67,8 @@ def _forward_strip(
     empty = total == 0.0
     base = Base(finite(largest), total.masked_fill(empty, 1.0))
     lse = (base.largest + torch.log(base.total)).masked_fill(empty, -torch.inf)
+    # A row whose maximum is infinite is NaN, in its statistics too.
+    max_score = max_score.masked_fill(max_score == torch.inf, torch.nan)
     return output / base.total[..., None], lse, max_score, base
 
 
@@ -82,22 +85,11 @@ def _forward_tile(
     if problem.dropout > 0.0:
         weights *= keep_scale(problem.seed, problem.dropout, tile.indices, weights.dtype)
     output *= shrink[..., None]
-    kv_heads, value = problem.num_kv_heads, layout.value[:, :, tile.keys].flatten(0, 1)
+    kv_heads, value = problem.num_kv_heads, layout.clean[2][:, :, tile.keys].flatten(0, 1)
     stacked(output, kv_heads).baddbmm_(stacked(weights, kv_heads), value)
-    _spoil(problem, layout, tile, output)
+    if not layout.is_finite:
+        add_not_finite(output, weights, layout.value[:, :, tile.keys], tile.allowed)
     return higher
-
-
-def _spoil(problem: Problem, layout: Layout, tile: Tile, output: Float[Tensor, "b heads rows dim"]) -> None:
-    """Write NaN to the channels of rows that may attend to a value with NaN or infinity in that channel."""
-    if layout.bad is None or not bool(layout.bad[2][:, :, tile.keys].any()):
-        return
-    bad = layout.bad[2][:, :, tile.keys].repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
-    if tile.allowed is None:
-        touched = bad.any(dim=2, keepdim=True)
-    else:
-        touched = tile.allowed.expand(*tile.allowed.shape[:3], bad.shape[2]).to(output) @ bad.to(output) > 0.0
-    output.masked_fill_(touched, torch.nan)
 
 
 class _Tiled(torch.autograd.Function):
@@ -171,9 +163,9 @@ def _gradients(
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0].to(output.dtype)
     # delta is a row's sum of weight times weight gradient; a gradient of lse is subtracted from it.
     delta = _row_products(grad_output, output)
-    bad = None
+    arrived = None
     if not all_finite(grad_output):
-        bad, grad_output = ~torch.isfinite(grad_output), only_finite(grad_output)
+        arrived, grad_output = grad_output, only_finite(grad_output)
     if grads[1] is not None:
         delta = delta - grads[1]
     inputs = (problem.query, problem.key, problem.value)
@@ -185,7 +177,7 @@ def _gradients(
             layout.take(grad_output),
             layout.take(delta),
             Base(layout.take(base.largest, padding=torch.inf), layout.take(base.total, padding=1.0)),
-            bad=None if bad is None else layout.take(bad),
+            arrived=None if arrived is None else layout.take(arrived),
         )
         layout_grads, layout_pulls = (layout.gathered(totals[1]), layout.gathered(totals[2])), pulls.within(layout)
         for queries, tiles in strips(problem, layout):
@@ -223,24 +215,24 @@ class _BackwardRows:
 
     Attributes:
         grad_output: gradient of the output, with 0 for NaN and infinity.
-        delta: sum of weight times weight gradient; NaN if the gradient contained NaN or infinity.
+        delta: sum of weight times weight gradient; not finite if the gradient or the output is not.
         base: the parts of the log-sum-exp.
         share: the gradient of the row maximum for each of its ties.
-        bad: where ``grad_output`` contained NaN or infinity.
+        arrived: the gradient with NaN and infinity; None if it has none.
     """
 
     grad_output: Tensor
     delta: Tensor
     base: Base
     share: Tensor | None = None
-    bad: Tensor | None = None
+    arrived: Tensor | None = None
 
     def cut(self, queries: slice) -> _BackwardRows:
         return _BackwardRows(
             self.grad_output[:, :, queries],
             self.delta[:, :, queries],
             self.base.cut(queries),
-            bad=None if self.bad is None else self.bad[:, :, queries],
+            arrived=None if self.arrived is None else self.arrived[:, :, queries],
         )
 
 
@@ -259,7 +251,7 @@ class _BackwardStrip:
 
     def walk(self, tiles: list[Tile]) -> Tensor:
         """The gradient of the strip's queries; other gradients are added to their sums."""
-        query = self.layout.query[:, :, self.queries]
+        layout, query = self.layout, self.layout.clean[0][:, :, self.queries]
         grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         kv_heads = self.problem.num_kv_heads
         flat_query, flat_grad = stacked(query, kv_heads), stacked(grad_query, kv_heads)
@@ -267,9 +259,18 @@ class _BackwardStrip:
         of_rows = [self.rows.delta] if self.rows.share is None else [self.rows.delta, self.rows.share]
         spoiled = not all(bool(torch.isfinite(values).all()) for values in of_rows)
         for tile in tiles:
-            grad = stacked(self._tile(tile, spoiled), kv_heads)
-            flat_grad.baddbmm_(grad, self.layout.key[:, :, tile.keys].flatten(0, 1), alpha=self.problem.scale)
-            add_product(self.grad_key[:, :, tile.keys], grad.mT, flat_query, self.problem.scale)
+            grad_scores = self._tile(tile, spoiled)
+            grad, grad_key = stacked(grad_scores, kv_heads), self.grad_key[:, :, tile.keys]
+            flat_grad.baddbmm_(grad, layout.clean[1][:, :, tile.keys].flatten(0, 1), alpha=self.problem.scale)
+            add_product(grad_key, grad.mT, flat_query, self.problem.scale)
+            if not layout.is_finite:
+                add_not_finite(grad_query, grad_scores, layout.key[:, :, tile.keys], tile.allowed)
+                add_not_finite(
+                    grad_key,
+                    grad_scores.mT,
+                    layout.query[:, :, self.queries],
+                    tile.allowed_by_key,
+                )
         return grad_query
 
     def _tile(self, tile: Tile, spoiled: bool) -> Tensor:
@@ -282,13 +283,19 @@ class _BackwardStrip:
                 scores_out = ruled(problem, scores_in.requires_grad_(), tile)
         weighed = weigh(scores_out.detach(), tile, rows.base, spoiled)
         upstream = stacked(rows.grad_output, problem.num_kv_heads)
-        grad = torch.bmm(upstream, layout.value[:, :, tile.keys].flatten(0, 1).mT).view(weighed.weights.shape)
+        grad = torch.bmm(upstream, layout.clean[2][:, :, tile.keys].flatten(0, 1).mT).view(weighed.weights.shape)
         dropped = weighed.weights
         if problem.dropout > 0.0:
             keep = keep_scale(problem.seed, problem.dropout, tile.indices, dropped.dtype)
             dropped, grad = dropped * keep, grad.mul_(keep)
         add_product(self.grad_value[:, :, tile.keys], stacked(dropped, problem.num_kv_heads).mT, upstream)
-        self._spoil_values(tile)
+        if rows.arrived is not None:
+            add_not_finite(
+                self.grad_value[:, :, tile.keys],
+                dropped.mT,
+                rows.arrived,
+                tile.allowed_by_key,
+            )
         if pulls.any:
             grad += pulls.on_weights(layout, self.queries, tile, weighed)
         grad = pulls.on_scores(
@@ -297,17 +304,6 @@ class _BackwardStrip:
         if spoiled:
             grad = masked(grad, tile, 0.0)
         return self.learned.pulled(problem, scores_in, scores_out, grad, tile) if problem.elementwise else grad
-
-    def _spoil_values(self, tile: Tile) -> None:
-        """Write NaN to channels of values that a row may attend to and in which its gradient is NaN or infinite."""
-        if self.rows.bad is None or not bool(self.rows.bad.any()):
-            return
-        bad, into = self.rows.bad.to(self.grad_value), self.grad_value[:, :, tile.keys]
-        if tile.allowed is None:
-            touched = bad.sum(dim=2, keepdim=True)
-        else:
-            touched = tile.allowed.expand(*bad.shape[:3], into.shape[2]).to(bad).mT @ bad
-        into.masked_fill_(touched.unflatten(1, (into.shape[1], -1)).sum(dim=2) > 0.0, torch.nan)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.backends.containment import all_finite, clean_rows
+from clearhead.backends.containment import all_finite, not_finite_terms, only_finite
 from clearhead.backends.documents import Group, documents_in, groups
 from clearhead.errors import ClearheadError
 from clearhead.masks.base import Mask
@@ -22,12 +22,13 @@ from clearhead.masks.function import MaskFunction
 from clearhead.masks.tile_map import EMPTY, FULL, tile_map
 from clearhead.problem import Problem
 from clearhead.scores import ScoreFunction
-from clearhead.shapes import Float
+from clearhead.shapes import Bool, Float
 
 __all__ = [
     "Layout",
     "Tile",
     "TileRange",
+    "add_not_finite",
     "add_product",
     "exponential",
     "finite",
@@ -77,13 +78,18 @@ class Tile:
     indices: _Indices
     allowed: Tensor | None
 
+    @property
+    def allowed_by_key(self) -> Tensor | None:
+        """``allowed`` with keys before queries."""
+        return None if self.allowed is None else self.allowed.mT
+
 
 @dataclass(frozen=True)
 class Layout:
     """A batch of rows in the working dtype, with the absolute position of each token.
 
-    Tokens of ``query`` and ``key`` with NaN or infinity are 0, as are such elements of ``value``. ``bad`` marks them:
-    tokens ``[batch, heads, len]`` of query and key, elements ``[batch, heads, len, dim]`` of value.
+    ``clean`` are query, key and value with 0 for NaN and infinity, for sums over keys or queries; the same tensors if
+    all elements are finite.
     """
 
     query: Tensor
@@ -91,10 +97,15 @@ class Layout:
     value: Tensor
     indices: _Indices
     valid: Tensor | None
-    bad: tuple[Tensor, Tensor, Tensor] | None
+    clean: tuple[Tensor, Tensor, Tensor]
     group: Group | None
     #: The batch entries of the call, or of the group.
     part: slice
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element is NaN or infinite."""
+        return self.clean[0] is self.query
 
     def take(self, tensor: Tensor, *, padding: float = 0.0) -> Tensor:
         """The layout's part of a tensor of the call, ``[batch, heads, len]`` or ``[batch, heads, len, dim]``."""
@@ -171,13 +182,10 @@ def layouts(problem: Problem) -> Iterator[Layout]:
 def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, group: Group | None) -> Layout:
     query, key, value = (tensor.to(problem.work_dtype) for tensor in tensors)
     valid = None if group is None or bool(group.valid.all()) else group.valid
-    bad = None
-    if not all_finite(query, key, value):
-        (query, query_bad), (key, key_bad) = clean_rows(query), clean_rows(key)
-        value_bad = ~torch.isfinite(value)
-        value = value.masked_fill(value_bad, 0.0)
-        bad = (query_bad, key_bad, value_bad)
-    return Layout(query, key, value, indices, valid, bad, group, slice(0, query.shape[0]))
+    clean = (query, key, value)
+    if not all_finite(*clean):
+        clean = (only_finite(query), only_finite(key), only_finite(value))
+    return Layout(query, key, value, indices, valid, clean, group, slice(0, query.shape[0]))
 
 
 def _batches(problem: Problem, layout: Layout) -> Iterator[Layout]:
@@ -189,13 +197,13 @@ def _batches(problem: Problem, layout: Layout) -> Iterator[Layout]:
     for start in range(0, size, step):
         part = slice(start, min(start + step, size))
         cut = tuple(index[part] if index.shape[0] > 1 else index for index in layout.indices)
+        pieces = (layout.query[part], layout.key[part], layout.value[part])
+        clean = pieces if layout.is_finite else tuple(tensor[part] for tensor in layout.clean)
         yield Layout(
-            layout.query[part],
-            layout.key[part],
-            layout.value[part],
+            *pieces,
             (cut[0], cut[1], cut[2], cut[3]),
             None if layout.valid is None else layout.valid[part],
-            None if layout.bad is None else (layout.bad[0][part], layout.bad[1][part], layout.bad[2][part]),
+            (clean[0], clean[1], clean[2]),
             None if layout.group is None else Group(layout.group.slots[part], layout.group.valid[part]),
             part,
         )
@@ -319,17 +327,27 @@ def add_product(
         into += torch.bmm(left, right).mul_(alpha).view(into.shape)
 
 
+def add_not_finite(
+    into: Float[Tensor, "b heads rows x"],
+    left: Float[Tensor, "b left_heads rows y"],
+    right: Float[Tensor, "b right_heads y x"],
+    allowed: Bool[Tensor, "b left_heads rows y"] | None,
+) -> None:
+    """Add in place what NaN and infinity in ``right`` add to ``left @ right``, over the query heads of a group."""
+    if bool(torch.isfinite(right).all()):
+        return
+    allowed = None if allowed is None else allowed.expand(left.shape)
+    terms = not_finite_terms(left, right.repeat_interleave(left.shape[1] // right.shape[1], dim=1), allowed)
+    into += terms.unflatten(1, (into.shape[1], -1)).sum(dim=2)
+
+
 def raw_scores(problem: Problem, layout: Layout, queries: slice, tile: Tile) -> Float[Tensor, "b heads rows keys"]:
     """Scaled scores of a tile, as a new tensor; 0 where the mask forbids, so that rules get finite values."""
     query = layout.query[:, :, queries]
     left, right = stacked(query, problem.num_kv_heads), layout.key[:, :, tile.keys].flatten(0, 1)
     flat = left.new_empty(*left.shape[:2], right.shape[1])
     scores = flat.baddbmm_(left, right.mT, beta=0.0, alpha=problem.scale).view(*query.shape[:3], right.shape[1])
-    if layout.bad is not None:
-        group = problem.num_heads // problem.num_kv_heads
-        key_bad = layout.bad[1][:, :, tile.keys].repeat_interleave(group, dim=1)
-        scores.masked_fill_(layout.bad[0][:, :, queries, None] | key_bad[:, :, None, :], torch.nan)
-    if tile.allowed is not None and (problem.elementwise or layout.bad is not None):
+    if tile.allowed is not None and (problem.elementwise or not layout.is_finite):
         scores.masked_fill_(~tile.allowed, 0.0)
     return scores
 

@@ -31,7 +31,7 @@ def attention(
     value: Float[Tensor, "*kv_leading k_len value_dim"],
     *,
     mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -50,7 +50,7 @@ def attention(
             key head ``h // (heads // kv_heads)``.
         value: ``[batch, kv_heads, k_len, value_dim]``.
         mask: which keys a query may attend to; ``None`` allows all. ``True`` in a mask means may attend.
-        scores: score rules, applied to scaled scores in order, before the mask.
+        scores: score rules, applied to scaled scores in order, before the mask; ``None`` and ``()`` apply none.
         scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
         dropout: probability of dropping a weight; the others are divided by ``1 - dropout``.
         seed: seed of the dropout; by default drawn from torch's generator.
@@ -78,7 +78,7 @@ def attention(
             [0.2689, 0.7311]])
     """
     if torch.compiler.is_compiling():
-        scores = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        scores = (scores,) if isinstance(scores, ScoreRule) else tuple(scores or ())
         traced = compiled.attention(
             query,
             key,
@@ -94,7 +94,8 @@ def attention(
             query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
             query_offset=query_offset, backend=backend,
         )  # fmt: skip
-    plain = (mask is None or type(mask) is Causal) and type(scores) is tuple and not scores and type(backend) is str
+    no_rules = scores is None or (type(scores) is tuple and not scores)
+    plain = no_rules and (mask is None or type(mask) is Causal) and type(backend) is str
     if plain and backend in _DIRECT and seed is query_offset is None and type(dropout) is float and not dropout:
         output = native.plain(query, key, value, causal=mask is not None, scale=scale, auto=backend == "auto")
         if output is not None:
@@ -118,7 +119,7 @@ def observe_attention(
     *,
     want: Want,
     mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -133,7 +134,7 @@ def observe_attention(
         value: ``[batch, kv_heads, k_len, value_dim]``.
         want: a ``Want`` that names the statistics, such as ``Want(entropy=True, top_k=4)``.
         mask: which keys a query may attend to; ``None`` allows all.
-        scores: score rules, applied to scaled scores in order, before the mask.
+        scores: score rules, applied to scaled scores in order, before the mask; ``None`` and ``()`` apply none.
         scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
         dropout: probability of dropping a weight; statistics describe the weights before dropout.
         seed: seed of the dropout; by default drawn from torch's generator.
@@ -178,7 +179,7 @@ def explain_dispatch(
     *,
     want: Want | None = None,
     mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -193,7 +194,7 @@ def explain_dispatch(
         value: ``[batch, kv_heads, k_len, value_dim]``.
         want: a ``Want`` that names statistics; by default none.
         mask: which keys a query may attend to; ``None`` allows all.
-        scores: score rules, applied to scaled scores in order, before the mask.
+        scores: score rules, applied to scaled scores in order, before the mask; ``None`` and ``()`` apply none.
         scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
         dropout: probability of dropping a weight.
         seed: seed of the dropout.

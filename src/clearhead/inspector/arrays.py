@@ -20,7 +20,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TYPES", "Floats", "Rows", "pack", "pack_part", "unpack"]
+from clearhead.errors import UnsupportedError
+
+__all__ = ["FUNCTION", "TYPES", "Floats", "Rows", "pack", "pack_part", "unpack"]
+
+FUNCTION: Final = "view"
 
 TYPES: Final = {"f32": "<f4", "i32": "<i4", "i16": "<i2", "u16": "<u2", "u8": "|u1"}
 
@@ -31,6 +35,8 @@ _MOST: Final = 32767
 
 #: Steps are rounded down to powers of ``2 ** (1 / 4)``: few distinct steps compress to a few bytes.
 _OCTAVE: Final = 4
+#: The smallest step, float32's smallest normal number.
+_LEAST_STEP: Final = 2.0**-126
 _WRITTEN: Final = str.maketrans("&<>", ",[]")
 _READ: Final = str.maketrans(",[]", "&<>")
 
@@ -42,12 +48,37 @@ def pack(numbers: ArrayLike, kind: str, *, unit: float | None = None, repetitive
 
     >>> unpack(pack([[1.0, -0.5]], "f32")).tolist()
     [[1.0, -0.5]]
+
+    Raises:
+        UnsupportedError: a finite element is outside the type's range.
     """
-    array = np.ascontiguousarray(numbers, dtype=TYPES[kind])
+    array = np.ascontiguousarray(_in_range(np.asarray(numbers), np.dtype(TYPES[kind])), dtype=TYPES[kind])
     planes = array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T
     data = base64.b85encode(_deflated(planes, repetitive)).decode("ascii")
     packed: dict[str, Any] = {"type": kind, "shape": list(np.shape(numbers)), "data": data.translate(_WRITTEN)}
     return packed if unit is None else packed | {"unit": unit}
+
+
+def _in_range(numbers: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The elements, all of which the type can hold: integers as they are, float32 after rounding."""
+    if numbers.dtype.kind != "f" or numbers.dtype == dtype or numbers.size == 0:
+        return numbers
+    if dtype.kind == "f":
+        finite = numbers[np.isfinite(numbers)]
+        low = high = float(np.finfo(dtype).max)
+    else:
+        finite = numbers
+        low, high = -float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
+    # A comparison with NaN is False.
+    if finite.size and not (-low <= finite.min() and finite.max() <= high):
+        raise UnsupportedError.about(
+            FUNCTION,
+            "numbers",
+            must=f"be within {dtype}",
+            got=f"{finite[np.abs(finite).argmax()]:.4g}",
+            then="Scale queries, keys, values or biases down.",
+        )
+    return numbers
 
 
 def _deflated(planes: NDArray[np.uint8], repetitive: bool) -> bytes:
@@ -88,14 +119,14 @@ class Rows:
     @classmethod
     def _by(cls, rows: Floats, steps: Floats) -> Rows:
         steps = np.where(steps == 0, 1.0, steps)
-        steps = 2.0 ** (np.floor(np.log2(steps) * _OCTAVE) / _OCTAVE)
-        steps = steps.astype(np.float32).astype(np.float64)
+        steps = np.maximum(2.0 ** (np.floor(np.log2(steps) * _OCTAVE) / _OCTAVE), _LEAST_STEP)
+        steps = _in_range(steps, np.dtype(np.float32)).astype(np.float32).astype(np.float64)
         return cls(np.rint(rows / steps[:, None]), steps)
 
     @classmethod
     def exactly(cls, rows: Floats) -> Rows:
         """Rows in float32, not quantised."""
-        return cls(rows.astype(np.float32).astype(np.float64), None)
+        return cls(_in_range(rows, np.dtype(np.float32)).astype(np.float32).astype(np.float64), None)
 
     @property
     def values(self) -> Floats:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import UnsupportedError
-from clearhead.inspector.arrays import Floats, Rows, pack
+from clearhead.inspector.arrays import FUNCTION, Floats, Rows, pack
 from clearhead.masks.base import Mask
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, RelativeBias, ScoreRule, SoftCap
 
 __all__ = ["FUNCTION", "allowed_in", "array_of", "in_full", "mask_of", "rules_of", "scores_in_full"]
-
-FUNCTION: Final = "view"
 
 #: Score rules that the page's script applies.
 _APPLIED_BY_PAGE: Final = (SoftCap, Alibi, RelativeBias)

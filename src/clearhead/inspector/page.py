@@ -129,7 +129,7 @@ def view(
     heads: int | Sequence[int] | None = None,
     batch: int = 0,
     mask: Mask | Mapping[str, Mask | None] | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     query_offset: int | None = None,
     values: bool | None = None,
@@ -176,7 +176,8 @@ def view(
     Raises:
         ShapeError: there is no such layer, head or sequence, or texts or patches do not fit.
         UnsupportedError: a mask or score rule needs too much data at this length, the trace has edited scores or
-            weights, or queries and keys have more than 2**27 elements.
+            weights, queries and keys have more than 2**27 elements, or scores are so large that a weight of the page
+            would be off by more than 1e-4.
 
     Cost: two passes of statistics per layer. About ``3 * length * head_dim`` bytes per head, deflated, and a quarter
     more as text. Every weight of the page is within 1e-4 of the library's.
@@ -209,7 +210,9 @@ def view(
             problem = points.padded
             queries, keys = _texts(problem, tokens, key_tokens)
             chosen = choose_heads(FUNCTION, heads, problem.num_heads)
-            record = layer_of(points, batch, chosen, shared, None if tokens is None else _period(queries))
+            # Errors that NaN or infinity make are measured afterwards.
+            with np.errstate(all="ignore"):
+                record = layer_of(points, batch, chosen, shared, None if tokens is None else _period(queries))
             shown = images.get(name)
             if shown is not None:
                 check_grid(shown, problem.k_len)

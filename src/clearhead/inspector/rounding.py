@@ -2,7 +2,7 @@
 
 Short calls are quantised to a fixed number of levels, and a correction is stored for each pair of query and key; most
 corrections are 0. Long calls are quantised so finely that no weight has an error above the limit, except a few large
-weights of each row, whose corrections are stored.
+weights of each row, whose corrections are stored. A call whose weights cannot be within the limit is refused.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.errors import UnsupportedError
 from clearhead.inspector.arrays import Floats, Rows, pack
-from clearhead.inspector.carried import allowed_in, array_of, in_full, scores_in_full
+from clearhead.inspector.carried import FUNCTION, allowed_in, array_of, in_full, scores_in_full
 from clearhead.problem import Problem
 from clearhead.statistics import Observation
 
 __all__ = ["Carried", "Fitted", "ShownHeads", "checked", "fitted"]
 
-#: The largest error of a weight on the page.
+#: The largest error of a weight on the page, and the error that steps are chosen for.
+_LIMIT: Final = 1e-4
 _ERROR: Final = 9e-5
 #: The largest number of queries and of keys in a short call.
 _SHORT: Final = 512
@@ -50,6 +52,8 @@ _MOST_OFF: Final = 700.0
 _LEAST: Final = 1.4e-45
 #: The float32 rounding error of a weight, besides the measured quantisation error.
 _FLOAT32: Final = 1e-6
+#: Half a unit in the last place of float32, relative.
+_ROUNDED: Final = 2.0**-24
 
 
 def checked(problem: Problem) -> int:
@@ -182,9 +186,30 @@ class ShownHeads:
 def fitted(one: ShownHeads, key_head: int, heads: Sequence[int], numbers: int, largest: float) -> Fitted:
     """A key head and its query heads, quantised so that no weight has an error above the limit.
 
-    ``numbers`` is the number of elements in all queries and keys of the page, ``largest`` the largest absolute value of
-    the values that the page multiplies with weights.
+    Args:
+        one: the heads of one sequence.
+        key_head: the key head.
+        heads: its query heads.
+        numbers: the number of elements in all queries and keys of the page.
+        largest: the largest absolute value of the values that the page multiplies with weights.
+
+    Raises:
+        UnsupportedError: scores are so large that a weight would have an error above the limit.
     """
+    made = _fitted(one, key_head, heads, numbers, largest)
+    for head, carried in zip(heads, made.heads, strict=True):
+        if not (carried.error["weight"] <= _LIMIT and np.isfinite(carried.error["score"])):
+            raise UnsupportedError.about(
+                FUNCTION,
+                "scores",
+                must=f"be small enough for weights within {_LIMIT:g} of the library's",
+                got=f"an error of {carried.error['weight']:.2g} in head {head}",
+                then="Scale queries, keys or biases down.",
+            )
+    return made
+
+
+def _fitted(one: ShownHeads, key_head: int, heads: Sequence[int], numbers: int, largest: float) -> Fitted:
     key = array_of(one.problem.key[one.batch, key_head])
     queries = [array_of(one.problem.query[one.batch, head]) for head in heads]
     finite = all(np.isfinite(part).all() for part in (key, *queries))
@@ -197,11 +222,8 @@ def fitted(one: ShownHeads, key_head: int, heads: Sequence[int], numbers: int, l
             for head, query, table in zip(heads, queries, tables, strict=True)
         ]
         return Fitted(near, made)
-    exactly = Rows.exactly(key), [Rows.exactly(query) for query in queries]
     if not finite:
-        error = {"weight": 0.0, "score": 0.0}
-        whole = zip(heads, exactly[1], tables, strict=True)
-        return Fitted(exactly[0], [Carried(query, one.lse(head), error, table) for head, query, table in whole])
+        return _measured(one, heads, Rows.exactly(key), [Rows.exactly(query) for query in queries], tables)
     return _long(one, heads, queries, key, tables)
 
 
@@ -227,9 +249,9 @@ def _corrected(one: ShownHeads, head: int, carried: Carried, key: Rows) -> Carri
     lse = _rounded_lse(np.where(allowed, scores, -np.inf), truth, carried.lse)
     carried.lse = np.where(np.isneginf(carried.lse), -np.inf, lse).astype(np.float32).astype(np.float64)
     near = one.weights(head, carried, key, rows)
-    carried.fix = _fixes(near, truth, allowed, carried.unit)
-    error = np.abs(np.maximum(near + carried.fix * carried.unit, 0.0) - truth).max(initial=0.0)
-    carried.error = {"weight": float(error) + _FLOAT32, "score": float(off.max(initial=0.0))}
+    carried.fix = np.clip(np.nan_to_num(_fixes(near, truth, allowed, carried.unit)), -_MOST_FIX, _MOST_FIX)
+    error = np.abs(np.maximum(near + carried.fix * carried.unit, 0.0) - truth)
+    carried.error = {"weight": _largest(error) + _FLOAT32, "score": _largest(off)}
     return carried
 
 
@@ -285,42 +307,65 @@ def _measured(
 ) -> Fitted:
     near, made = key.values, []
     for head, query, table in zip(heads, queries, tables, strict=True):
-        if table is None:
-            made.append(_fit(one, head, query, near))
+        if _short(one.problem):
+            made.append(_unquantised(one, head, Carried(query, one.lse(head), {}, table), key))
         else:
-            made.append(Carried(query, one.lse(head), {"weight": _FLOAT32, "score": 0.0}, table))
+            made.append(_fit(one, head, query, near, table))
     return Fitted(key, made)
 
 
-def _fit(one: ShownHeads, head: int, rounded: Rows, key: Floats) -> Carried:
+def _unquantised(one: ShownHeads, head: int, carried: Carried, key: Rows) -> Carried:
+    """The head of a short call with NaN or infinity; rows that are NaN in the library have no error."""
+    assert one.observation.rows is not None
+    truth = array_of(one.observation.rows[one.batch, head])
+    error = np.abs(one.weights(head, carried, key, slice(0, truth.shape[0])) - truth)
+    carried.error = {"weight": _largest(error[~np.isnan(truth).any(axis=1)]) + _FLOAT32, "score": 0.0}
+    return carried
+
+
+def _largest(errors: Floats) -> float:
+    """The largest error; infinity if one is NaN."""
+    largest = float(errors.max(initial=0.0))
+    return np.inf if np.isnan(largest) else largest
+
+
+def _fit(one: ShownHeads, head: int, rounded: Rows, key: Floats, table: Rows | None) -> Carried:
     """The head with the log-sum-exp of its quantised scores, corrections of its large weights, and its errors.
 
     A row's largest weights are computed as in the browser. Every other weight is below the smallest of these, and the
-    error of its score is at most ``|dq| |k| + |q'| |dk|``, times the scale.
+    error of its score is at most ``|dq| |k| + |q'| |dk|``, times the scale, besides float32's rounding. Rows that are
+    NaN in the library have no error.
     """
     query = rounded.values
     named: list[tuple[NDArray[np.int64], NDArray[np.int64], Floats]] = []
     top, places = one.top(head)
     exact = one.exact(head)
     lse, largest, score = one.lse(head), 0.0, 0.0
-    rest = _rest(one, top, exact, (query, key))
+    sound = ~np.isnan(lse)
+    rest = _rest(one, top, exact, (query, key), sound)
     for start in range(0, top.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
-        scores = one.scores(head, query, key, rows, places[rows])
-        truth = one.scores(head, *exact, rows, places[rows])
-        off = np.where(top[rows] > 0, scores - truth, 0.0)
-        score = max(score, float(np.abs(off).max(initial=0.0)))
+        counted = (top[rows] > 0) & sound[rows, None]
+        if table is None:
+            scores = one.scores(head, query, key, rows, places[rows])
+            truth = one.scores(head, *exact, rows, places[rows])
+        else:
+            scores = truth = np.take_along_axis(table.values[rows], places[rows].numpy(), axis=1)
+        off = np.where(counted, scores - truth, 0.0)
+        score = max(score, _largest(np.abs(off)))
         lse[rows] = _moved_lse(lse[rows], top[rows], off).astype(np.float32)
-        weights = np.exp(np.where(top[rows] > 0, scores - lse[rows, None], -np.inf))
+        weights = np.exp(np.where(counted, scores - lse[rows, None], -np.inf))
         # Corrections are clipped to 16 bits before the error is measured; if they do not fit, steps are refined.
-        fixes = np.clip(np.rint((top[rows] - weights) / _UNIT), -_MOST_FIX, _MOST_FIX)
-        largest = max(largest, float(np.abs(np.maximum(weights + fixes * _UNIT, 0.0) - top[rows]).max(initial=0.0)))
+        wanted = np.nan_to_num(np.rint((top[rows] - weights) / _UNIT)) * sound[rows, None]
+        fixes = np.clip(wanted, -_MOST_FIX, _MOST_FIX)
+        error = np.abs(np.maximum(weights + fixes * _UNIT, 0.0) - top[rows])
+        largest = max(largest, _largest(error[sound[rows]]))
         at, rank = np.nonzero(fixes)
         named.append((at + start, places[rows].numpy()[at, rank], fixes[at, rank]))
     of_row, place, fix = (np.concatenate(parts) for parts in zip(*named, strict=True))
     near = LargeWeights(of_row, place, fix, top.shape[0])
     error = {"weight": max(largest, rest) + _FLOAT32, "score": score}
-    return Carried(rounded, lse, error, near=near, rest=rest)
+    return Carried(rounded, lse, error, table, near=near, rest=rest)
 
 
 def _moved_lse(lse: Floats, top: Floats, off: Floats) -> Floats:
@@ -335,15 +380,26 @@ def _moved_lse(lse: Floats, top: Floats, off: Floats) -> Floats:
     return np.where(np.isneginf(lse), lse, lse + moved)
 
 
-def _rest(one: ShownHeads, top: Floats, exact: tuple[Floats, Floats], near: tuple[Floats, Floats]) -> float:
-    """A bound for the errors of the weights that are not checked individually."""
+def _rest(
+    one: ShownHeads,
+    top: Floats,
+    exact: tuple[Floats, Floats],
+    near: tuple[Floats, Floats],
+    sound: NDArray[np.bool_],
+) -> float:
+    """A bound for the errors of the weights that are not checked individually, in rows that are not NaN."""
     if top.shape[1] >= one.problem.k_len:
         return 0.0
     # Six standard deviations of a sum of head_dim independent rounding errors, which is close to normal.
     deviation = 6 / np.sqrt(exact[0].shape[1])
-    off = _norms(near[0] - exact[0]) * _norms(exact[1]).max() + _norms(near[0]) * _norms(near[1] - exact[1]).max()
+    keys = _norms(exact[1])
+    key_norm = keys[np.isfinite(keys)].max(initial=0.0)
+    off = _norms(near[0] - exact[0]) * key_norm
+    off += _norms(near[0]) * np.nan_to_num(_norms(near[1] - exact[1])).max(initial=0.0)
+    # The library rounds scores of float32.
+    off += _ROUNDED * _norms(exact[0]) * key_norm
     grown = np.expm1(np.minimum(abs(one.problem.scale) * deviation * off, _MOST_OFF))
-    return float((np.maximum(top[:, -1], _LEAST) * grown).max(initial=0))
+    return _largest((np.maximum(top[:, -1], _LEAST) * grown)[sound])
 
 
 def _needs(

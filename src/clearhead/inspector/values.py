@@ -33,7 +33,8 @@ def largest_of(one: ShownHeads, key_head: int) -> float:
 
 def norms_of(one: ShownHeads, key_head: int) -> dict[str, Any]:
     """The norm of each key's value."""
-    norms: Floats = np.linalg.norm(_exact(one, key_head), axis=1)
+    # Unlike a root of a sum of squares, this does not overflow.
+    norms: Floats = np.hypot.reduce(_exact(one, key_head), axis=1)
     return pack_part(norms)
 
 

@@ -74,7 +74,7 @@ class MultiHeadAttention(nn.Module):
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, head_dim: int | None = None,
         key_dim: int | None = None, value_dim: int | None = None, bias: bool = True, output_projection: bool = True,
-        dropout: float = 0.0, scores: ScoreRule | Iterable[ScoreRule] = (),
+        dropout: float = 0.0, scores: ScoreRule | Iterable[ScoreRule] | None = (),
         rotary: Rotary | bool | float | None = None, scale: float | None = None, backend: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()

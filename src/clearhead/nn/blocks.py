@@ -171,7 +171,7 @@ class EncoderBlock(Block):
     def __init__(
         self, embed_dim: int, num_heads: int, *, feedforward_dim: int | None = None, dropout: float = 0.1,
         attention_dropout: float | None = None, norm_first: bool = True, activation: str = "gelu", bias: bool = True,
-        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
+        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] | None = (),
         rotary: Rotary | bool | float | None = None, gated: bool = False, norm: str = "layer",
         checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
@@ -253,7 +253,7 @@ class DecoderBlock(Block):
     def __init__(
         self, embed_dim: int, num_heads: int, *, feedforward_dim: int | None = None, dropout: float = 0.1,
         attention_dropout: float | None = None, norm_first: bool = True, activation: str = "gelu", bias: bool = True,
-        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
+        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] | None = (),
         rotary: Rotary | bool | float | None = None, gated: bool = False, norm: str = "layer",
         cross_attention: bool = False, memory_dim: int | None = None, checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip

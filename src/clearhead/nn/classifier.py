@@ -65,7 +65,7 @@ class SequenceClassifier(nn.Module):
         max_len: int = 512, dropout: float = 0.1, attention_dropout: float | None = None,
         embedding_dropout: float | None = None, feedforward_dim: int | None = None, norm_first: bool = True,
         pooling: str = "mean", positions: str = "learned", num_kv_heads: int | None = None,
-        neighbours: int = 0, scores: ScoreRule | Iterable[ScoreRule] = (), checkpoint_activations: bool = False,
+        neighbours: int = 0, scores: ScoreRule | Iterable[ScoreRule] | None = (), checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         name = "SequenceClassifier"

@@ -46,21 +46,37 @@ class Sampler:
             fits=lambda given: given >= 0.0,
             then="0.0 always takes the likeliest token.",
         )
+        self.function = function
         self.temperature = 0.0 if warmth < _COLDEST else warmth
         self.top_k = None if top_k is None else whole(function, "top_k", top_k, low=1, then="None keeps all.")
         chosen = None if seed is None else seed_of(function, seed)
         self.generator = None if chosen is None else torch.Generator(device=device).manual_seed(chosen)
 
     def draw(self, logits: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, "batch 1"]:
-        """One token id for each row."""
+        """One token id for each row.
+
+        Raises:
+            ShapeError: the largest logit of a row is NaN or infinite.
+        """
         if self.temperature == 0.0:
-            return logits.argmax(dim=-1, keepdim=True)
+            largest, token = logits.max(dim=-1, keepdim=True)
+            self._check(largest)
+            return token
         logits = logits.float()
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
+        largest = logits.amax(dim=-1, keepdim=True)
+        self._check(largest)
+        logits = (logits - largest) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
         return torch.multinomial(logits.softmax(dim=-1), 1, generator=self.generator)
+
+    def _check(self, largest: Float[Tensor, "batch 1"]) -> None:
+        """Raise if the largest logit of a row is NaN or infinite."""
+        total = largest.float().sum().item()
+        if not math.isfinite(total):
+            must, then = "be finite", "Look for NaN in the model's weights: its training may have diverged."
+            raise ShapeError.about(self.function, "logits", must=must, got=repr(total), then=then)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         self, vocab_size: int, embed_dim: int, num_heads: int, num_layers: int, *, max_len: int = 512,
         dropout: float = 0.0, attention_dropout: float | None = None, feedforward_dim: int | None = None,
         norm_first: bool = True, tie_embeddings: bool = True, positions: str = "learned", bias: bool = True,
-        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
+        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] | None = (),
         activation: str = "gelu", gated: bool = False, norm: str = "layer", checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()

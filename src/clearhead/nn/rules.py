@@ -79,7 +79,7 @@ class RuleList(nn.ModuleList):
         relative: whether every rule depends on ``q_pos - k_pos`` alone, and so means the same in a packed batch.
     """
 
-    def __init__(self, function: str, scores: ScoreRule | Iterable[ScoreRule]) -> None:
+    def __init__(self, function: str, scores: ScoreRule | Iterable[ScoreRule] | None) -> None:
         rules = as_rules(function, scores)
         super().__init__(RuleHolder(rule) for rule in rules)
         self.relative = all(rule.relative for rule in rules)

@@ -59,7 +59,7 @@ class Encoder(nn.Module):
         self, embed_dim: int, num_heads: int, num_layers: int, *, feedforward_dim: int | None = None,
         dropout: float = 0.0, attention_dropout: float | None = None, norm_first: bool = True,
         activation: str = "gelu", bias: bool = True, num_kv_heads: int | None = None,
-        scores: ScoreRule | Iterable[ScoreRule] = (), rotary: Rotary | bool | float | None = None,
+        scores: ScoreRule | Iterable[ScoreRule] | None = (), rotary: Rotary | bool | float | None = None,
         gated: bool = False, norm: str = "layer", checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         self, embed_dim: int, num_heads: int, num_layers: int, *, cross_attention: bool = False,
         memory_dim: int | None = None, feedforward_dim: int | None = None, dropout: float = 0.0,
         attention_dropout: float | None = None, norm_first: bool = True, activation: str = "gelu", bias: bool = True,
-        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
+        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] | None = (),
         rotary: Rotary | bool | float | None = None, gated: bool = False, norm: str = "layer",
         checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip

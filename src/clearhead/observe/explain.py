@@ -33,7 +33,7 @@ def explain(
     tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
     mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     query_offset: int | None = None,
     backend: str = "auto",
@@ -91,7 +91,7 @@ def explain(
         options = {"mask": mask, "scores": scores, "scale": scale, "query_offset": query_offset}
         ran, name = _from_tensors((subject, *inputs), options, backend), None
     elif isinstance(subject, nn.Module):
-        if scores != () or scale is not None or backend != "auto":
+        if (scores is not None and scores != ()) or scale is not None or backend != "auto":
             raise UnsupportedError.about(
                 "explain",
                 "scores",

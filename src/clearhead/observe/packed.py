@@ -52,8 +52,8 @@ class PackedSequences:
 
 def sequences_of(call: Call) -> PackedSequences | None:
     """The sequences of a packed call; None for other calls, and if its mask or rules would differ when unpacked."""
-    mask, scores = call.options.get("mask"), call.options.get("scores", ())
-    rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+    mask, scores = call.options.get("mask"), call.options.get("scores")
+    rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores or ())
     query, total = call.query, call.query.shape[-2]
     if mask is None or call.key.shape[-2] != total or call.options.get("query_offset") or total == 0:
         return None

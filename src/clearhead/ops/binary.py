@@ -1,13 +1,13 @@
 """The file of the compiled CPU kernels and operators, which ``import clearhead`` loads, and what torch asks of it.
 
 Loading registers the operators with torch, so that a program that names them runs: one of ``torch.export.load`` or
-``torch._inductor.aoti_load_package``. ``CLEARHEAD_NATIVE=0`` leaves the file out.
+``torch._inductor.aoti_load_package``. ``CLEARHEAD_NATIVE=0`` leaves the file out. A wrong value of the variable leaves
+it out too, and raises at the first call that asks for the kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,8 @@ from typing import Final
 # Its OpenMP and its library must be in the process before the kernels are: they bring none of their own.
 import torch as torch
 
+from clearhead.environment import value_of
+from clearhead.errors import UnsupportedError
 from clearhead.ops import openmp
 
 __all__ = ["ABI", "PATH", "load", "signatures"]
@@ -27,8 +29,11 @@ ABI: Final = 20
 @cache
 def load() -> tuple[ctypes.CDLL | None, str]:
     """The library, whose operators torch has, or None; and why there is none."""
-    if os.environ.get("CLEARHEAD_NATIVE", "").strip() == "0":
-        return None, "is switched off by CLEARHEAD_NATIVE=0"
+    try:
+        if value_of("CLEARHEAD_NATIVE") == "0":
+            return None, "is switched off by CLEARHEAD_NATIVE=0"
+    except UnsupportedError as wrong:
+        return None, str(wrong)
     if not PATH.exists():
         return None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)"
     try:

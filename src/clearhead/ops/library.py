@@ -1,26 +1,23 @@
 """The compiled CPU kernels, and the instruction set that they run on.
 
 ``CLEARHEAD_ISA`` names the instruction set to use instead of the best. It is read once, when something first asks.
+Wrong values of variables raise then.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
 
 import torch
 
-from clearhead.errors import UnsupportedError
+from clearhead.environment import VARIABLES, value_of
 from clearhead.ops import binary
 from clearhead.ops.fakes import register
 from clearhead.tensors import has_memory
 
 __all__ = ["in_memory", "isa_index", "isa_name", "isa_names", "library", "memory_bound", "reason"]
-
-_MEMORY: Final = "CLEARHEAD_KEEP_MEMORY"
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def reason() -> str | None:
-    """Why the kernels cannot be used in this process, or None."""
+    """Why the kernels cannot be used in this process, or None.
+
+    Raises:
+        UnsupportedError: an environment variable has a wrong value.
+    """
     return _loaded().reason
 
 
@@ -79,25 +80,23 @@ def memory_bound() -> int | None:
     Raises:
         UnsupportedError: it is not a number of MiB.
     """
-    text = os.environ.get(_MEMORY, "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        must, then = "be a whole number of MiB, 0 or more", "Unset it to keep up to an eighth of the machine's memory."
-        raise UnsupportedError.about("clearhead", _MEMORY, must=must, got=repr(text)[:80], then=then)
-    return int(text) * 2**20
+    text = value_of("CLEARHEAD_KEEP_MEMORY")
+    return int(text) * 2**20 if text else None
 
 
 @cache
 def _loaded() -> _Loaded:
+    _, _, isa = map(value_of, ("CLEARHEAD_NATIVE", "CLEARHEAD_KEEP_MEMORY", "CLEARHEAD_ISA"))
     handle, problem = binary.load()
-    if handle is None:
-        return _Loaded(None, problem)
-    return _chosen(handle, os.environ.get("CLEARHEAD_ISA", "").strip())
+    return _Loaded(None, problem) if handle is None else _chosen(handle, isa)
 
 
 def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
-    """Choose the set that ``CLEARHEAD_ISA`` names, or the table's."""
+    """Choose the set that ``CLEARHEAD_ISA`` names, or the table's.
+
+    Raises:
+        UnsupportedError: this processor, or this build, lacks the set.
+    """
     built: list[str] = []
     while (name := binary.ch_isa_name(len(built))) is not None:
         built.append(name.decode())
@@ -108,8 +107,8 @@ def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
     if not asked:
         return _Loaded(binary, None, usable, binary.ch_isa_best())
     if asked not in usable:
-        lacks = "names a set that this processor lacks" if asked in built else "names no instruction set"
-        return _Loaded(None, f"cannot run: CLEARHEAD_ISA={asked!r} {lacks}; here there are {', '.join(usable)}", usable)
+        must = f"be a set that was built and that this processor has, {' or '.join(usable)}"
+        raise VARIABLES["CLEARHEAD_ISA"].error(repr(asked), must)
     binary.ch_use_isa(built.index(asked))
     return _Loaded(binary, None, usable, built.index(asked))
 

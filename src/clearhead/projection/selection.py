@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from clearhead import choices as table
+from clearhead.environment import value_of
 from clearhead.errors import UnsupportedError
 from clearhead.projection.paths import KINDS, NATIVE, PATHS, TORCH, Path
 
@@ -129,13 +130,9 @@ def check_variable(dtype: torch.dtype = torch.float32) -> str | None:
     Raises:
         UnsupportedError: it names no path, or one that is not available for the dtype.
     """
-    name = os.environ.get(_VARIABLE, "")
+    name = value_of(_VARIABLE)
     if not name:
         return None
-    if name not in PATHS:
-        must, got = f"be one of {', '.join(PATHS)}", repr(name)[:80]
-        then = "Unset it for the choice of the table of processors."
-        raise UnsupportedError.about("project", _VARIABLE, must=must, got=got, then=then)
     absent = PATHS[name].absent(dtype)
     if absent is not None:
         available = " or ".join(name for name, path in PATHS.items() if path.absent(dtype) is None)

@@ -39,7 +39,7 @@ def top_k_attention(
     *,
     k: int,
     mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
     scale: float | None = None,
     query_offset: int | None = None,
     backend: str = "auto",

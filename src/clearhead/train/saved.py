@@ -77,7 +77,7 @@ class Run:
             For each text the most probable label, and the probabilities of all ``labels`` in their order.
 
         Raises:
-            DataError: the run is not of ``train classify``, or a text has no token.
+            DataError: the run is not of ``train classify``, a text has no token, or a score is NaN.
         """
         self.require("classify", "predict")
         if not texts:
@@ -85,6 +85,9 @@ class Run:
         rows = Sequences([self.encode(text) for text in texts], [0] * len(texts))
         device = next(self.model.parameters()).device
         chances = class_scores(self.model, rows, device).double().exp()
+        if not bool(chances.isfinite().all()):
+            must, then = "have finite weights", "Its training has diverged; train again with a lower learning rate."
+            raise DataError.about("predict", str(self.path), must=must, got="scores of NaN", then=then)
         best = chances.argmax(-1).tolist()
         return [(self.labels[place], row) for place, row in zip(best, chances.tolist(), strict=True)]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from clearhead.backends.containment import all_finite, clean_rows, without_autocast
+from clearhead.backends.containment import all_finite, matmul, scores_of, without_autocast
 from clearhead.integrations.torch.masks import Meaning, may_look
 from clearhead.masks import Dense, Mask
 from clearhead.masks.base import Both, index_tensors
@@ -69,21 +69,26 @@ def _at(place: tuple[int, int], tensor: Tensor) -> Tensor:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, biases: Iterable[Tensor], dropout: float
 ) -> tuple[Tensor, Tensor]:
-    # Every masked call contains NaN and infinity where the elements cannot be read.
-    contain = allowed is not None and not (may_look(query) and all_finite(key, value))
-    bad = None
-    if contain:
-        key, bad = clean_rows(key)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = (query.to(dtype) / math.sqrt(query.shape[-1])) @ key.to(dtype).transpose(-2, -1)
-    for bias in biases:
-        scores = scores + bias.to(dtype)
-    weights = functional.dropout(_softmax(scores, allowed, bad), dropout).to(query.dtype)
+    scaled = query.to(dtype) / math.sqrt(query.shape[-1])
+    # Every masked call contains NaN and infinity where the elements cannot be read.
+    contain = allowed is not None and not (may_look(query) and all_finite(query, key, value))
     if allowed is None or not contain:
+        scores = _biased(scaled @ key.to(dtype).transpose(-2, -1), biases)
+        weights = functional.dropout(_softmax(scores, allowed), dropout).to(query.dtype)
         return weights @ value, weights
-    finite = torch.isfinite(value)
-    touched = allowed.to(value.dtype) @ (~finite).to(value.dtype) > 0
-    return (weights @ value.masked_fill(~finite, 0.0)).masked_fill(touched, torch.nan), weights
+    allowed = allowed.expand(*query.shape[:3], key.shape[2])
+    scores = _biased(scores_of(scaled, key.to(dtype), allowed), biases).masked_fill(~allowed, -torch.inf)
+    empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(~allowed | empty, 0.0)
+    weights = functional.dropout(weights, dropout).to(query.dtype)
+    return matmul(weights, value, allowed), weights
+
+
+def _biased(scores: Tensor, biases: Iterable[Tensor]) -> Tensor:
+    for bias in biases:
+        scores = scores + bias.to(scores.dtype)
+    return scores
 
 
 def _table(mask: Mask, index: _Index) -> Tensor:
@@ -93,15 +98,11 @@ def _table(mask: Mask, index: _Index) -> Tensor:
     return mask.allowed if isinstance(mask, Dense) else mask.allows(*index)
 
 
-def _softmax(scores: Tensor, allowed: Tensor | None, bad: Tensor | None) -> Tensor:
-    """Weights where ``allowed``, NaN in rows that may attend to a key that is ``bad``; every pass is over a square."""
+def _softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """Weights of finite scores where ``allowed``; every pass is over a square."""
     if allowed is None:
         return scores.softmax(dim=-1)
     # A softmax over nothing is NaN and so is its gradient: an empty row is given all keys and then emptied.
     empty = ~allowed.any(dim=-1, keepdim=True)
-    forbidden = ~(allowed | empty)
-    if bad is not None:
-        scores = scores.masked_fill(bad[..., None, :], torch.nan).masked_fill(empty, 0.0)
-    scores = scores.masked_fill(forbidden, -torch.inf)
-    weights = scores.softmax(dim=-1)
-    return weights if bad is None and not bool(empty.any()) else weights.masked_fill(empty, 0.0)
+    weights = scores.masked_fill(~(allowed | empty), -torch.inf).softmax(dim=-1)
+    return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights

@@ -19,6 +19,7 @@ from clearhead.integrations.transformers.masks import MaskTensor
 from clearhead.masks import Causal, Dense, Mask
 from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
+from clearhead.tensors import without_overlap
 from clearhead.torch_private import outputs_collected, supports_sdpa
 from clearhead.watch import attend, edited, watched
 
@@ -182,6 +183,7 @@ def _by_torch(
         else:
             mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, -torch.inf)
     grouped = query.shape[1] != key.shape[1]
+    query, key, value = without_overlap(query), without_overlap(key), without_overlap(value)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )

@@ -1,7 +1,7 @@
 """Laws of containment of NaN and infinity.
 
 Masked ones reach nothing. A NaN that is attended to reaches exactly the rows that attend to it, and likewise a NaN in
-a gradient.
+a gradient. An infinity that is attended to counts by IEEE arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from clearhead.verify.case import Case
 from clearhead.verify.law import Broken, Law, NotApplicable
 from clearhead.verify.laws.numbers import require
 from clearhead.verify.masks import KINDS
-from clearhead.verify.oracle import slope
+from clearhead.verify.oracle import attend, slope
 from clearhead.verify.subject import Subject, Tensors
 
 __all__ = ["LAWS"]
@@ -54,15 +54,16 @@ def _check_gradients(subject: Subject, case: Case) -> None:
     require(subject.off_budget(results, subject.expected(case)))
 
 
-def _with_nan(subject: Subject, case: Case) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _nan_tokens(subject: Subject, case: Case) -> Iterator[tuple[str, Tensors, Tensor, Tensor]]:
     """One token of the first sequence is NaN, in query, key and value in turn.
 
-    Yields the tensor's name, the output, and which rows ``[batch, 1, q_len, 1]`` may depend on the token.
+    Yields the tensor's name, the tensors, which rows ``[batch, 1, q_len, 1]`` may depend on the token, and the mask
+    ``[1, 1, q_len, k_len]`` of the first sequence.
     """
     mask = subject.spoken(case)
     place = min(case.q_len, case.k_len) // 2
     everywhere = torch.ones(1, 1, case.q_len, case.k_len, dtype=torch.bool, device=subject.device)
-    allowed = everywhere if mask is None else mask.allowed
+    allowed = everywhere if mask is None else mask.allowed[:1, :1].expand_as(everywhere)
     for number, name in enumerate(("query", "key", "value")):
         tensors = [tensor.clone() for tensor in subject.draw(case)]
         tensors[number][0, :, place] = torch.nan
@@ -71,7 +72,13 @@ def _with_nan(subject: Subject, case: Case) -> Iterator[tuple[str, Tensor, Tenso
             reached[0, 0, place] = True
         else:
             reached[0, 0, :, 0] = allowed[0, 0, :, place]
-        yield name, subject.call(case, (tensors[0], tensors[1], tensors[2])).output, reached
+        yield name, (tensors[0], tensors[1], tensors[2]), reached, allowed
+
+
+def _with_nan(subject: Subject, case: Case) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """For each tensor with a NaN token: its name, the output, and the rows that may depend on the token."""
+    for name, tensors, reached, _ in _nan_tokens(subject, case):
+        yield name, subject.call(case, tensors).output, reached
 
 
 def _check_shown(subject: Subject, case: Case) -> None:
@@ -90,6 +97,45 @@ def _check_not_spread(subject: Subject, case: Case) -> None:
         clean = torch.where(reached, wanted.exact[0].to(output.dtype), output)
         wrong = subject.off_budget([clean], wanted)
         require(None if wrong is None else f"beside a NaN in {name}, {wrong}")
+
+
+def _check_shown_in_gradients(subject: Subject, case: Case) -> None:
+    """Rows that are NaN have NaN gradients, for their queries and for the keys and values that they attend to."""
+    for name, tensors, reached, allowed in _nan_tokens(subject, case):
+        results = subject.gradients(case, tensors)
+        if results is None:
+            raise NotApplicable("its output carries no gradient")
+        keys = torch.zeros(case.batch, 1, case.k_len, 1, dtype=torch.bool, device=subject.device)
+        keys[0, 0, :, 0] = (reached[0, 0] & allowed[0, 0]).any(dim=0)
+        expected = [("dQ", reached), ("dK", keys)] if name == "value" else [("dQ", reached), ("dK", keys), ("dV", keys)]
+        for (gradient, places), result in zip(expected, results[1:], strict=False):
+            hidden = (torch.isfinite(result) & places).nonzero()
+            if hidden.numel():
+                raise Broken(f"a NaN in {name} is hidden: {gradient} at {hidden[0].tolist()} is a number")
+
+
+def _check_infinity(subject: Subject, case: Case) -> None:
+    """One element of a key or a value of the first sequence is infinite, with either sign."""
+    if subject.signature.name == "mha":
+        raise NotApplicable("linear layers make NaN of an infinite element")
+    wanted, place = subject.expected(case), case.k_len // 2
+    for number, name in ((1, "key"), (2, "value")):
+        for infinity in (torch.inf, -torch.inf):
+            tensors = [tensor.clone() for tensor in subject.draw(case)]
+            tensors[number][0, :, place, 0] = infinity
+            output = subject.call(case, (tensors[0], tensors[1], tensors[2])).output
+            doubles = [tensor.double() for tensor in tensors]
+            exact = attend(doubles[0], doubles[1], doubles[2], scale=case.scale).output
+            wrong = (~torch.isclose(output.double(), exact, rtol=torch.inf, equal_nan=True)).nonzero()
+            if wrong.numel():
+                at = tuple(wrong[0].tolist())
+                raise Broken(
+                    f"beside {infinity} in {name}, {output[at].item():.4g} at {[*at]}, not {exact[at].item():.4g}"
+                )
+            # The budget of the clean call, which has the same sizes.
+            moved = wanted.exact[0] + (output.double() - exact).masked_fill(~torch.isfinite(exact), 0.0)
+            off = subject.off_budget([moved], wanted)
+            require(None if off is None else f"beside {infinity} in {name}, {off}")
 
 
 def _check_arrivals(subject: Subject, case: Case) -> None:
@@ -154,6 +200,20 @@ LAWS = (
             replace(_SMALL, mask="causal"),
             replace(_SMALL, q_len=3, k_len=3),
         ),
+    ),
+    Law(
+        name="NaN is shown in gradients",
+        says="rows that a NaN in a query, key or value reaches have NaN gradients",
+        check=_check_shown_in_gradients,
+        search=False,
+        cases=(_SMALL, replace(_SMALL, q_len=3, k_len=70), replace(_SMALL, mask="causal"), Case(q_len=3, k_len=3)),
+    ),
+    Law(
+        name="infinity",
+        says="an infinite value makes its channel infinite, a score of inf its row NaN, one of -inf has weight 0",
+        check=_check_infinity,
+        search=False,
+        cases=(Case(q_len=3, k_len=3), _SMALL, replace(_SMALL, q_len=3, k_len=70), replace(_SMALL, q_len=70)),
     ),
     Law(
         name="NaN is not spread",
