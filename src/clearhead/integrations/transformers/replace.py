@@ -15,11 +15,12 @@ from clearhead.integrations.transformers.forwards import AttendingForward, Layer
 from clearhead.integrations.transformers.interface import attends, hand_over, is_marked, models, passes_by, take_back
 from clearhead.integrations.transformers.parts import REPLACEMENTS, FusedFeedForward, NormForward
 from clearhead.integrations.transformers.probe import attempt
+from clearhead.projection import layer_gains
 
 __all__ = ["models", "restore", "swap_model"]
 
 _FUSED: Final = (AttendingForward, FusedFeedForward)
-#: Elements of a weight, and of a norm's, from which a part of a layer gains by itself. Small parts are left
+#: Elements of a weight, and of a norm's, from which a feedforward and a norm gain by themselves. Small parts are left
 #: unmodified: calling a replacement takes longer than it saves.
 _LEAST_WEIGHTS = 2**20
 _LEAST_WIDTH = 2**10
@@ -57,7 +58,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
             SwapRow(path, kind.__name__, "left", None, "its forward was replaced on the object") if attending else None
         )
     if kind in REPLACEMENTS:
-        if _weights(module) >= _LEAST_WEIGHTS or not isinstance(module, nn.Linear | Conv1D):
+        if kind is not Conv1D or layer_gains(module.weight):  # type: ignore[arg-type]
             recast(module, REPLACEMENTS[kind])
         return None
     trial = attempt(module, interface=interface)
