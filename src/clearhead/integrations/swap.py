@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -167,7 +167,7 @@ def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:
     if not left:
         return []
     name, module = left[0]
-    why = choice("forward", cast(torch.dtype, module.weight.dtype)).reason
+    why = choice("forward", module.weight.dtype).reason
     return [SwapRow(name, "Linear", "left", None, f"torch's GEMM is as fast for {len(left)} of them ({why})")]
 
 

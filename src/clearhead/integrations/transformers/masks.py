@@ -29,7 +29,7 @@ from clearhead.shapes import Bool
 from clearhead.tensors import traces
 from clearhead.torch_private import no_torch_function, version_of, wrapper_tensor
 
-__all__ = ["MaskTensor", "make_mask", "mask_of_tensor"]
+__all__ = ["MaskTensor", "make_mask", "mask_of_tensor", "mask_of_zeros"]
 
 _MODULE: Final = "transformers.masking_utils"
 #: Keys of a batch up to which finding intervals for one query takes longer than skipping keys saves.
@@ -396,6 +396,25 @@ def mask_of_tensor(tensor: Tensor, query_offset: int) -> Mask | None:
     if last is None or last.tensor() is not tensor or (last.version, last.query_offset) != (version, query_offset):
         last = _LAST.read = _Read(ref(tensor), version, query_offset, _of_tensor(tensor, query_offset))
     return last.mask
+
+
+def mask_of_zeros(tensor: Tensor) -> MaskTensor:
+    """A mask ``[batch | 1, 1, len, len]`` of any dtype, in which 0 forbids, as a ``MaskTensor``.
+
+    All layers of a model are given the same tensor, which is read once.
+
+    Raises:
+        ValueError: it differs between heads.
+
+    Cost: a few passes over the tensor.
+    """
+    version = version_of(tensor)
+    last: tuple[ref[Tensor], int, MaskTensor] | None = getattr(_LAST, "zeros", None)
+    if last is None or last[0]() is not tensor or last[1] != version:
+        batch, heads, q_len, k_len = tensor.shape
+        mask = _of_tensor(tensor != 0, 0)
+        last = _LAST.zeros = (ref(tensor), version, MaskTensor(mask, (batch, heads, q_len, k_len), 0, tensor.device))
+    return last[2]
 
 
 def _of_tensor(tensor: Tensor, query_offset: int) -> Mask | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Final
 
@@ -41,7 +42,21 @@ def swap_model(path: str, model: PreTrainedModel) -> list[SwapRow]:
         row = _swap_module(f"{path}.{name}".strip("."), module, interface, reason)
         if row is not None:
             rows.append(row if module not in before or row.how == "fused" else replace(row, reason=BEFORE))
-    return rows[::-1]
+    layers = {name for name, module in model.named_modules() if isinstance(fast_of(module), LayerForward)}
+    layers = {f"{path}.{name}".strip(".") for name in layers}
+    return [row for row in rows[::-1] if row.how != "left" or not _is_within(row.path, layers)]
+
+
+def _is_within(path: str, layers: Set[str]) -> bool:
+    """Whether a module is part of one of the layers."""
+    names = path.split(".")
+    return any(".".join(names[:count]) in layers for count in range(1, len(names)))
+
+
+def _how(fast: object) -> How:
+    """A replaced module's calls are one operation, or several."""
+    disentangled = isinstance(fast, LayerForward) and fast.match.is_disentangled
+    return "fused" if isinstance(fast, _FUSED) and not disentangled else "native"
 
 
 def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | None) -> SwapRow | None:
@@ -51,7 +66,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
         fast = fast_of(module)
         if fast is None:
             return None
-        return SwapRow(path, original.__name__, "fused" if isinstance(fast, _FUSED) else "native", None, BEFORE)
+        return SwapRow(path, original.__name__, _how(fast), None, BEFORE)
     attending = attends(kind)
     if "forward" in vars(module):
         return (
@@ -70,8 +85,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
     if trial is not None and trial.fast is not None:
         attributes = {"leaves_padding_out": True} if isinstance(trial.fast, LayerForward) else {}
         recast(module, replacement(kind, trial.fast, **attributes))
-        how: How = "fused" if isinstance(trial.fast, _FUSED) else "native"
-        return SwapRow(path, kind.__name__, how, trial.difference)
+        return SwapRow(path, kind.__name__, _how(trial.fast), trial.difference)
     if attending == "by interface" and interface:
         return SwapRow(path, kind.__name__, "native", None, "by transformers' attention interface")
     if trial is not None:
@@ -95,7 +109,7 @@ def restore(model: nn.Module) -> tuple[list[SwapRow], set[nn.Module]]:
     for name, module in model.named_modules():
         fast, original = fast_of(module), original_of(class_of(module))
         if fast is not None and original is not None:
-            rows.append(SwapRow(name, original.__name__, "fused" if isinstance(fast, _FUSED) else "native"))
+            rows.append(SwapRow(name, original.__name__, _how(fast)))
         elif passes_by(module) and is_marked(module):
             rows.append(SwapRow(name, type(module).__name__, "native"))
         elif class_of(module) not in REPLACEMENTS.values():

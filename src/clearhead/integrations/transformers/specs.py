@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.integrations.transformers.attention import own_scale, scale_of
+from clearhead.integrations.transformers.disentangled import disentangled_scale
 from clearhead.integrations.transformers.families import (
     ATTENTION_DROPOUTS,
     HEAD_DIMS,
@@ -49,6 +50,8 @@ def attention_of(
     if len(norms) < len(row.head_norms) or dropout is None or modes_differ:
         return None
     softcap, scale = first_of((core,), SOFTCAPS), first_of((core,), SCALES)
+    if row.terms:
+        scale = disentangled_scale(core, head_dim)
     projections = Projections(
         layers[:-1],
         layers[-1],
