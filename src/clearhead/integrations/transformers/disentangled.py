@@ -6,6 +6,7 @@ Paper: He, Liu, Gao and Chen 2021, "DeBERTa: decoding-enhanced BERT with disenta
 from __future__ import annotations
 
 import threading
+from functools import reduce
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
@@ -62,7 +63,7 @@ def disentangled_bias(
     if "p2c" in core.pos_att_type:
         positions = (core.query_proj if core.share_att_key else core.pos_query_proj)(rows)
         terms.append(_by_key(key, positions * scale, (span - buckets).clamp(0, 2 * span - 1)).transpose(2, 3))
-    return None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
+    return reduce(torch.add, terms) if terms else None
 
 
 def _by_key(
