@@ -22,7 +22,7 @@ from clearhead.shapes import Float
 from clearhead.torch_private import outputs_collected, supports_sdpa
 from clearhead.watch import attend, edited, watched
 
-__all__ = ["NAME", "attend_for", "bias_rules", "is_causal_alone", "own_scale", "planned", "scale_of", "weights_wanted"]
+__all__ = ["NAME", "attend_for", "is_causal_alone", "own_scale", "planned", "scale_of", "weights_wanted"]
 
 #: What transformers knows this implementation by.
 NAME: Final = "clearhead"
@@ -30,7 +30,7 @@ NAME: Final = "clearhead"
 _OWN_KERNELS: Final = ("indices", "block_indices", "sinks", "cache")
 _MODELS: Final = "transformers.models."
 #: Attention whose ``position_bias`` is one number for each distance and head.
-_BY_DISTANCE: Final = ("T5Attention", "MT5Attention", "UMT5Attention", "MPNetSelfAttention")
+_BY_DISTANCE: Final = ("T5Attention", "MT5Attention", "UMT5Attention")
 
 
 def attend_for(
@@ -128,7 +128,7 @@ def planned(
     else:
         meaning = _meaning(attention_mask)
     mask, offset, biases = meaning
-    scores = (*bias_rules(module, position_bias, offset), *biases, *rules)
+    scores = (*_rules(module, position_bias, offset), *biases, *rules)
     # Without an offset the executor recognises plain calls; observers want to know where they are.
     aligned = offset == 0 and query.shape[2] == key.shape[2]
     positioned = mask is not None or any(rule.position_dependent for rule in scores)
@@ -254,22 +254,17 @@ def _meaning(attention_mask: Tensor) -> tuple[Mask | None, int | None, list[Scor
     return mask, None, list(rules)
 
 
-def bias_rules(module: nn.Module, bias: Tensor | None, query_offset: int | None) -> list[ScoreRule]:
-    """``position_bias`` as a rule: by distance for T5's and MPNet's attention, none if all elements are 0."""
+def _rules(module: nn.Module, bias: Tensor | None, query_offset: int | None) -> list[ScoreRule]:
+    """``position_bias`` as a rule: by distance for T5's attention, none if all elements are 0."""
     if bias is None:
+        return []
+    if may_look(bias) and not bias.requires_grad and not bool(bias.any()):
         return []
     by_distance = type(module).__name__ in _BY_DISTANCE and type(module).__module__.startswith("transformers.")
     if not by_distance or query_offset is None or bias.shape[2] == 1:
-        return [] if _is_zero(bias) else [DenseBias(bias)]
+        return [DenseBias(bias)]
     # Every distance there is, from the last key's to the first: the first row backwards, then down the first column.
     row = torch.cat([bias[0, :, 0, :].flip(-1), bias[0, :, 1:, 0]], dim=-1)
-    if _is_zero(row):
-        return []
     lowest, highest = query_offset - bias.shape[3] + 1, query_offset + bias.shape[2] - 1
     reach = max(-lowest, highest)
     return [RelativeBias(nn.functional.pad(row, (reach + lowest, reach - highest)))]
-
-
-def _is_zero(bias: Tensor) -> bool:
-    """Whether a bias may be looked at, learns nothing, and adds nothing."""
-    return may_look(bias) and not bias.requires_grad and not bool(bias.any())

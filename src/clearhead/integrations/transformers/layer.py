@@ -12,14 +12,14 @@ from torch import Tensor
 
 from clearhead.integrations.torch.parts import is_plain
 from clearhead.integrations.torch.unpadded import Packed
-from clearhead.integrations.transformers.attention import NAME, bias_rules, is_causal_alone, planned, weights_wanted
+from clearhead.integrations.transformers.attention import NAME, is_causal_alone, planned, weights_wanted
 from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
 from clearhead.integrations.transformers.calls import Arguments
-from clearhead.integrations.transformers.disentangled import buckets_of, disentangled_bias
 from clearhead.integrations.transformers.families import AttentionRow
 from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor, mask_of_zeros
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas
+from clearhead.integrations.transformers.relative import bias_rule, buckets_of, disentangled_bias
 from clearhead.integrations.transformers.rotary import angles_of, fits
 from clearhead.integrations.transformers.specs import attention_of, hooked, layer_of
 from clearhead.masks import Causal, Mask
@@ -266,10 +266,10 @@ def _relative_layer(
         return None
     if not are_plain(given.tokens, bias) or bias.dim() != _AXES + 1 or bias.shape[2:] != (length, length):
         return None
-    rules = bias_rules(core, bias, 0)
+    rule = bias_rule(bias)
     if watched() or (torch.is_grad_enabled() and bias.requires_grad):
-        return _observed_layer(stack, cores, given, call, None, _Relative(tuple(rules)))
-    return _fused(stack.with_rules(rules) if rules else stack, call, None)
+        return _observed_layer(stack, cores, given, call, None, _Relative((rule,)))
+    return _fused(stack.with_rules((rule,)), call, None)
 
 
 def _fused(stack: Stack, call: _LayerCall, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -14,9 +14,11 @@ from clearhead.integrations.recast import class_of, fast_of, original_of, recast
 from clearhead.integrations.report import BEFORE, How, SwapRow
 from clearhead.integrations.transformers.forwards import AttendingForward, LayerForward
 from clearhead.integrations.transformers.interface import attends, hand_over, is_marked, models, passes_by, take_back
+from clearhead.integrations.transformers.match import LayerMatch, at
 from clearhead.integrations.transformers.parts import REPLACEMENTS, FusedFeedForward, NormForward
 from clearhead.integrations.transformers.probe import attempt
 from clearhead.projection import layer_gains
+from clearhead.watch import recognise
 
 __all__ = ["models", "restore", "swap_model"]
 
@@ -25,6 +27,18 @@ _FUSED: Final = (AttendingForward, FusedFeedForward)
 #: unmodified: calling a replacement takes longer than it saves.
 _LEAST_WEIGHTS = 2**20
 _LEAST_WIDTH = 2**10
+
+
+@dataclass(frozen=True)
+class AttendingInLayer:
+    """The forward of an attention without transformers' interface, which its layer computes: the original's, where the
+    layer does not. Observers know the attention by it."""
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave the call to the original code."""
+
+
+recognise(lambda module: isinstance(fast_of(module), AttendingInLayer))
 
 
 def swap_model(path: str, model: PreTrainedModel) -> list[SwapRow]:
@@ -64,7 +78,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
     original = original_of(kind)
     if original is not None:
         fast = fast_of(module)
-        if fast is None:
+        if fast is None or isinstance(fast, AttendingInLayer):
             return None
         return SwapRow(path, original.__name__, _how(fast), None, BEFORE)
     attending = attends(kind)
@@ -85,12 +99,22 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
     if trial is not None and trial.fast is not None:
         attributes = {"leaves_padding_out": True} if isinstance(trial.fast, LayerForward) else {}
         recast(module, replacement(kind, trial.fast, **attributes))
+        if isinstance(trial.fast, LayerForward) and not interface:
+            _mark_attentions(trial.fast.match, module)
         return SwapRow(path, kind.__name__, _how(trial.fast), trial.difference)
     if attending == "by interface" and interface:
         return SwapRow(path, kind.__name__, "native", None, "by transformers' attention interface")
     if trial is not None:
         return SwapRow(path, kind.__name__, "left", trial.difference, trial.reason)
     return SwapRow(path, kind.__name__, "left", None, reason or "") if attending else None
+
+
+def _mark_attentions(match: LayerMatch, layer: nn.Module) -> None:
+    """Let observers know the attentions of a layer that computes them itself."""
+    for path, row in zip(match.row.attentions, match.attentions, strict=True):
+        core: nn.Module = at(at(layer, path), row.core)
+        if "forward" not in vars(core) and original_of(class_of(core)) is None:
+            recast(core, replacement(class_of(core), AttendingInLayer()))
 
 
 def _weights(module: nn.Module) -> int:
@@ -108,7 +132,9 @@ def restore(model: nn.Module) -> tuple[list[SwapRow], set[nn.Module]]:
     within: set[nn.Module] = set()
     for name, module in model.named_modules():
         fast, original = fast_of(module), original_of(class_of(module))
-        if fast is not None and original is not None:
+        if isinstance(fast, AttendingInLayer):
+            pass
+        elif fast is not None and original is not None:
             rows.append(SwapRow(name, original.__name__, _how(fast)))
         elif passes_by(module) and is_marked(module):
             rows.append(SwapRow(name, type(module).__name__, "native"))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.integrations.transformers.attention import own_scale, scale_of
-from clearhead.integrations.transformers.disentangled import disentangled_scale
 from clearhead.integrations.transformers.families import (
     ATTENTION_DROPOUTS,
     HEAD_DIMS,
@@ -21,6 +20,7 @@ from clearhead.integrations.transformers.families import (
 )
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas, dropout_of, feedforward_of, linear_of, norm_of
+from clearhead.integrations.transformers.relative import disentangled_scale
 from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.scores import SoftCap
 from clearhead.torch_private import any_hooks, hooks_of

@@ -1,4 +1,4 @@
-"""Disentangled attention: terms of queries, keys and relative positions that are added to scores.
+"""What layers add to scores by relative positions: a bias of the model, or terms of queries, keys and positions.
 
 Paper: He, Liu, Gao and Chen 2021, "DeBERTa: decoding-enhanced BERT with disentangled attention", section 3.1.
 """
@@ -6,18 +6,20 @@ Paper: He, Liu, Gao and Chen 2021, "DeBERTa: decoding-enhanced BERT with disenta
 from __future__ import annotations
 
 import threading
-from functools import reduce
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Final
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from clearhead.scores import DenseBias, RelativeBias, ScoreRule
 from clearhead.shapes import Float, Int
 from clearhead.torch_private import version_of
 
-__all__ = ["buckets_of", "disentangled_bias", "disentangled_scale"]
+__all__ = ["bias_rule", "buckets_of", "disentangled_bias", "disentangled_scale"]
 
 #: The kinds of terms of DeBERTa: a query with a key's position, and a key with a query's position.
 _KINDS: Final = ("c2p", "p2c")
@@ -78,21 +80,48 @@ def _by_key(
         return scores
     # Row i begins one element earlier than row i - 1: rows of one element less, without the first ones.
     width = 2 * length - 2
-    shifted = scores.flatten(2).narrow(2, length - 1, length * width)
-    return shifted.unflatten(2, (length, width))[..., :length]
+    shifted: Tensor = scores.flatten(2).narrow(2, length - 1, length * width).unflatten(2, (length, width))
+    return shifted[..., :length]
 
 
 # ---- distances ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Buckets:
+class _LastRead:
+    """What the last tensor of a kind says; all layers of a model are given the same tensor."""
+
     tensor: ref[Tensor]
     version: int
-    buckets: Tensor | None
+    by_distance: Tensor | None
 
 
 _LAST: Final = threading.local()
+
+
+def _last_read(kind: str, tensor: Tensor, read: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    version = version_of(tensor)
+    last: _LastRead | None = getattr(_LAST, kind, None)
+    if last is None or last.tensor() is not tensor or last.version != version:
+        last = _LastRead(ref(tensor), version, read(tensor))
+        setattr(_LAST, kind, last)
+    return last.by_distance
+
+
+def bias_rule(bias: Float[Tensor, "batch heads len len"]) -> ScoreRule:
+    """A bias as a rule: by distance where it depends on nothing else and learns nothing."""
+    learns = torch.is_grad_enabled() and bias.requires_grad
+    row = None if learns else _last_read("bias", bias, _read_bias)
+    return DenseBias(bias) if row is None else RelativeBias(row)
+
+
+def _read_bias(bias: Tensor) -> Tensor | None:
+    """``[heads, distances]``, from the last key's distance to the first's; None if it depends on more."""
+    if not torch.equal(bias[1:], bias[:1].expand_as(bias[1:])):
+        return None
+    if not torch.equal(bias[0, :, 1:, 1:], bias[0, :, :-1, :-1]):
+        return None
+    return torch.cat([bias[0, :, 0, :].flip(-1), bias[0, :, 1:, 0]], dim=-1)
 
 
 def buckets_of(distances: Tensor, length: int) -> Int[Tensor, " distances"] | None:
@@ -103,15 +132,11 @@ def buckets_of(distances: Tensor, length: int) -> Int[Tensor, " distances"] | No
             tensor, which is read once.
         length: of the sequences.
     """
-    version = version_of(distances)
-    last: _Buckets | None = getattr(_LAST, "buckets", None)
-    if last is None or last.tensor() is not distances or last.version != version:
-        last = _LAST.buckets = _Buckets(ref(distances), version, _read(distances))
-    right = last.buckets is not None and len(last.buckets) == 2 * length - 1
-    return last.buckets if right else None
+    buckets = _last_read("buckets", distances, _read_buckets)
+    return buckets if buckets is not None and len(buckets) == 2 * length - 1 else None
 
 
-def _read(distances: Tensor) -> Tensor | None:
+def _read_buckets(distances: Tensor) -> Tensor | None:
     size = distances.shape
     if distances.dim() != _AXES or size[0] != 1 or size[1] != size[2] or distances.is_floating_point():
         return None
