@@ -159,7 +159,9 @@ def test_weights_and_hidden_states_are_those_of_the_original(name: str) -> None:
     ch.swap(model)
     actual = model(**batch, output_attentions=True, output_hidden_states=True)
     assert len(actual.attentions) == 2
-    for one, other in zip((*actual.attentions, *actual.hidden_states), (*expected.attentions, *expected.hidden_states)):
+    for one, other in zip(
+        (*actual.attentions, *actual.hidden_states), (*expected.attentions, *expected.hidden_states), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
