@@ -52,9 +52,9 @@ def test_a_model_without_attention_is_swapped_and_restored() -> None:
     assert _kinds(model) == [SwappedLinear] * 2
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == state
     assert "Linear(in_features=128, out_features=160, bias=True)" in str(model)
-    again = ch.swap(model)
-    assert again.replaced == ()
-    assert again.before == report.replaced
+    second = ch.swap(model)
+    assert second.replaced == ()
+    assert second.before == report.replaced
     assert ch.unswap(model[2]).replaced[0].path == ""
     assert [row.path for row in ch.unswap(model).replaced] == ["0"]
     assert _kinds(model) == [nn.Linear] * 2
@@ -176,14 +176,14 @@ def test_linear_layers_of_replaced_layers_have_no_row() -> None:
 
 
 def test_hooks_copies_pickles_and_checkpoints_work() -> None:
-    model, x, seen = _mlp(), torch.randn(300, WIDTH), list[str]()
+    model, x, hooked = _mlp(), torch.randn(300, WIDTH), list[str]()
     fresh = _mlp()
     expected = model(x)
-    model[0].register_forward_hook(lambda *_: seen.append("forward"))
-    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model[0].register_forward_hook(lambda *_: hooked.append("forward"))
+    model[0].register_full_backward_hook(lambda *_: hooked.append("backward"))
     ch.swap(model)
     model(x).sum().backward()
-    assert seen == ["forward", "backward"]
+    assert hooked == ["forward", "backward"]
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(fresh(x), expected)
     plain = _mlp()

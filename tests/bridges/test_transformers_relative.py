@@ -71,17 +71,17 @@ def _outputs(model: Any, batch: Mapping[str, Tensor], real: Tensor) -> Tensor:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call of a swapped layer, whether it was taken."""
-    taken, call = list[bool](), layers.layer_output
+    fused, call = list[bool](), layers.layer_output
 
     def spy(*args: Any, **kwargs: Any) -> Tensor | None:
         output = call(*args, **kwargs)
-        taken.append(output is not None)
+        fused.append(output is not None)
         return output
 
     from clearhead.integrations.transformers import forwards
 
     monkeypatch.setattr(forwards, "layer_output", spy)
-    return taken
+    return fused
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,14 +134,34 @@ def test_mpnet_is_one_operator_and_deberta_its_parts(fused_kinds: list[str]) -> 
         del fused_kinds[:]
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+@torch.no_grad()
+def test_mpnet_removes_padding(padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_LEAST_UNPADDED", 1)
+    model, (batch, real) = _model("mpnet"), _batch(padding, 17)
+    ours, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    ch.swap(ours)
+    within_budget("output", *(_outputs(each, batch, real) for each in (ours, model, exact)), terms=48)
+    assert bool((ours(**batch).last_hidden_state[~real] == 0.0).all())
+    with ch.observe(ours, ch.Want(lse=True)):
+        within_budget("observed", *(_outputs(each, batch, real) for each in (ours, model, exact)), terms=48)
+        assert bool((ours(**batch).last_hidden_state[~real] == 0.0).all())
+    ch.swap(ours, leave_padding_out=False)
+    within_budget(
+        "output",
+        *(ours(**batch).last_hidden_state, *(each(**batch).last_hidden_state for each in (model, exact))),
+        terms=48,
+    )
+
+
 @pytest.mark.parametrize("name", ["mpnet", "v3", "v2"])
 def test_swap_is_undone_copied_and_pickled(name: str) -> None:
     model, batch = _model(name), _batch("right", 9)
     kinds, expected = [*map(type, model.modules())], _outputs(model, *batch)
     report = ch.swap(model)
-    again = ch.swap(model)
-    assert again.replaced == ()
-    assert again.before == report.replaced
+    second = ch.swap(model)
+    assert second.replaced == ()
+    assert second.before == report.replaced
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -172,12 +192,11 @@ def test_observers_see_the_weights_of_the_original(name: str) -> None:
     weights = model(**batch, output_attentions=True).attentions
     ch.swap(model)
     plain = model(**batch).last_hidden_state
-    with ch.observe(model, ch.Want(received=True)) as seen:
+    with ch.observe(model, ch.Want(received=True)) as records:
         output = model(**batch).last_hidden_state
     torch.testing.assert_close(output, plain, rtol=1e-5, atol=1e-5)
-    records = [*seen.values()]
     assert len(records) == 2
-    for record, right in zip(records, weights, strict=True):
+    for record, right in zip(records.values(), weights, strict=True):
         torch.testing.assert_close(record.received, right.sum(2), rtol=1e-4, atol=1e-5)
 
 
@@ -273,7 +292,7 @@ def test_a_bias_of_any_values_is_added(calls: list[bool]) -> None:
     del calls[:]
     torch.testing.assert_close(model.encoder.layer[0](x, None, bias)[0], expected, rtol=1e-4, atol=1e-5)
     assert calls == [True]
-    # The rule is cached for a tensor, and read again once it was written.
+    # The rule is cached for a tensor, and read anew once it was written.
     bias[0, 0, 0, 0] += 3.0
     changed = model.encoder.layer[0](x, None, bias)[0]
     assert not torch.allclose(changed, expected, atol=1e-3)

@@ -16,7 +16,7 @@ from clearhead.integrations.transformers.attention import NAME, is_causal_alone,
 from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
 from clearhead.integrations.transformers.calls import Arguments
 from clearhead.integrations.transformers.families import AttentionRow
-from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor, mask_of_zeros
+from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor, symbolic_mask
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas
 from clearhead.integrations.transformers.relative import bias_rule, buckets_of, disentangled_bias
@@ -226,7 +226,7 @@ def layer_output(
     if stack is None or call is None:
         return None
     if _is_relative(given) or (match.is_disentangled and cores[0].relative_attention):
-        return _relative_layer(match, stack, cores, given, call)
+        return _relative_layer(match, layer, stack, cores, given, call)
     # Padding has places in a cache.
     unpadded = _unpadded(layer, given) if given.memory is None and given.cache is None else None
     if watched():
@@ -243,11 +243,11 @@ def _with_zeros_read(given: Arguments) -> Arguments:
     mask = given.mask
     if type(mask) is not Tensor or not mask.is_cpu or mask.shape[1] != 1:
         return given
-    return replace(given, mask=mask_of_zeros(mask))
+    return replace(given, mask=symbolic_mask(mask, zero_forbids=True))
 
 
 def _relative_layer(
-    match: LayerMatch, stack: Stack, cores: Sequence[Any], given: Arguments, call: _LayerCall
+    match: LayerMatch, layer: Any, stack: Stack, cores: Sequence[Any], given: Arguments, call: _LayerCall
 ) -> Tensor | None:
     """A layer that adds to scores by relative positions: fused if it adds a bias that learns nothing, else op by op."""
     core, length = cores[0], given.tokens.shape[1]
@@ -267,9 +267,13 @@ def _relative_layer(
     if not are_plain(given.tokens, bias) or bias.dim() != _AXES + 1 or bias.shape[2:] != (length, length):
         return None
     rule = bias_rule(bias)
+    unpadded = None
+    if rule.relative and type(given.mask) is Tensor:
+        # Distances within a packed sequence are those in its row.
+        unpadded = _unpadded(layer, replace(given, mask=symbolic_mask(given.mask)))
     if watched() or (torch.is_grad_enabled() and bias.requires_grad):
-        return _observed_layer(stack, cores, given, call, None, _Relative((rule,)))
-    return _fused(stack.with_rules((rule,)), call, None)
+        return _observed_layer(stack, cores, given, call, unpadded, _Relative((rule,)))
+    return _fused(stack.with_rules((rule,)), call, unpadded)
 
 
 def _fused(stack: Stack, call: _LayerCall, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:

@@ -29,7 +29,7 @@ from clearhead.shapes import Bool
 from clearhead.tensors import traces
 from clearhead.torch_private import no_torch_function, version_of, wrapper_tensor
 
-__all__ = ["MaskTensor", "make_mask", "mask_of_tensor", "mask_of_zeros"]
+__all__ = ["MaskTensor", "make_mask", "mask_of_tensor", "symbolic_mask"]
 
 _MODULE: Final = "transformers.masking_utils"
 #: Keys of a batch up to which finding intervals for one query takes longer than skipping keys saves.
@@ -398,22 +398,26 @@ def mask_of_tensor(tensor: Tensor, query_offset: int) -> Mask | None:
     return last.mask
 
 
-def mask_of_zeros(tensor: Tensor) -> MaskTensor:
-    """A mask ``[batch | 1, 1, len, len]`` of any dtype, in which 0 forbids, as a ``MaskTensor``.
+def symbolic_mask(tensor: Tensor, *, zero_forbids: bool = False) -> MaskTensor:
+    """A bool or additive mask ``[batch | 1, 1, q_len, k_len]`` as a ``MaskTensor``.
 
     All layers of a model are given the same tensor, which is read once.
 
+    Args:
+        tensor: the mask; the first query is at position 0.
+        zero_forbids: whether 0 forbids and all else allows, in any dtype.
+
     Raises:
-        ValueError: it differs between heads.
+        ValueError: it adds to scores more than it forbids, or differs between heads.
 
     Cost: a few passes over the tensor.
     """
-    version = version_of(tensor)
-    last: tuple[ref[Tensor], int, MaskTensor] | None = getattr(_LAST, "zeros", None)
-    if last is None or last[0]() is not tensor or last[1] != version:
+    key = version_of(tensor), zero_forbids
+    last: tuple[ref[Tensor], tuple[int, bool], MaskTensor] | None = getattr(_LAST, "symbolic", None)
+    if last is None or last[0]() is not tensor or last[1] != key:
         batch, heads, q_len, k_len = tensor.shape
-        mask = _of_tensor(tensor != 0, 0)
-        last = _LAST.zeros = (ref(tensor), version, MaskTensor(mask, (batch, heads, q_len, k_len), 0, tensor.device))
+        mask = _of_tensor(tensor != 0 if zero_forbids else tensor, 0)
+        last = _LAST.symbolic = (ref(tensor), key, MaskTensor(mask, (batch, heads, q_len, k_len), 0, tensor.device))
     return last[2]
 
 
