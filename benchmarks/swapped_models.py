@@ -50,9 +50,8 @@ def torchvision_swin(quick: bool, batch: int) -> Call:
     import torchvision
 
     if not quick:
-        return _images(torchvision.models.swin_t(weights=None, stochastic_depth_prob=0.0), batch, 224)
-    model = torchvision.models.SwinTransformer([4, 4], 96, [2], [3], [7, 7], stochastic_depth_prob=0.0, num_classes=10)
-    return _images(model, batch, 56)
+        return _images(torchvision.models.swin_t(weights=None), batch, 224)
+    return _images(torchvision.models.SwinTransformer([4, 4], 96, [1], [3], [7, 7], num_classes=10), batch, 56)
 
 
 def open_clip_tower(quick: bool, batch: int) -> Call:
@@ -154,10 +153,10 @@ def output_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model, in which nothing is dropped in training mode."""
+    """The model, in which nothing is dropped in training mode, neither elements nor whole layers."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+        if isinstance(module, nn.Dropout) or type(module).__name__ in ("DropPath", "StochasticDepth"):
+            vars(module).update({name: 0.0 for name in ("p", "drop_prob") if name in vars(module)})
     return model
 
 
