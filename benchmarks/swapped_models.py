@@ -51,7 +51,7 @@ def torchvision_swin(quick: bool, batch: int) -> Call:
 
     if not quick:
         return _images(torchvision.models.swin_t(weights=None), batch, 224)
-    return _images(torchvision.models.SwinTransformer([4, 4], 96, [1], [3], [7, 7], num_classes=10), batch, 56)
+    return _images(torchvision.models.SwinTransformer([4, 4], 96, [2], [3], [7, 7], num_classes=10), batch, 56)
 
 
 def open_clip_tower(quick: bool, batch: int) -> Call:

@@ -254,7 +254,9 @@ def _relative_layer(
     if given.cache is not None or given.memory is not None:
         return None
     if match.is_disentangled:
-        if given.bias is not None or given.distances is None or given.embeddings is None or not core.relative_attention:
+        if given.bias is not None or given.distances is None or given.embeddings is None or given.mask is None:
+            return None
+        if not core.relative_attention:
             return None
         buckets = buckets_of(given.distances, length)
         if buckets is None or not are_plain(given.tokens, given.embeddings):
