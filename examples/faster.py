@@ -115,6 +115,22 @@ def left_alone() -> None:
         print(f"{row.path}: {row.reason}")
 
 
+def linear_layers(width: int) -> None:
+    """Plain linear layers are swapped in any model, here one without attention."""
+    model = nn.Sequential(
+        nn.Linear(width, 4 * width),
+        nn.GELU(),
+        nn.Linear(4 * width, width),
+        nn.LayerNorm(width),
+        nn.Linear(width, width),
+    )
+    x = torch.randn(64, width)
+    before = model(x)
+    print(ch.swap(model))
+    difference = (before - model(x)).abs().max() / before.abs().max()
+    print(f"largest difference  {difference:.1e} of the largest output")
+
+
 def quantised(width: int) -> None:
     """Quantise first, then swap: linear layers stay int8, attention runs in the kernels."""
     model, x = torch_encoder(width), torch.randn(2, 64, width)
@@ -152,6 +168,8 @@ def main() -> None:
 
     print("\nwhat is left, and why")
     left_alone()
+    print("\nlinear layers of a model without attention")
+    linear_layers(width)
     print("\nquantised first")
     quantised(width)
 

@@ -82,6 +82,12 @@ MODELS: Final[Mapping[str, Model]] = {
         "encoder", "DistilBertForMaskedLM", "DistilBertConfig",
         _settings(vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=96),
     ),
+    "mpnet": Model("encoder", "MPNetForMaskedLM", "MPNetConfig", _SMALL),
+    "deberta-v3": Model(
+        "encoder", "DebertaV2ForMaskedLM", "DebertaV2Config",
+        _settings(_SMALL, relative_attention=True, position_buckets=4, norm_rel_ebd="layer_norm", share_att_key=True,
+                  pos_att_type=["p2c", "c2p"], position_biased_input=False, type_vocab_size=0),
+    ),
     "modernbert": Model(
         "encoder", "ModernBertForMaskedLM", "ModernBertConfig",
         _settings(_SMALL, num_hidden_layers=3, global_attn_every_n_layers=3, local_attention=6, pad_token_id=0,

@@ -191,7 +191,7 @@ def test_the_report_says_why_modules_are_left() -> None:
         pass
 
     foreign = type("BertSelfAttention", (nn.Module,), {"__module__": "transformers.models.bert.modeling_bert"})
-    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     layer.self_attn = Mine(8, 2, batch_first=True)
     odd = nn.MultiheadAttention(8, 2)
     odd.forward = odd.forward
@@ -200,10 +200,10 @@ def test_the_report_says_why_modules_are_left() -> None:
             "mine": Mine(8, 2),
             "layer": layer,
             "stack": nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
-            "my layer": MyLayer(8, 2),
+            "my layer": MyLayer(8, 2, 16),
             "foreign": foreign(),
             "odd": odd,
-            "script": torch.jit.script(nn.TransformerEncoderLayer(8, 2)),
+            "script": torch.jit.script(nn.TransformerEncoderLayer(8, 2, 16)),
         }
     )
     report = swap(model)

@@ -205,6 +205,7 @@ def test_only_real_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (torch_attention, torch_parts):
         monkeypatch.setattr(module, "project", counted)
+    monkeypatch.setattr(torch_parts, "SMALL", 0)
     ours(_tokens(LENGTH, True, 1), src_key_padding_mask=RIGHT)
     assert set(rows) == {(1, sum(LENGTHS))}
     assert len(rows) == 2 * 4

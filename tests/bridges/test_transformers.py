@@ -22,6 +22,7 @@ from clearhead.bridges import transformers as bridge
 from clearhead.integrations.transformers import interface
 from clearhead.integrations.transformers.attention import attend_for
 from clearhead.integrations.transformers.masks import MaskTensor
+from clearhead.projection import selection
 from tests.bridges.hf_models import BATCH, MODELS, TOKENS, VOCAB, as_double, eager, exact, inputs, real_logits
 from tests.budget import within_budget
 
@@ -289,7 +290,8 @@ def test_the_attention_implementation_can_be_set_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_swap_keeps_parameters_and_unswap_restores_classes(name: str) -> None:
+def test_swap_keeps_parameters_and_unswap_restores_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_LEAST_LAYER", 0)
     model = eager(name)
     kinds = [type(module) for module in model.modules()]
     state = {key: value.data_ptr() for key, value in model.state_dict().items()}

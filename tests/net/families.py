@@ -278,6 +278,24 @@ _TRANSFORMERS: Final = (
         }),
         _text_call, paddings=_SIDES,
     ),
+    Family(
+        "mpnet",
+        _of("MPNetForMaskedLM", "MPNetConfig", _BERT, **_SMALL, relative_attention_num_buckets=32, pad_token_id=1),
+        _text_call, paddings=_SIDES,
+    ),
+    Family(
+        "deberta-v3",
+        _of("DebertaV2ForMaskedLM", "DebertaV2Config", _BERT, **_SMALL, relative_attention=True, position_buckets=4,
+            norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type=["p2c", "c2p"], position_biased_input=False,
+            type_vocab_size=0),
+        _text_call, paddings=_SIDES,
+    ),
+    Family(
+        "deberta-v2",
+        _of("DebertaV2ForMaskedLM", "DebertaV2Config", _BERT, **_SMALL, relative_attention=True,
+            max_relative_positions=5, pos_att_type=["c2p", "p2c"], conv_kernel_size=3, conv_act="gelu"),
+        _text_call, paddings=_SIDES,
+    ),
     Family("vit", _of("ViTForImageClassification", "ViTConfig", _BERT, **_VISION), _image_call),
     Family(
         "clip",

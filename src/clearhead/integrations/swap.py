@@ -2,7 +2,8 @@
 
 One of torch's modules changes its class and nothing else: parameters, buffers, hooks, names and every reference to it
 stay, so optimizers and checkpoints never notice. In a model of Hugging Face transformers the config selects the
-attention function, and layers, feedforwards, norms, linear layers and dropouts change their class.
+attention function, and layers, feedforwards, norms and dropouts change their class. Plain linear layers change theirs
+in any model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from clearhead.arguments import flag
 from clearhead.errors import UnsupportedError
-from clearhead.integrations.recast import class_of, original_of, recast
+from clearhead.integrations.recast import class_of, fast_of, original_of, recast
 from clearhead.integrations.report import BEFORE, SwapReport, SwapRow
 from clearhead.integrations.torch.attention import SwappedMultiheadAttention
 from clearhead.integrations.torch.layers import (
@@ -29,7 +30,8 @@ from clearhead.integrations.torch.layers import (
     SwappedTransformerEncoder,
     SwappedTransformerEncoderLayer,
 )
-from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear
+from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, linear_gains
+from clearhead.projection import choice
 
 __all__ = ["swap", "unswap"]
 
@@ -61,6 +63,11 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     a key padding mask removes padding. Arguments, returns, masks (``True`` forbids, as in torch), parameters,
     ``state_dict``, hooks, class names and ``isinstance`` are unmodified.
 
+    Every plain ``torch.nn.Linear`` of any model, attention or none, computes by clearhead's GEMM, forward and backward,
+    where the table of processors names it for float32 or bfloat16 on the CPU. Each call is decided by its size, so
+    small ones go to torch. Layers with fewer than 2^14 weights, subclasses, parametrized layers and layers on other
+    devices or of other dtypes are left; swap again after the model has moved.
+
     Three things differ, where torch is undefined or disagrees with itself: a query that may attend to nothing gives
     0 and not NaN; the output of a ``TransformerEncoder`` at padding is 0, in training too; and ``is_causal=True``
     without a mask raises in eval mode too. A hook inside a stack, or a ``forward`` that was replaced on an object,
@@ -75,10 +82,11 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
             among them; with False padded tokens get what torch gives them while training, and transformers at any time.
 
     Returns:
-        A row for each module that was replaced, or that attends and was left, with the reason.
+        A row for each module that was replaced, or that attends and was left, with the reason. Linear layers of a
+        replaced layer have no row. If the table names torch's GEMM for linear layers, one row says so.
 
     Raises:
-        UnsupportedError: ``model`` is not a module; nothing is changed then.
+        UnsupportedError: ``model`` is not a module, or ``CLEARHEAD_PROJECTION`` names no path; nothing is changed then.
 
     Cost: a walk over the modules, and a trial of less than 50 ms for each class and configuration of transformers.
 
@@ -88,10 +96,15 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     fused   2 TransformerEncoderLayer
     native  1 TransformerEncoder
     native  2 MultiheadAttention
+    >>> print(swap(torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))))
+    no module of the model attends, or was swapped
     """
     _check_model("swap", model)
     leave_padding_out = flag("swap", "leave_padding_out", leave_padding_out)
     with _LOCK:
+        # First, since it may raise.
+        gains = [(name, module, linear_gains(module)) for name, module in model.named_modules()]
+        before = {module for _, module in _swapped_linears(model)}
         rows, within = _swap_transformers(model)
         named = [(name, module) for name, module in model.named_modules() if module not in within]
         changed = [module for _, module in named if class_of(module) in _REPLACEMENTS and _why_left(module) is None]
@@ -100,6 +113,14 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
             for part in _small_parts(module):
                 recast(part, _SMALL_PARTS[class_of(part)])
             recast(module, _REPLACEMENTS[class_of(module)])
+        for _, module, gain in gains:
+            if gain:
+                recast(module, SwappedLinear)
+        rows += [
+            replace(_restored(name, nn.Linear), reason=BEFORE if module in before else "")
+            for name, module in _swapped_linears(model)
+        ]
+        rows += _left_linears([(name, module) for name, module, gain in gains if gain is False])
         for module in model.modules():
             if hasattr(type(module), "leaves_padding_out"):
                 vars(module).pop("leaves_padding_out", None)
@@ -127,6 +148,7 @@ def unswap(model: nn.Module) -> SwapReport:
     _check_model("unswap", model)
     with _LOCK:
         hf = _transformers()
+        linears = [_restored(name, nn.Linear) for name, _ in _swapped_linears(model)]
         rows, within = ([], set()) if hf is None else hf.restore(model)
         for name, module in model.named_modules():
             original = original_of(class_of(module))
@@ -136,7 +158,32 @@ def unswap(model: nn.Module) -> SwapReport:
             recast(module, original)
             if module not in within and original not in _SMALL_PARTS:
                 rows.append(_restored(name, original))
-    return SwapReport(tuple(rows))
+    return SwapReport((*rows, *linears))
+
+
+def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:
+    """One row for all linear layers that the table leaves to torch."""
+    left = [(name, module) for name, module in named if type(module) is nn.Linear]
+    if not left:
+        return []
+    name, module = left[0]
+    why = choice("forward", module.weight.dtype).reason
+    return [SwapRow(name, "Linear", "left", None, f"torch's GEMM is as fast for {len(left)} of them ({why})")]
+
+
+def _swapped_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The swapped linear layers of a model that are not part of a replaced layer."""
+    layers, linears = set[str](), list[tuple[str, nn.Module]]()
+    for name, module in model.named_modules():
+        # A module comes before its parts.
+        parents = name.split(".")[:-1]
+        if any(".".join(parents[:count]) in layers for count in range(len(parents) + 1)):
+            continue
+        if class_of(module) is SwappedLinear:
+            linears.append((name, module))
+        elif original_of(class_of(module)) in _REPLACEMENTS or fast_of(module) is not None:
+            layers.add(name)
+    return linears
 
 
 def _restored(name: str, original: type[nn.Module]) -> SwapRow:

@@ -93,6 +93,13 @@ class Projections:
         norms = tuple((kind, _norm_pair(pair, change)) for kind, pair in self.head_norms)
         return replace(self, sources=sources, last=_pair(self.last, change), head_norms=norms)
 
+    def with_rules(self, rules: Sequence[ScoreRule]) -> Self:
+        """The same attention with further score rules, those of one call. The tape, which has none, is shared."""
+        before = self.rules
+        scored = replace(self, rules=lambda: (*before(), *rules))
+        vars(scored)["tape"] = self.tape
+        return scored
+
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
@@ -177,6 +184,15 @@ class Stack:
     def linears(self) -> Sequence[Layer]:
         """All linear layers."""
         return [layer for parts in self.layers for layer in parts.linears]
+
+    def with_rules(self, rules: Sequence[ScoreRule]) -> Stack:
+        """The same single layer, whose attention to its own tokens has the score rules of a call besides its own. The
+        tape, which has none, is shared."""
+        (parts,) = self.layers
+        first, *others = parts.attentions
+        scored = Stack([replace(parts, attentions=[first.with_rules(rules), *others])])
+        vars(scored)["tape"] = self.tape
+        return scored
 
     @cached_property
     def tape(self) -> Tape:

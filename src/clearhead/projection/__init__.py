@@ -13,7 +13,16 @@ from clearhead.projection.linear import (
     unrecorded,
 )
 from clearhead.projection.paths import KINDS, NATIVE, Layer, Path, layers_of
-from clearhead.projection.selection import DTYPES, GemmChoice, check_variable, choice, choices, gemm_path, takes_small
+from clearhead.projection.selection import (
+    DTYPES,
+    GemmChoice,
+    check_variable,
+    choice,
+    choices,
+    gemm_path,
+    layer_gains,
+    takes_small,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -31,6 +40,7 @@ __all__ = [
     "gemm_path",
     "has_choice",
     "kernels_take",
+    "layer_gains",
     "layers_of",
     "project",
     "project_activate",

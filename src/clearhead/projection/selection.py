@@ -22,6 +22,7 @@ __all__ = [
     "choices",
     "gemm_path",
     "large_enough",
+    "layer_gains",
     "path_for",
     "takes_small",
 ]
@@ -31,6 +32,9 @@ _VARIABLE: Final = "CLEARHEAD_PROJECTION"
 DTYPES: Final = (torch.float32, torch.bfloat16)
 #: Numbers of rows that are likely to recur: small ones, as in decoding, and multiples, as of whole batches.
 _RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
+#: Elements of a weight from which a linear layer of any model is replaced: choosing a path costs more than it saves on
+#: layers that are narrow.
+_LEAST_LAYER: Final = table.NARROW_WEIGHT
 #: A number of elements and of rows that is neither narrow nor few.
 _LARGE: Final = 2**20
 
@@ -88,6 +92,29 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
     few = dtype is torch.bfloat16 and rows <= table.FEW_ROWS
     least = table.LARGE_WEIGHT_BFLOAT16 if few else table.LARGE_WEIGHT
     return weight >= least and rows > 0 and not training
+
+
+def layer_gains(weight: torch.Tensor) -> bool | None:
+    """Whether large calls of a linear layer take another path than torch's.
+
+    Args:
+        weight: ``[out, in]``, or its transpose.
+
+    Returns:
+        True if they do; False if the table names torch's path for the layer; None if there is no choice: the dtype has
+        no kernels, the tensor is not on the CPU, is a subclass, or is narrow.
+
+    Raises:
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
+
+    >>> layer_gains(torch.ones(8, 8)) is layer_gains(torch.ones(512, 512).double()) is None
+    True
+    """
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES or not weight.is_cpu:
+        return None
+    if weight.layout is not torch.strided or weight.numel() < _LEAST_LAYER:
+        return None
+    return any(each.path != TORCH.name for each in choices(weight.dtype))
 
 
 def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:

@@ -1,18 +1,33 @@
-"""The small parts of torch's transformer layers that take time beside attention: linear layers and dropout."""
+"""Linear layers and dropout of torch on clearhead's kernels: parts of its transformer layers, and of any model."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from clearhead.choices import SMALL
 from clearhead.integrations.recast import stands_for
 from clearhead.nn.dropout import Dropout, is_plain
-from clearhead.projection import project
+from clearhead.projection import layer_gains, project
 
-__all__ = ["SwappedDropout", "SwappedLinear", "is_plain"]
+__all__ = ["SwappedDropout", "SwappedLinear", "is_plain", "linear_gains"]
+
+
+def linear_gains(module: nn.Module) -> bool | None:
+    """Whether a linear layer of any model is to be swapped.
+
+    Returns:
+        True if it is; False if the table of processors names torch's GEMM for it; None if the module is no plain
+        ``nn.Linear``, or has no choice of GEMM.
+    """
+    # A parametrized layer has a class of its own, or computes its weight in a hook.
+    if type(module) is not nn.Linear or "forward" in vars(module) or not isinstance(module.weight, nn.Parameter):
+        return None
+    return layer_gains(module.weight)
 
 
 #: Elements of an input below which the choice of a GEMM takes longer than it saves.
@@ -24,10 +39,17 @@ class SwappedLinear(nn.Linear):
     """``nn.Linear`` on clearhead's GEMM."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.numel() < _FEW_ELEMENTS:
-            return functional.linear(input, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        # A compiler must not evaluate sizes.
+        if torch.compiler.is_compiling():
+            return functional.linear(input, weight, bias)
+        size = input.numel()
+        # The table names torch's GEMM for small calls with gradients; known here, it costs no more than torch's module.
+        learns = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
+        if size < _FEW_ELEMENTS or (learns and size * self.out_features < SMALL):
+            return functional.linear(input, weight, bias)
         # Subclasses, traced tensors and the like are computed by torch there.
-        return project(input, self.weight, self.bias)
+        return project(input, weight, bias)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "qconfig" and value is None:

@@ -18,6 +18,8 @@ __all__ = ["Arguments", "Signature", "arguments_of", "signature_of"]
 
 #: Arguments that may be True and do not change what a layer computes.
 _UNREAD: Final = frozenset(("use_cache", "output_hidden_states", "return_dict"))
+#: Arguments of relative positions, and their attribute of ``Arguments``.
+_RELATIVE: Final = {"position_bias": "bias", "relative_pos": "distances", "rel_embeddings": "embeddings"}
 _AXES_OF_STATES, _AXES_OF_MASK = 3, 4
 
 
@@ -33,6 +35,9 @@ class Arguments:
         memory: ``[batch, memory_len, width]``, what a decoder attends to besides its own tokens.
         memory_mask: a ``MaskTensor`` or a tensor for the memory.
         is_causal: whether attention without a mask is causal; None leaves it to the module.
+        bias: ``[batch | 1, heads, q_len, k_len]``, added to scaled scores.
+        distances: ``[1, q_len, k_len]``, the rows of ``embeddings`` for each query and key, from the middle one on.
+        embeddings: ``[rows, width]`` of relative positions.
     """
 
     tokens: Any = None
@@ -42,6 +47,9 @@ class Arguments:
     memory: Tensor | None = None
     memory_mask: Any = None
     is_causal: bool | None = None
+    bias: Tensor | None = None
+    distances: Tensor | None = None
+    embeddings: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class Signature:
     memory: str | None
     positions: tuple[str, ...]
     required: tuple[str, ...]
+    relative: Mapping[str, str]
 
 
 @functools.cache
@@ -75,6 +84,7 @@ def signature_of(forward: Callable[..., Any]) -> Signature:
         memory[0] if memory else None,
         tuple(name for name in names if "position_ids" in name),
         tuple(each.name for each in parameters[1:] if each.default is each.empty),
+        {role: name for name, role in _RELATIVE.items() if name in names},
     )
 
 
@@ -116,6 +126,9 @@ def _place(arguments: Arguments, name: str, value: Any) -> bool:
 
 
 def _place_tensor(arguments: Arguments, name: str, value: Tensor) -> bool:
+    if name in _RELATIVE:
+        setattr(arguments, _RELATIVE[name], value)
+        return True
     if isinstance(value, MaskTensor) or value.dim() == _AXES_OF_MASK:
         if arguments.memory is not None:
             first, arguments.memory_mask = arguments.memory_mask is None, value

@@ -48,6 +48,7 @@ class AttentionRow:
         core: the submodule that calls the attention function; the module itself by default.
         head_norms: norms of each head's queries and keys.
         dropout: the dropout of the attention's output.
+        terms: submodules of the terms that disentangled attention adds to scores, those that the module has.
     """
 
     projections: tuple[str, ...]
@@ -55,6 +56,7 @@ class AttentionRow:
     core: str = ""
     head_norms: tuple[str, ...] = ()
     dropout: str | None = None
+    terms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,14 @@ ATTENTIONS: Final = (
     AttentionRow(  # BERT, RoBERTa, ELECTRA
         ("self.query", "self.key", "self.value"), "output.dense", core="self", dropout="output.dropout"
     ),
+    AttentionRow(("attn.q", "attn.k", "attn.v"), "attn.o", core="attn", dropout="dropout"),  # MPNet
+    AttentionRow(  # DeBERTa v2 and v3
+        ("self.query_proj", "self.key_proj", "self.value_proj"),
+        "output.dense",
+        core="self",
+        dropout="output.dropout",
+        terms=("self.pos_key_proj", "self.pos_query_proj", "self.pos_dropout"),
+    ),
     AttentionRow(  # ViT before transformers 5
         ("attention.query", "attention.key", "attention.value"),
         "output.dense",
@@ -174,7 +184,8 @@ LAYERS: Final = (
     ),
     LayerRow(("attn",), ("attn_norm", "mlp_norm"), norm_first=True),  # ModernBERT
     LayerRow(("attn",), ("ln_1", "ln_2"), norm_first=True, unused=("crossattention", "ln_cross_attn")),  # GPT-2
-    _BERT,
+    _BERT,  # DeBERTa v2 and v3 too
+    replace(_BERT, norms=("attention.LayerNorm", "output.LayerNorm"), unused=()),  # MPNet
     LayerRow(  # DistilBERT
         ("attention",), ("sa_layer_norm", "output_layer_norm"), norm_first=False, feedforward="ffn"
     ),

@@ -16,9 +16,10 @@ from clearhead.integrations.transformers.attention import NAME, is_causal_alone,
 from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
 from clearhead.integrations.transformers.calls import Arguments
 from clearhead.integrations.transformers.families import AttentionRow
-from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor
+from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor, symbolic_mask
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas
+from clearhead.integrations.transformers.relative import bias_rule, buckets_of, disentangled_bias
 from clearhead.integrations.transformers.rotary import angles_of, fits
 from clearhead.integrations.transformers.specs import attention_of, hooked, layer_of
 from clearhead.masks import Causal, Mask
@@ -31,6 +32,7 @@ from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.positions import rotated_by_token
 from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
+from clearhead.scores import DenseBias, ScoreRule
 from clearhead.shapes import Float
 from clearhead.torch_private import implementation_of
 from clearhead.watch import watched
@@ -164,7 +166,7 @@ def attention_output(
 ) -> Tensor | None:
     """What an attention module returns for its own tokens; None if the original code is to compute it."""
     core = at(module, row.core)
-    if given.memory is not None or not _may_fuse(given) or (interface and not _is_ours(core)):
+    if given.memory is not None or not _may_fuse(given) or (interface and not _is_ours(core)) or _is_relative(given):
         return None
     x, rotary = given.tokens, bool(given.rotary)
     reading = cached_reading(
@@ -216,16 +218,64 @@ def layer_output(
         may_be_hooked=(layer, *modules, *cores),
         views=match.has_views,
     )
+    if match.is_disentangled:
+        given = _with_zeros_read(given)
     call = None if stack is None else _call_of(cores[0], stack.attentions[0], given, interface)
     if call is not None and len(cores) > 1:
         call = _with_memory(call, cores[1], given)
     if stack is None or call is None:
         return None
+    if _is_relative(given) or (match.is_disentangled and cores[0].relative_attention):
+        return _relative_layer(match, layer, stack, cores, given, call)
     # Padding has places in a cache.
     unpadded = _unpadded(layer, given) if given.memory is None and given.cache is None else None
     if watched():
         return _observed_layer(stack, cores, given, call, unpadded)
     return _fused(stack, call, unpadded)
+
+
+def _is_relative(given: Arguments) -> bool:
+    return not given.bias is given.distances is given.embeddings is None
+
+
+def _with_zeros_read(given: Arguments) -> Arguments:
+    """A call whose mask has 0 where it forbids, which is not added to scores."""
+    mask = given.mask
+    if type(mask) is not Tensor or not mask.is_cpu or mask.shape[1] != 1:
+        return given
+    return replace(given, mask=symbolic_mask(mask, zero_forbids=True))
+
+
+def _relative_layer(
+    match: LayerMatch, layer: Any, stack: Stack, cores: Sequence[Any], given: Arguments, call: _LayerCall
+) -> Tensor | None:
+    """A layer that adds to scores by relative positions: fused if it adds a bias that learns nothing, else op by op."""
+    core, length = cores[0], given.tokens.shape[1]
+    if given.cache is not None or given.memory is not None:
+        return None
+    if match.is_disentangled:
+        if given.bias is not None or given.distances is None or given.embeddings is None or given.mask is None:
+            return None
+        if not core.relative_attention:
+            return None
+        buckets = buckets_of(given.distances, length)
+        if buckets is None or not are_plain(given.tokens, given.embeddings):
+            return None
+        terms = partial(disentangled_bias, core, buckets=buckets, embeddings=given.embeddings)
+        return _observed_layer(stack, cores, given, call, None, _Relative(terms=terms))
+    bias = given.bias
+    if bias is None or given.distances is not None or given.embeddings is not None:
+        return None
+    if not are_plain(given.tokens, bias) or bias.dim() != _AXES + 1 or bias.shape[2:] != (length, length):
+        return None
+    rule = bias_rule(bias)
+    unpadded = None
+    if rule.relative and type(given.mask) is Tensor:
+        # Distances within a packed sequence are those in its row.
+        unpadded = _unpadded(layer, replace(given, mask=symbolic_mask(given.mask)))
+    if watched() or (torch.is_grad_enabled() and bias.requires_grad):
+        return _observed_layer(stack, cores, given, call, unpadded, _Relative((rule,)))
+    return _fused(stack.with_rules((rule,)), call, unpadded)
 
 
 def _fused(stack: Stack, call: _LayerCall, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
@@ -254,15 +304,33 @@ def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
     return packing if padding * x.shape[2] ** 2 >= _LEAST_UNPADDED else None
 
 
-# ---- the same op by op, for observers -----------------------------------------------------------------------
+# ---- the same op by op, for observers, and for scores that learn --------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Relative:
+    """What is added to a call's scores by relative positions: rules, or a function of queries and keys."""
+
+    rules: tuple[ScoreRule, ...] = ()
+    terms: Callable[[Tensor, Tensor], Tensor | None] | None = None
+
+    def of(self, query: Tensor, key: Tensor) -> tuple[ScoreRule, ...]:
+        """The rules of a call."""
+        bias = None if self.terms is None else self.terms(query, key)
+        return self.rules if bias is None else (*self.rules, DenseBias(bias))
 
 
 def _observed_layer(
-    stack: Stack, cores: Sequence[Any], given: Arguments, call: _LayerCall, unpadded: tuple[Packed, Mask] | None
+    stack: Stack,
+    cores: Sequence[Any],
+    given: Arguments,
+    call: _LayerCall,
+    unpadded: tuple[Packed, Mask] | None,
+    relative: _Relative = _Relative(),
 ) -> Tensor | None:
     (parts,) = stack.layers
     sublayers: list[Callable[[Tensor], Tensor]] = [
-        partial(_observed_attention, cores[0], parts.attentions[0], given, call)
+        partial(_observed_attention, cores[0], parts.attentions[0], given, call, relative=relative)
     ]
     if given.memory is not None:
         sublayers.append(partial(_observed_memory, cores[1], parts.attentions[1], given, call.caches[1]))
@@ -272,7 +340,14 @@ def _observed_layer(
     return unpadded[0].unpack(unpadded[0].pack(output))
 
 
-def _observed_attention(core: Any, projections: Projections, given: Arguments, call: _LayerCall, x: Tensor) -> Tensor:
+def _observed_attention(
+    core: Any,
+    projections: Projections,
+    given: Arguments,
+    call: _LayerCall,
+    x: Tensor,
+    relative: _Relative = _Relative(),
+) -> Tensor:
     """Attention to a layer's own tokens ``x``, as an observer sees it."""
     counts = (projections.num_heads, projections.num_kv_heads, projections.num_kv_heads)
     projected = [project(x, *layer, path=NATIVE) for layer in projections.sources]
@@ -295,7 +370,7 @@ def _observed_attention(core: Any, projections: Projections, given: Arguments, c
         key,
         value,
         given.mask,
-        rules=projections.rules(),
+        rules=(*projections.rules(), *relative.of(query, key)),
         scale=projections.scale,
         causal=causal,
         dropout=projections.dropout,

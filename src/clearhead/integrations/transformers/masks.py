@@ -29,7 +29,7 @@ from clearhead.shapes import Bool
 from clearhead.tensors import traces
 from clearhead.torch_private import no_torch_function, version_of, wrapper_tensor
 
-__all__ = ["MaskTensor", "make_mask", "mask_of_tensor"]
+__all__ = ["MaskTensor", "make_mask", "mask_of_tensor", "symbolic_mask"]
 
 _MODULE: Final = "transformers.masking_utils"
 #: Keys of a batch up to which finding intervals for one query takes longer than skipping keys saves.
@@ -396,6 +396,29 @@ def mask_of_tensor(tensor: Tensor, query_offset: int) -> Mask | None:
     if last is None or last.tensor() is not tensor or (last.version, last.query_offset) != (version, query_offset):
         last = _LAST.read = _Read(ref(tensor), version, query_offset, _of_tensor(tensor, query_offset))
     return last.mask
+
+
+def symbolic_mask(tensor: Tensor, *, zero_forbids: bool = False) -> MaskTensor:
+    """A bool or additive mask ``[batch | 1, 1, q_len, k_len]`` as a ``MaskTensor``.
+
+    All layers of a model are given the same tensor, which is read once.
+
+    Args:
+        tensor: the mask; the first query is at position 0.
+        zero_forbids: whether 0 forbids and all else allows, in any dtype.
+
+    Raises:
+        ValueError: it adds to scores more than it forbids, or differs between heads.
+
+    Cost: a few passes over the tensor.
+    """
+    key = version_of(tensor), zero_forbids
+    last: tuple[ref[Tensor], tuple[int, bool], MaskTensor] | None = getattr(_LAST, "symbolic", None)
+    if last is None or last[0]() is not tensor or last[1] != key:
+        batch, heads, q_len, k_len = tensor.shape
+        mask = _of_tensor(tensor != 0 if zero_forbids else tensor, 0)
+        last = _LAST.symbolic = (ref(tensor), key, MaskTensor(mask, (batch, heads, q_len, k_len), 0, tensor.device))
+    return last[2]
 
 
 def _of_tensor(tensor: Tensor, query_offset: int) -> Mask | None:

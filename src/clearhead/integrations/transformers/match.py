@@ -37,6 +37,11 @@ class LayerMatch:
         """Whether the kernels read views of parameters: halves of a packed weight, or a transposed ``Conv1D``."""
         return self.feedforward.packed_gate or any(len(attention.projections) == 1 for attention in self.attentions)
 
+    @property
+    def is_disentangled(self) -> bool:
+        """Whether the layer's own attention adds terms of queries, keys and relative positions to scores."""
+        return bool(self.attentions[0].terms)
+
     def feedforward_in(self, layer: Any) -> Any:
         """The module within which the paths of ``feedforward`` lie."""
         return layer if isinstance(self.row.feedforward, FeedForwardRow) else at(layer, self.row.feedforward)
@@ -78,7 +83,7 @@ def attention_rows(module: nn.Module) -> Iterator[AttentionRow]:
     """The rows that the structure of an attention module fits."""
     for row in ATTENTIONS:
         names = [*row.projections, row.output, *row.head_norms]
-        if _has(module, names) and _covers(module, names, row.dropout):
+        if _has(module, names) and _covers(module, [*names, *row.terms], row.dropout):
             yield row
 
 
@@ -132,7 +137,8 @@ def _paths(match: LayerMatch) -> tuple[Any, ...]:
     """All that a row names in a layer: paths of modules with parameters, then those of dropouts."""
     row, modules, dropouts = match.row, [*match.row.norms, *match.row.output_norms], [*match.row.dropouts]
     for path, attention in zip(row.attentions, match.attentions, strict=True):
-        modules += [f"{path}.{name}" for name in (*attention.projections, attention.output, *attention.head_norms)]
+        names = (*attention.projections, attention.output, *attention.head_norms, *attention.terms)
+        modules += [f"{path}.{name}" for name in names]
         dropouts += [f"{path}.{attention.dropout}"] if attention.dropout else []
         core = f"{path}.{attention.core}" if attention.core else path
         dropouts += [f"{core}.{name}" for name in ("attn_dropout", "dropout")]

@@ -58,7 +58,6 @@ class SwappedNewGELU(activations.NewGELUActivation):  # type: ignore[misc]
 
 
 REPLACEMENTS: Final[dict[type[nn.Module], type[nn.Module]]] = {
-    nn.Linear: SwappedLinear,
     nn.Dropout: SwappedDropout,
     Conv1D: SwappedConv1D,
     activations.NewGELUActivation: SwappedNewGELU,

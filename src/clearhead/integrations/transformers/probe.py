@@ -304,6 +304,7 @@ class _Comparison:
         differences: the largest relative ones, of outputs and of gradients.
         fused: how many calls were fused.
         length: of the tuple that the original returns.
+        leaves: what the last call's arguments were made of and learns: embeddings of relative positions.
     """
 
     theirs: nn.Module
@@ -312,6 +313,7 @@ class _Comparison:
     differences: list[float] = field(default_factory=lambda: [0.0, 0.0])
     fused: int = 0
     length: int = 0
+    leaves: tuple[Tensor, ...] = ()
 
     def outputs(self, x: Tensor, theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The outputs of both forms, for calls that differ in masks and caches."""
@@ -332,11 +334,12 @@ class _Comparison:
         """Compare the gradients of inputs and parameters in training mode."""
         self.theirs.train()
         self.ours.train()
-        wanted = [x.requires_grad_(), *self.theirs.parameters()]
+        wanted = [x.requires_grad_(), *self.leaves, *self.theirs.parameters()]
         pair = self.outputs(x, theirs, ours)
         self.note(0, *pair)
         arriving = torch.linspace(-1, 1, pair[0].numel()).view_as(pair[0])
-        gradients = [torch.autograd.grad(each, wanted, arriving, allow_unused=True) for each in pair]
+        # The arguments' graph is that of both.
+        gradients = [torch.autograd.grad(each, wanted, arriving, retain_graph=True, allow_unused=True) for each in pair]
         # A gradient may be 0 but for rounding, as that of a bias of keys.
         least = max(float(one.abs().max()) for one in gradients[0] if one is not None) * _LEAST
         for one, other in zip(*gradients, strict=True):
@@ -413,6 +416,7 @@ class _Calls:
         self._comparison, self._signature, self._generator = comparison, signature, generator
         module = comparison.theirs
         fast = comparison.fast
+        self._disentangled = isinstance(fast, LayerForward) and fast.match.is_disentangled
         self._memory = isinstance(fast, LayerForward) and len(fast.match.attentions) > 1
         modules = [*module.modules()]
         config = first_of(modules, ("config",))
@@ -428,6 +432,7 @@ class _Calls:
         self._head_dim = first_of((*modules, config), HEAD_DIMS) or self._width // heads
         core = next((part for part in modules if hasattr(part, "is_causal")), module)
         self._causal = bool(getattr(core, "is_causal", False)) or (signature.cache is not None and not self._memory)
+        self._heads = heads
         self._place = first_of(modules, ("layer_idx",)) or 0
         self._config = config
 
@@ -476,6 +481,22 @@ class _Calls:
     def _states(self, length: int) -> Tensor:
         return torch.randn(_BATCH, length, self._width, generator=self._generator)
 
+    def _relative(self, length: int) -> dict[str, Tensor]:
+        """Arguments of relative positions."""
+        roles, given = self._signature.relative, dict[str, Tensor]()
+        leaves = list[Tensor]()
+        place = torch.arange(length)
+        distances = place[:, None] - place
+        if "bias" in roles:
+            leaves.append(torch.randn(1, self._heads, 2 * length - 1, generator=self._generator).requires_grad_())
+            given[roles["bias"]] = leaves[-1][:, :, distances + length - 1].expand(_BATCH, -1, -1, -1)
+        span = first_of(self._comparison.theirs.modules(), ("pos_ebd_size",))
+        if "embeddings" in roles and span is not None:
+            leaves.append(torch.randn(2 * span, self._width, generator=self._generator).requires_grad_())
+            given[roles["embeddings"]], given[roles["distances"]] = leaves[-1], distances.clamp(-3, 3)[None]
+        self._comparison.leaves = tuple(leaves)
+        return given
+
     def _pair(
         self, length: int, mask: Mask | None, memory: Tensor | None, before: int = 0
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -486,10 +507,16 @@ class _Calls:
             shared[name] = tuple(torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
         for name in self._signature.positions:
             shared[name] = torch.arange(length)[None] * 3
+        shared.update(self._relative(length))
         if memory is not None:
             shared[self._signature.memory or ""] = memory
         theirs, ours = dict(shared), dict(shared)
-        if mask is not None and self._signature.masks:
+        if self._disentangled:
+            allowed = torch.ones(1, 1) if mask is None else mask.dense(length, length, batch=_BATCH)
+            theirs[self._signature.masks[0]] = ours[self._signature.masks[0]] = allowed.int().expand(
+                _BATCH, 1, length, length
+            )
+        elif mask is not None and self._signature.masks:
             name, shape = self._signature.masks[0], (_BATCH, 1, length, before + length)
             symbolic = MaskTensor(mask, shape, before, "cpu")
             lowest = torch.finfo(torch.float32).min

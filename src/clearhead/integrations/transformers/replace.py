@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Final
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -13,16 +14,31 @@ from clearhead.integrations.recast import class_of, fast_of, original_of, recast
 from clearhead.integrations.report import BEFORE, How, SwapRow
 from clearhead.integrations.transformers.forwards import AttendingForward, LayerForward
 from clearhead.integrations.transformers.interface import attends, hand_over, is_marked, models, passes_by, take_back
+from clearhead.integrations.transformers.match import LayerMatch, at
 from clearhead.integrations.transformers.parts import REPLACEMENTS, FusedFeedForward, NormForward
 from clearhead.integrations.transformers.probe import attempt
+from clearhead.projection import layer_gains
+from clearhead.watch import recognise
 
 __all__ = ["models", "restore", "swap_model"]
 
 _FUSED: Final = (AttendingForward, FusedFeedForward)
-#: Elements of a weight, and of a norm's, from which a part of a layer gains by itself. Small parts are left
+#: Elements of a weight, and of a norm's, from which a feedforward and a norm gain by themselves. Small parts are left
 #: unmodified: calling a replacement takes longer than it saves.
 _LEAST_WEIGHTS = 2**20
 _LEAST_WIDTH = 2**10
+
+
+@dataclass(frozen=True)
+class AttendingInLayer:
+    """The forward of an attention without transformers' interface, which its layer computes: the original's, where the
+    layer does not. Observers know the attention by it."""
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave the call to the original code."""
+
+
+recognise(lambda module: isinstance(fast_of(module), AttendingInLayer))
 
 
 def swap_model(path: str, model: PreTrainedModel) -> list[SwapRow]:
@@ -40,7 +56,21 @@ def swap_model(path: str, model: PreTrainedModel) -> list[SwapRow]:
         row = _swap_module(f"{path}.{name}".strip("."), module, interface, reason)
         if row is not None:
             rows.append(row if module not in before or row.how == "fused" else replace(row, reason=BEFORE))
-    return rows[::-1]
+    layers = {name for name, module in model.named_modules() if isinstance(fast_of(module), LayerForward)}
+    layers = {f"{path}.{name}".strip(".") for name in layers}
+    return [row for row in rows[::-1] if row.how != "left" or not _is_within(row.path, layers)]
+
+
+def _is_within(path: str, layers: Set[str]) -> bool:
+    """Whether a module is part of one of the layers."""
+    names = path.split(".")
+    return any(".".join(names[:count]) in layers for count in range(1, len(names)))
+
+
+def _how(fast: object) -> How:
+    """A replaced module's calls are one operation, or several."""
+    disentangled = isinstance(fast, LayerForward) and fast.match.is_disentangled
+    return "fused" if isinstance(fast, _FUSED) and not disentangled else "native"
 
 
 def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | None) -> SwapRow | None:
@@ -48,16 +78,16 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
     original = original_of(kind)
     if original is not None:
         fast = fast_of(module)
-        if fast is None:
+        if fast is None or isinstance(fast, AttendingInLayer):
             return None
-        return SwapRow(path, original.__name__, "fused" if isinstance(fast, _FUSED) else "native", None, BEFORE)
+        return SwapRow(path, original.__name__, _how(fast), None, BEFORE)
     attending = attends(kind)
     if "forward" in vars(module):
         return (
             SwapRow(path, kind.__name__, "left", None, "its forward was replaced on the object") if attending else None
         )
     if kind in REPLACEMENTS:
-        if _weights(module) >= _LEAST_WEIGHTS or not isinstance(module, nn.Linear | Conv1D):
+        if kind is not Conv1D or layer_gains(module.weight):  # type: ignore[arg-type]
             recast(module, REPLACEMENTS[kind])
         return None
     trial = attempt(module, interface=interface)
@@ -69,13 +99,22 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
     if trial is not None and trial.fast is not None:
         attributes = {"leaves_padding_out": True} if isinstance(trial.fast, LayerForward) else {}
         recast(module, replacement(kind, trial.fast, **attributes))
-        how: How = "fused" if isinstance(trial.fast, _FUSED) else "native"
-        return SwapRow(path, kind.__name__, how, trial.difference)
+        if isinstance(trial.fast, LayerForward) and not interface:
+            _mark_attentions(trial.fast.match, module)
+        return SwapRow(path, kind.__name__, _how(trial.fast), trial.difference)
     if attending == "by interface" and interface:
         return SwapRow(path, kind.__name__, "native", None, "by transformers' attention interface")
     if trial is not None:
         return SwapRow(path, kind.__name__, "left", trial.difference, trial.reason)
     return SwapRow(path, kind.__name__, "left", None, reason or "") if attending else None
+
+
+def _mark_attentions(match: LayerMatch, layer: nn.Module) -> None:
+    """Let observers know the attentions of a layer that computes them itself."""
+    for path, row in zip(match.row.attentions, match.attentions, strict=True):
+        core: nn.Module = at(at(layer, path), row.core)
+        if "forward" not in vars(core) and original_of(class_of(core)) is None:
+            recast(core, replacement(class_of(core), AttendingInLayer()))
 
 
 def _weights(module: nn.Module) -> int:
@@ -93,8 +132,10 @@ def restore(model: nn.Module) -> tuple[list[SwapRow], set[nn.Module]]:
     within: set[nn.Module] = set()
     for name, module in model.named_modules():
         fast, original = fast_of(module), original_of(class_of(module))
-        if fast is not None and original is not None:
-            rows.append(SwapRow(name, original.__name__, "fused" if isinstance(fast, _FUSED) else "native"))
+        if isinstance(fast, AttendingInLayer):
+            pass
+        elif fast is not None and original is not None:
+            rows.append(SwapRow(name, original.__name__, _how(fast)))
         elif passes_by(module) and is_marked(module):
             rows.append(SwapRow(name, type(module).__name__, "native"))
         elif class_of(module) not in REPLACEMENTS.values():

@@ -20,6 +20,7 @@ from clearhead.integrations.transformers.families import (
 )
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas, dropout_of, feedforward_of, linear_of, norm_of
+from clearhead.integrations.transformers.relative import disentangled_scale
 from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.scores import SoftCap
 from clearhead.torch_private import any_hooks, hooks_of
@@ -49,6 +50,8 @@ def attention_of(
     if len(norms) < len(row.head_norms) or dropout is None or modes_differ:
         return None
     softcap, scale = first_of((core,), SOFTCAPS), first_of((core,), SCALES)
+    if row.terms:
+        scale = disentangled_scale(core, head_dim)
     projections = Projections(
         layers[:-1],
         layers[-1],
