@@ -1,10 +1,11 @@
-"""Attention that returns its weights, as ``torch.nn.MultiheadAttention`` does: the formula, T x T, with gradients."""
+"""Attention that returns its weights, as torch's and transformers' own modules do, with gradients."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 from typing import Final
 
 import torch
@@ -12,96 +13,207 @@ from torch import Tensor
 from torch.nn import functional
 
 from clearhead.backends.containment import all_finite, clean_rows, without_autocast
-from clearhead.integrations.torch.masks import Meaning, may_look
-from clearhead.masks import Dense, Mask
-from clearhead.masks.base import Both, index_tensors
-from clearhead.shapes import Float
+from clearhead.functional.exact import observe_attention
+from clearhead.integrations.torch.masks import may_look
+from clearhead.masks import Causal, Dense, Mask, Padding, Window
+from clearhead.masks.base import Both, conjuncts, does_as, index_tensors
+from clearhead.scores import DenseBias, ScoreRule, Sink
+from clearhead.shapes import Bool, Float
+from clearhead.statistics import Want
 
-__all__ = ["with_weights"]
+__all__ = ["WeightedCall", "with_weights"]
 
-#: Elements of one head's weights from which heads run one by one, so that they stay in the processor's cache.
-_LEAST_SQUARE: Final = 2**16
+#: Weights of a call up to which the formula costs less than choosing a backend.
+_FEW_WEIGHTS: Final = 2**17
+#: float32 weights that are computed at a time where the result is of 16 bits.
+_STRIP: Final = 2**22
+#: Masks that depend on absolute positions and keys alone, and so are the same for some of a call's queries.
+_OF_POSITIONS: Final = (Causal, Window, Padding)
 
 _Index = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def with_weights(
-    query: Float[Tensor, "batch heads q_len head_dim"],
-    key: Float[Tensor, "batch heads k_len head_dim"],
-    value: Float[Tensor, "batch heads k_len head_dim"],
-    meaning: Meaning,
-    dropout: float,
-) -> tuple[Float[Tensor, "batch heads q_len head_dim"], Float[Tensor, "batch heads q_len k_len"]]:
-    """Output and weights, both after dropout, as torch returns them.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightedCall:
+    """A call of ``attention`` whose weights are returned.
 
-    Dropout is torch's own here, from its generator: the square is there anyway, and that is the cheapest way.
-
-    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations, and a square of memory for every step.
+    Attributes:
+        query: ``[batch, heads, q_len, head_dim]``.
+        key: ``[batch, kv_heads, k_len, head_dim]``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        mask: which keys a query may attend to; None allows all.
+        scores: rules, applied to scaled scores in order.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        query_offset: position of the first query; None where nothing depends on it.
+        dropout: probability of dropping a weight, drawn from torch's generator as ``torch.nn.functional.dropout`` does.
     """
-    device = query.device.type
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | None = None
+    scores: Sequence[ScoreRule] = ()
+    scale: float | None = None
+    query_offset: int | None = None
+    dropout: float = 0.0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether autograd records the call."""
+        tensors = (self.query, self.key, self.value, *(part for rule in self.scores for part in rule.parameters()))
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    @property
+    def num_weights(self) -> int:
+        return self.query.shape[:3].numel() * self.key.shape[2]
+
+    def index(self) -> _Index:
+        """The indices of batch, head and positions, shaped to broadcast."""
+        batch, num_heads, q_len, _ = self.query.shape
+        return index_tensors(batch, num_heads, q_len, self.key.shape[2], self.query_offset or 0, self.query.device)
+
+    def strips(self, rows: int) -> Iterator[tuple[slice, WeightedCall]]:
+        """Calls of ``rows`` queries each, and the queries' places."""
+        offset = self.query_offset or 0
+        parts = () if self.mask is None else conjuncts(self.mask.placed(offset))
+        for start in range(0, self.query.shape[2], rows):
+            place = slice(start, start + rows)
+            strip = replace(self, query=self.query[:, :, place], query_offset=offset + start)
+            masks = [_mask_of_strip(part, place, strip) for part in parts]
+            rules = [_rule_of_strip(rule, place) for rule in self.scores]
+            yield place, replace(strip, mask=reduce(and_, masks) if masks else None, scores=rules)
+
+
+def with_weights(
+    call: WeightedCall,
+) -> tuple[Float[Tensor, "batch heads q_len value_dim"], Float[Tensor, "batch heads q_len k_len"]]:
+    """Output and weights, in the query's dtype, both after dropout.
+
+    Weights of an empty row are 0. The kernels compute large calls; the formula computes small ones, those that autograd
+    records, and those with dropout, which takes torch's own random numbers.
+
+    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations. Memory of the kernels: the weights, and 16 MiB
+    where they have 16 bits. Memory of the formula: about three times the weights, of which autograd keeps one.
+    """
+    device = call.query.device.type
     if torch.is_autocast_enabled(device):
         # Autocast would cast float32 scores to 16 bits.
         with without_autocast(device):
-            return with_weights(query, key, value, meaning, dropout)
-    batch, num_heads, q_len, _ = query.shape
-    index = index_tensors(batch, num_heads, q_len, key.shape[2], 0, query.device)
-    allowed = None if meaning.mask is None else _table(meaning.mask, index)
-    biases = [rule.bias for rule in meaning.scores]
-    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value, *biases))
-    if recorded or q_len * key.shape[2] < _LEAST_SQUARE or not may_look(query):
-        return _attend(query, key, value, allowed, biases, dropout)
-    output, weights = query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(*query.shape[:3], key.shape[2])
-    for place in product(range(batch), range(num_heads)):
-        table = None if allowed is None else _at(place, allowed)
-        tables = (_at(place, bias) for bias in biases)
-        part = _attend(_at(place, query), _at(place, key), _at(place, value), table, tables, dropout)
-        _at(place, output).copy_(part[0])
-        _at(place, weights).copy_(part[1])
+            return with_weights(call)
+    by_formula = call.is_recorded or call.dropout > 0.0 or call.num_weights < _FEW_WEIGHTS
+    if by_formula or not may_look(call.query):
+        return _by_formula(call)
+    if call.query.dtype in (torch.float32, torch.float64):
+        return _by_kernel(call)
+    output = call.query.new_empty(*call.query.shape[:3], call.value.shape[3])
+    weights = call.query.new_empty(*call.query.shape[:3], call.key.shape[2])
+    rows = max(1, _STRIP * call.query.shape[2] // call.num_weights)
+    for place, strip in call.strips(rows):
+        output[:, :, place], weights[:, :, place] = _by_kernel(strip)
     return output, weights
 
 
-def _at(place: tuple[int, int], tensor: Tensor) -> Tensor:
-    """One head of one sequence, all four axes kept; an axis of 1 stands for every place."""
-    batch, head = (at if size > 1 else 0 for at, size in zip(place, tensor.shape[:2], strict=True))
-    return tensor[batch : batch + 1, head : head + 1]
+def _by_kernel(call: WeightedCall) -> tuple[Tensor, Tensor]:
+    observed = observe_attention(
+        call.query,
+        call.key,
+        call.value,
+        want=Want(rows=torch.arange(call.query.shape[2])),
+        mask=call.mask,
+        scores=call.scores,
+        scale=call.scale,
+        query_offset=call.query_offset,
+    )
+    assert observed.rows is not None
+    return observed.output, observed.rows
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, biases: Iterable[Tensor], dropout: float
-) -> tuple[Tensor, Tensor]:
+def _mask_of_strip(mask: Mask, rows: slice, strip: WeightedCall) -> Mask:
+    if any(does_as(mask, kind) for kind in _OF_POSITIONS):
+        return mask
+    if does_as(mask, Dense):
+        return Dense(_rows_of(mask.allowed, rows))  # type: ignore[attr-defined]
+    return Dense(mask.allows(*strip.index()))
+
+
+def _rule_of_strip(rule: ScoreRule, rows: slice) -> ScoreRule:
+    return DenseBias(_rows_of(rule.bias, rows)) if isinstance(rule, DenseBias) else rule
+
+
+def _rows_of(table: Tensor, rows: slice) -> Tensor:
+    return table if table.shape[2] == 1 else table[:, :, rows]
+
+
+# ---- the formula --------------------------------------------------------------------------------------------
+
+
+def _by_formula(call: WeightedCall) -> tuple[Tensor, Tensor]:
+    query, key, value = call.query, call.key, call.value
+    index = call.index()
+    allowed = None if call.mask is None else _table(call.mask.placed(call.query_offset or 0), index)
     # Every masked call contains NaN and infinity where the elements cannot be read.
-    contain = allowed is not None and not (may_look(query) and all_finite(key, value))
+    contain = allowed is not None and not (may_look(query) and all_finite(query, key, value))
     bad = None
     if contain:
         key, bad = clean_rows(key)
+        bad = bad.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = (query.to(dtype) / math.sqrt(query.shape[-1])) @ key.to(dtype).transpose(-2, -1)
-    for bias in biases:
-        scores = scores + bias.to(dtype)
-    weights = functional.dropout(_softmax(scores, allowed, bad), dropout).to(query.dtype)
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scores = _by_key_head(query.to(dtype) * scale, key.to(dtype).mT)
+    for rule in call.scores:
+        scores = _ruled(rule, scores, index)
+    sink = next((rule for rule in call.scores if isinstance(rule, Sink)), None)
+    weights = _softmax(scores, allowed, bad, None if sink is None else sink.logits.to(dtype).view(1, -1, 1, 1))
+    weights = functional.dropout(weights, call.dropout).to(query.dtype)
     if allowed is None or not contain:
-        return weights @ value, weights
+        return _by_key_head(weights, value), weights
     finite = torch.isfinite(value)
-    touched = allowed.to(value.dtype) @ (~finite).to(value.dtype) > 0
-    return (weights @ value.masked_fill(~finite, 0.0)).masked_fill(touched, torch.nan), weights
+    touched = _by_key_head(allowed.expand(weights.shape).to(value.dtype), (~finite).to(value.dtype)) > 0
+    return _by_key_head(weights, value.masked_fill(~finite, 0.0)).masked_fill(touched, torch.nan), weights
 
 
-def _table(mask: Mask, index: _Index) -> Tensor:
-    """The mask as booleans that broadcast; what is a table already is not looked up entry by entry."""
+def _by_key_head(
+    rows: Float[Tensor, "batch heads q_len x"], columns: Float[Tensor, "batch kv_heads x y"]
+) -> Float[Tensor, "batch heads q_len y"]:
+    """``rows @ columns`` where several heads share the columns, which are not copied for each."""
+    kv_heads, group = columns.shape[1], rows.shape[1] // columns.shape[1]
+    if group == 1:
+        return rows @ columns
+    shared: Tensor = rows.unflatten(1, (kv_heads, group)).flatten(2, 3) @ columns
+    return shared.unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def _ruled(rule: ScoreRule, scores: Tensor, index: _Index) -> Tensor:
+    if isinstance(rule, Sink):
+        return scores
+    # A table is not looked up element by element.
+    return scores + rule.bias.to(scores.dtype) if isinstance(rule, DenseBias) else rule.apply(scores, *index)
+
+
+def _table(mask: Mask, index: _Index) -> Bool[Tensor, "batch heads q_len k_len"]:
+    """The mask as booleans that broadcast; what is a table already is not looked up element by element."""
     if isinstance(mask, Both):
         return _table(mask.left, index) & _table(mask.right, index)
     return mask.allowed if isinstance(mask, Dense) else mask.allows(*index)
 
 
-def _softmax(scores: Tensor, allowed: Tensor | None, bad: Tensor | None) -> Tensor:
+def _softmax(scores: Tensor, allowed: Tensor | None, bad: Tensor | None, sink: Tensor | None) -> Tensor:
     """Weights where ``allowed``, NaN in rows that may attend to a key that is ``bad``; every pass is over a square."""
     if allowed is None:
-        return scores.softmax(dim=-1)
+        return _normalised(scores, sink)
     # A softmax over nothing is NaN and so is its gradient: an empty row is given all keys and then emptied.
     empty = ~allowed.any(dim=-1, keepdim=True)
     forbidden = ~(allowed | empty)
     if bad is not None:
         scores = scores.masked_fill(bad[..., None, :], torch.nan).masked_fill(empty, 0.0)
     scores = scores.masked_fill(forbidden, -torch.inf)
+    weights = _normalised(scores, sink)
+    if bad is not None:
+        return weights.masked_fill(~allowed, 0.0)
+    return weights.masked_fill(empty, 0.0) if not may_look(scores) or bool(empty.any()) else weights
+
+
+def _normalised(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """The softmax, of which a sink takes its part."""
     weights = scores.softmax(dim=-1)
-    return weights if bad is None and not bool(empty.any()) else weights.masked_fill(empty, 0.0)
+    return weights if sink is None else weights * torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - sink)
