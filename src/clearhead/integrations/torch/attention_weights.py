@@ -26,7 +26,7 @@ __all__ = ["WeightedCall", "with_weights"]
 #: Weights of a call up to which the formula costs less than choosing a backend.
 _FEW_WEIGHTS: Final = 2**17
 #: float32 weights that are computed at a time where the result is of 16 bits.
-_STRIP: Final = 2**22
+_STRIP: Final = 2**21
 #: Masks that depend on absolute positions and keys alone, and so are the same for some of a call's queries.
 _OF_POSITIONS: Final = (Causal, Window, Padding)
 
@@ -92,7 +92,7 @@ def with_weights(
     Weights of an empty row are 0. The kernels compute large calls; the formula computes small ones, those that autograd
     records, and those with dropout, which takes torch's own random numbers.
 
-    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations. Memory of the kernels: the weights, and 16 MiB
+    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations. Memory of the kernels: the weights, and 8 MiB
     where they have 16 bits. Memory of the formula: about three times the weights, of which autograd keeps one.
     """
     device = call.query.device.type
