@@ -1,4 +1,4 @@
-"""``output_attentions=True`` of swapped models, and under ``attn_implementation="clearhead"``, gives eager's weights."""
+"""``output_attentions=True`` gives eager's weights, in swapped models and with ``attn_implementation="clearhead"``."""
 
 from __future__ import annotations
 
@@ -73,11 +73,15 @@ def weights_of(output: Any) -> dict[str, tuple[Tensor, ...]]:
 def same_weights(name: str, actual: Any, textbook: Any, truth: Any, real: Tensor | None = None) -> None:
     """Assert that outputs have the same weights; with ``real`` only in rows of real tokens, others are undefined."""
     ours, theirs, right = map(weights_of, (actual, textbook, truth))
-    assert ours.keys() == theirs.keys() and ours
+    assert ours.keys() == theirs.keys()
+    assert ours
     for field in ours:
-        assert isinstance(ours[field], tuple) and len(ours[field]) == len(theirs[field])
+        assert isinstance(ours[field], tuple)
+        assert len(ours[field]) == len(theirs[field])
         for one, other, third in zip(ours[field], theirs[field], right[field], strict=True):
-            assert one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous()
+            assert one.shape == other.shape
+            assert one.dtype == other.dtype
+            assert one.is_contiguous()
             rows = real is not None and field != "cross_attentions" and one.shape[2] == real.shape[1]
             keep = real[:, None, :, None] if rows and real is not None else torch.ones(1, dtype=torch.long)
             parts = [each.masked_fill(keep == 0, 0.0) for each in (one, other, third)]
@@ -162,7 +166,8 @@ def test_generate_returns_the_weights_of_eager(name: str, padding: Padding, road
             for place, (expected, actual) in enumerate(pairs):
                 assert len(expected) == len(actual) == 2
                 for one, other in zip(actual, expected, strict=True):
-                    assert one.shape == other.shape and one.dtype == other.dtype
+                    assert one.shape == other.shape
+                    assert one.dtype == other.dtype
                     keep = torch.ones(1)
                     if real is not None and place == 0 and field in ("attentions", "encoder_attentions"):
                         keep = real.repeat_interleave(len(one) // len(real), dim=0)[:, None, :, None]
@@ -240,7 +245,7 @@ def test_a_row_that_may_attend_to_nothing_has_weights_0() -> None:
 
 
 @needs_5
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt-oss"])
+@pytest.mark.parametrize("name", ["bert", "gemma2", "gpt2", "t5", "bart", "modernbert"])
 def test_layers_are_fused_again_after_a_call_that_asks_for_weights(name: str, fused_kinds: list[str]) -> None:
     batch, model = inputs(name), by_road(eager(name), "swap")
     with torch.no_grad():
@@ -248,7 +253,8 @@ def test_layers_are_fused_again_after_a_call_that_asks_for_weights(name: str, fu
         before = list(fused_kinds)
         fused_kinds.clear()
         model(**batch, output_attentions=True)
-        assert before and not attending(fused_kinds)
+        assert before
+        assert not attending(fused_kinds)
         fused_kinds.clear()
         model(**batch)
     assert fused_kinds == before
@@ -285,7 +291,8 @@ def test_nan_in_a_masked_key_stays_out_of_the_weights(masked: bool) -> None:
     call = WeightedCall(query=query, key=key.clone(), value=value, mask=ch.Dense(allowed), query_offset=0)
     call.key[:, :, 3] = torch.nan
     output, weights = with_weights(call)
-    assert bool(output.isnan().any()) is not masked and bool(weights.isnan().any()) is not masked
+    assert bool(output.isnan().any()) is not masked
+    assert bool(weights.isnan().any()) is not masked
     if masked:
         key[:, :, 3] = 0.0
         clean = ch.observe_attention(query, key, value, mask=call.mask, want=ch.Want(rows=range(6)))
@@ -399,9 +406,12 @@ def test_whisper_marks_words_in_time_with_our_weights(beams: int, monkeypatch: p
     assert torch.equal(ours["token_timestamps"], theirs["token_timestamps"])
     assert len({*ours["token_timestamps"].flatten().tolist()}) > 2
     # transformers itself would have selected eager attention, for good.
-    assert calls and model.config is model.model.config and model.config._attn_implementation == "clearhead"
+    assert calls
+    assert model.config is model.model.config
+    assert model.config._attn_implementation == "clearhead"
     ch.unswap(model)
-    assert type(model) is type(_speech()) and model.config._attn_implementation == "eager"
+    assert type(model) is type(_speech())
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("view", ["head_view", "model_view"])
@@ -438,13 +448,16 @@ def test_captum_attributes_layers_of_a_swapped_model() -> None:
         gradients = attr.LayerIntegratedGradients(logit, model.bert.embeddings).attribute(
             ids, baselines=torch.zeros_like(ids), additional_forward_args=(real,), n_steps=4
         )
-        weighted = attr.LayerGradientXActivation(logit, layer.attention.self).attribute(ids, additional_forward_args=(real,))
-        activation = attr.LayerActivation(logit, layer.attention.self).attribute(ids, additional_forward_args=(real,))
-        firsts = (each[0] if isinstance(each, tuple) else each for each in (gradients, weighted, activation))
+        others = [
+            kind(logit, layer.attention.self).attribute(ids, additional_forward_args=(real,))
+            for kind in (attr.LayerGradientXActivation, attr.LayerActivation)
+        ]
+        firsts = (each[0] if isinstance(each, tuple) else each for each in (gradients, *others))
         return [each.detach() * real[..., None] for each in firsts]
 
     for ours, theirs in zip(*map(attributions, (by_road(eager("bert"), "swap"), eager("bert"))), strict=True):
-        assert ours.shape == theirs.shape and bool((theirs != 0).any())
+        assert ours.shape == theirs.shape
+        assert bool((theirs != 0).any())
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 

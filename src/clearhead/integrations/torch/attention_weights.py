@@ -179,8 +179,8 @@ def _by_key_head(
     kv_heads, group = columns.shape[1], rows.shape[1] // columns.shape[1]
     if group == 1:
         return rows @ columns
-    shared: Tensor = rows.unflatten(1, (kv_heads, group)).flatten(2, 3) @ columns
-    return shared.unflatten(2, (group, -1)).flatten(1, 2)
+    shared = rows.reshape(len(rows), kv_heads, -1, rows.shape[3]) @ columns
+    return shared.reshape(*rows.shape[:3], columns.shape[3])
 
 
 def _ruled(rule: ScoreRule, scores: Tensor, index: _Index) -> Tensor:
