@@ -104,6 +104,8 @@ def test_weights_match_eager(name: str, padding: Padding, road: Road) -> None:
         model = by_road(eager(name), road)
         output = model(**batch, output_attentions=True)
         plain = model(**batch)
+    if truth.logits.isnan().any():
+        pytest.skip("this release of transformers computes NaN")
     same_weights(name, output, textbook, truth, batch.get("attention_mask"))
     assert not any(weights_of(plain).values())
     real = batch.get("attention_mask", torch.ones(1, 1))
@@ -244,7 +246,6 @@ def test_a_row_that_may_attend_to_nothing_has_weights_0() -> None:
         torch.testing.assert_close(sums[~padding], torch.ones_like(sums[~padding]))
 
 
-@needs_5
 @pytest.mark.parametrize("name", ["bert", "gemma2", "gpt2", "t5", "bart", "modernbert"])
 def test_layers_are_fused_again_after_a_call_that_asks_for_weights(name: str, fused_kinds: list[str]) -> None:
     batch, model = inputs(name), by_road(eager(name), "swap")
@@ -273,11 +274,12 @@ def test_an_observed_model_returns_the_same_weights() -> None:
 
 
 def test_weights_after_an_edit_are_returned() -> None:
-    batch, model = inputs("bert"), by_road(eager("bert"), "swap")
+    batch, model = inputs("llama"), by_road(eager("llama"), "swap")
     with torch.no_grad(), ch.trace(model, record=False) as traced:
         traced.replace("masked", lambda scores: torch.zeros_like(scores), layers=0, heads=2)
         output = model(**batch, output_attentions=True)
-    torch.testing.assert_close(output.attentions[0][:, 2], torch.full((2, TOKENS, TOKENS), 1 / TOKENS))
+    mean = torch.ones(2, TOKENS, TOKENS) / TOKENS
+    torch.testing.assert_close(output.attentions[0][:, 2], mean)
     assert bool((output.attentions[0][:, 1].std(-1) > 1e-3).any())
 
 
