@@ -64,6 +64,13 @@ class WeightedCall:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     @property
+    def takes_formula(self) -> bool:
+        """Whether the formula computes the call: it is small, autograd records it, it drops weights, or its elements
+        cannot be read."""
+        few = self.num_weights < _FEW_WEIGHTS
+        return few or self.dropout > 0.0 or self.is_recorded or not may_look(self.query)
+
+    @property
     def num_weights(self) -> int:
         return self.query.shape[:3].numel() * self.key.shape[2]
 
@@ -100,8 +107,7 @@ def with_weights(
         # Autocast would cast float32 scores to 16 bits.
         with without_autocast(device):
             return with_weights(call)
-    by_formula = call.is_recorded or call.dropout > 0.0 or call.num_weights < _FEW_WEIGHTS
-    if by_formula or not may_look(call.query):
+    if call.takes_formula:
         return _by_formula(call)
     if call.query.dtype in (torch.float32, torch.float64):
         return _by_kernel(call)

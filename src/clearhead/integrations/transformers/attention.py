@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -97,7 +98,7 @@ def attend_for(
             module, query, key, attention_mask, position_bias, rules=rules, scale=scaling, causal=causal,
             dropout=dropout,
         )  # fmt: skip
-        return _weighted(module, query, key, value, options)
+        return _weighted(module, query, key, value, attention_mask, options)
     plain = None
     if softcap is None and s_aux is None and dropout == 0.0 and _is_small(query, key, causal) and not edited():
         plain = _by_torch(query, key, value, attention_mask, position_bias, scaling, causal)
@@ -164,7 +165,12 @@ def _options(
 
 
 def _weighted(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
 ) -> tuple[Float[Tensor, "batch q_len heads value_dim"], Float[Tensor, "batch heads q_len k_len"]]:
     """Output and weights of a call; where an observer edits it, the weights after its edits and before dropout."""
     if edited():
@@ -175,7 +181,11 @@ def _weighted(
     if watched():
         # Observers that edit nothing see the same attention beside the call.
         attend(module, query, key, value, **{**options, "dropout": 0.0})
-    output, weights = with_weights(WeightedCall(query=query, key=key, value=value, **options))
+    call = WeightedCall(query=query, key=key, value=value, **options)
+    if call.takes_formula and call.mask is not None and isinstance(attention_mask, MaskTensor):
+        # The formula reads a table, which all layers share.
+        call = replace(call, mask=Dense(attention_mask.read()))
+    output, weights = with_weights(call)
     return output.transpose(1, 2).contiguous(), weights
 
 
