@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from clearhead.backends.containment import all_finite, clean_rows, without_autocast
+from clearhead.backends.containment import clean_rows, without_autocast
 from clearhead.functional.exact import observe_attention
 from clearhead.integrations.torch.masks import may_look
 from clearhead.masks import Causal, Dense, Mask, Padding, Window
@@ -21,7 +22,7 @@ from clearhead.scores import DenseBias, ScoreRule, Sink
 from clearhead.shapes import Bool, Float
 from clearhead.statistics import Want
 
-__all__ = ["WeightedCall", "with_weights"]
+__all__ = ["MaskTable", "WeightedCall", "with_weights"]
 
 #: Weights of a call up to which the formula costs less than choosing a backend.
 _FEW_WEIGHTS: Final = 2**17
@@ -31,6 +32,35 @@ _STRIP: Final = 2**21
 _OF_POSITIONS: Final = (Causal, Window, Padding)
 
 _Index = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class MaskTable(NamedTuple):
+    """A mask as the formula reads it: an addition is several times as fast as a fill by booleans.
+
+    A softmax over nothing is NaN and so is its gradient: an empty row is given all keys, and its weights become 0.
+
+    Attributes:
+        added: float32, -inf for keys that a query may not attend to, else 0, also in empty rows.
+        factor: float32 ``[batch | 1, heads | 1, q_len, 1]``, 0 for empty rows, else 1; None without empty rows.
+    """
+
+    added: Float[Tensor, "batch heads q_len k_len"]
+    factor: Float[Tensor, "batch heads q_len one"] | None
+
+    @classmethod
+    def of(cls, allowed: Bool[Tensor, "batch heads q_len k_len"]) -> MaskTable:
+        """The table of a mask's booleans, which may broadcast."""
+        attending = allowed.any(dim=-1, keepdim=True)
+        has_empty = not may_look(allowed) or not bool(attending.all())
+        opened = allowed | ~attending if has_empty else allowed
+        added = torch.zeros(opened.shape, device=opened.device).masked_fill_(~opened, -torch.inf)
+        return cls(added, attending.to(added.dtype) if has_empty else None)
+
+    @property
+    def allowed(self) -> Bool[Tensor, "batch heads q_len k_len"]:
+        """Keys that a query may attend to."""
+        opened = self.added == 0.0
+        return opened if self.factor is None else opened & (self.factor != 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +76,7 @@ class WeightedCall:
         scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
         query_offset: position of the first query; None where nothing depends on it.
         dropout: probability of dropping a weight, drawn from torch's generator as ``torch.nn.functional.dropout`` does.
+        table: the mask as the formula reads it, if that is known.
     """
 
     query: Tensor
@@ -56,12 +87,15 @@ class WeightedCall:
     scale: float | None = None
     query_offset: int | None = None
     dropout: float = 0.0
+    table: MaskTable | None = None
 
     @property
     def is_recorded(self) -> bool:
         """Whether autograd records the call."""
+        if not torch.is_grad_enabled():
+            return False
         tensors = (self.query, self.key, self.value, *(part for rule in self.scores for part in rule.parameters()))
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return any(tensor.requires_grad for tensor in tensors)
 
     @property
     def takes_formula(self) -> bool:
@@ -72,7 +106,8 @@ class WeightedCall:
 
     @property
     def num_weights(self) -> int:
-        return self.query.shape[:3].numel() * self.key.shape[2]
+        batch, heads, q_len, _ = self.query.shape
+        return batch * heads * q_len * self.key.shape[2]
 
     def index(self) -> _Index:
         """The indices of batch, head and positions, shaped to broadcast."""
@@ -154,28 +189,76 @@ def _rows_of(table: Tensor, rows: slice) -> Tensor:
 
 
 def _by_formula(call: WeightedCall) -> tuple[Tensor, Tensor]:
-    query, key, value = call.query, call.key, call.value
-    index = call.index()
-    allowed = None if call.mask is None else _table(call.mask.placed(call.query_offset or 0), index)
-    # Every masked call contains NaN and infinity where the elements cannot be read.
-    contain = allowed is not None and not (may_look(query) and all_finite(query, key, value))
-    bad = None
-    if contain:
-        key, bad = clean_rows(key)
-        bad = bad.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scores = _by_key_head(query.to(dtype) * scale, key.to(dtype).mT)
-    for rule in call.scores:
-        scores = _ruled(rule, scores, index)
-    sink = next((rule for rule in call.scores if isinstance(rule, Sink)), None)
-    weights = _softmax(scores, allowed, bad, None if sink is None else sink.logits.to(dtype).view(1, -1, 1, 1))
-    weights = functional.dropout(weights, call.dropout).to(query.dtype)
-    if allowed is None or not contain:
-        return _by_key_head(weights, value), weights
-    finite = torch.isfinite(value)
+    table = call.table
+    if table is None and call.mask is not None:
+        table = MaskTable.of(_table(call.mask.placed(call.query_offset or 0), call.index()))
+    if table is None:
+        return _attend(call, None)
+    if not may_look(call.query):
+        # Where the elements cannot be read, every masked call contains NaN and infinity.
+        return _attend_contained(call, table)
+    output, weights = _attend(call, table)
+    return (output, weights) if _are_finite(output, call.key) else _attend_contained(call, table)
+
+
+def _are_finite(output: Tensor, key: Tensor) -> bool:
+    """Whether NaN or infinity reached no row; an infinite key may give a weight of 0."""
+    return math.isfinite(float(output.detach().sum() + key.detach().sum()))
+
+
+def _attend(call: WeightedCall, table: MaskTable | None) -> tuple[Tensor, Tensor]:
+    scores = _scores(call, call.key)
+    weights = _normalised(scores if table is None else scores + table.added.to(scores.dtype), call)
+    if table is not None and table.factor is not None:
+        weights = weights * table.factor.to(weights.dtype)
+    weights = _dropped(weights, call)
+    return _by_key_head(weights, call.value), weights
+
+
+def _attend_contained(call: WeightedCall, table: MaskTable) -> tuple[Tensor, Tensor]:
+    """The same where NaN and infinity at masked places affect nothing, and make NaN of rows that may attend to them."""
+    key, bad = clean_rows(call.key)
+    bad = bad.repeat_interleave(call.query.shape[1] // key.shape[1], dim=1)
+    allowed = table.allowed
+    scores = _scores(call, key).masked_fill(bad[..., None, :], torch.nan)
+    # An empty row has finite scores, whose gradient is finite.
+    scores = scores.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0).masked_fill(table.added != 0.0, -torch.inf)
+    weights = _dropped(_normalised(scores, call).masked_fill(~allowed, 0.0), call)
+    value, finite = call.value, torch.isfinite(call.value)
     touched = _by_key_head(allowed.expand(weights.shape).to(value.dtype), (~finite).to(value.dtype)) > 0
     return _by_key_head(weights, value.masked_fill(~finite, 0.0)).masked_fill(touched, torch.nan), weights
+
+
+def _scores(call: WeightedCall, key: Tensor) -> Tensor:
+    """Scaled scores after the rules, in float32 at least."""
+    query = call.query
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    if query.dtype != dtype:
+        query, key = query.to(dtype), key.to(dtype)
+    scores = _by_key_head(query, key.mT) * scale
+    for rule in call.scores:
+        # A table is not looked up element by element; a sink is part of the softmax.
+        if isinstance(rule, DenseBias):
+            scores = scores + rule.bias.to(dtype)
+        elif not isinstance(rule, Sink):
+            scores = rule.apply(scores, *call.index())
+    return scores
+
+
+def _normalised(scores: Tensor, call: WeightedCall) -> Tensor:
+    """The softmax, of which a sink takes its part."""
+    weights = scores.softmax(dim=-1)
+    for rule in call.scores:
+        if isinstance(rule, Sink):
+            logits = rule.logits.to(scores.dtype).view(1, -1, 1, 1)
+            weights = weights * torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - logits)
+    return weights
+
+
+def _dropped(weights: Tensor, call: WeightedCall) -> Tensor:
+    weights = functional.dropout(weights, call.dropout) if call.dropout > 0.0 else weights
+    return weights if weights.dtype == call.query.dtype else weights.to(call.query.dtype)
 
 
 def _by_key_head(
@@ -189,37 +272,8 @@ def _by_key_head(
     return shared.reshape(*rows.shape[:3], columns.shape[3])
 
 
-def _ruled(rule: ScoreRule, scores: Tensor, index: _Index) -> Tensor:
-    if isinstance(rule, Sink):
-        return scores
-    # A table is not looked up element by element.
-    return scores + rule.bias.to(scores.dtype) if isinstance(rule, DenseBias) else rule.apply(scores, *index)
-
-
 def _table(mask: Mask, index: _Index) -> Bool[Tensor, "batch heads q_len k_len"]:
     """The mask as booleans that broadcast; what is a table already is not looked up element by element."""
     if isinstance(mask, Both):
         return _table(mask.left, index) & _table(mask.right, index)
     return mask.allowed if isinstance(mask, Dense) else mask.allows(*index)
-
-
-def _softmax(scores: Tensor, allowed: Tensor | None, bad: Tensor | None, sink: Tensor | None) -> Tensor:
-    """Weights where ``allowed``, NaN in rows that may attend to a key that is ``bad``; every pass is over a square."""
-    if allowed is None:
-        return _normalised(scores, sink)
-    # A softmax over nothing is NaN and so is its gradient: an empty row is given all keys and then emptied.
-    empty = ~allowed.any(dim=-1, keepdim=True)
-    forbidden = ~(allowed | empty)
-    if bad is not None:
-        scores = scores.masked_fill(bad[..., None, :], torch.nan).masked_fill(empty, 0.0)
-    scores = scores.masked_fill(forbidden, -torch.inf)
-    weights = _normalised(scores, sink)
-    if bad is not None:
-        return weights.masked_fill(~allowed, 0.0)
-    return weights.masked_fill(empty, 0.0) if not may_look(scores) or bool(empty.any()) else weights
-
-
-def _normalised(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """The softmax, of which a sink takes its part."""
-    weights = scores.softmax(dim=-1)
-    return weights if sink is None else weights * torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - sink)

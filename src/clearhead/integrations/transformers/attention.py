@@ -94,11 +94,18 @@ def attend_for(
     if s_aux is not None:
         rules.append(Sink(s_aux.reshape(-1)))
     if output_attentions or weights_wanted():
+        bias = () if position_bias is None else (DenseBias(position_bias),)
+        call = WeightedCall(query=query, key=key, value=value, scores=bias, dropout=dropout)
+        # The formula reads tables, the kernels and observers read what they mean.
+        tables = call.takes_formula and not watched()
         options = _options(
-            module, query, key, attention_mask, position_bias, rules=rules, scale=scaling, causal=causal,
-            dropout=dropout,
+            module, query, key, attention_mask, None if tables else position_bias, scale=scaling, causal=causal,
+            rules=[*bias, *rules] if tables else rules, dropout=dropout,
         )  # fmt: skip
-        return _weighted(module, query, key, value, attention_mask, options)
+        if tables and options["mask"] is not None and isinstance(attention_mask, MaskTensor):
+            # All layers share one.
+            options["table"] = attention_mask.opened()
+        return _weighted(module, replace(call, **options))
     plain = None
     if softcap is None and s_aux is None and dropout == 0.0 and _is_small(query, key, causal) and not edited():
         plain = _by_torch(query, key, value, attention_mask, position_bias, scaling, causal)
@@ -165,26 +172,21 @@ def _options(
 
 
 def _weighted(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    options: dict[str, Any],
+    module: nn.Module, call: WeightedCall
 ) -> tuple[Float[Tensor, "batch q_len heads value_dim"], Float[Tensor, "batch heads q_len k_len"]]:
     """Output and weights of a call; where an observer edits it, the weights after its edits and before dropout."""
-    if edited():
-        want = Want(rows=torch.arange(query.shape[2]))
-        observed = attend_wanting(module, query, key, value, want=want, **options)
-        assert observed.rows is not None
-        return observed.output.transpose(1, 2).contiguous(), observed.rows.to(query.dtype)
     if watched():
+        tensors = (call.query, call.key, call.value)
+        options: dict[str, Any] = {
+            name: getattr(call, name) for name in ("mask", "scores", "scale", "dropout", "query_offset")
+        }
+        if edited():
+            want = Want(rows=torch.arange(call.query.shape[2]))
+            observed = attend_wanting(module, *tensors, want=want, **options)
+            assert observed.rows is not None
+            return observed.output.transpose(1, 2).contiguous(), observed.rows.to(call.query.dtype)
         # Observers that edit nothing see the same attention beside the call.
-        attend(module, query, key, value, **{**options, "dropout": 0.0})
-    call = WeightedCall(query=query, key=key, value=value, **options)
-    if call.takes_formula and call.mask is not None and isinstance(attention_mask, MaskTensor):
-        # The formula reads a table, which all layers share.
-        call = replace(call, mask=Dense(attention_mask.read()))
+        attend(module, *tensors, **{**options, "dropout": 0.0})
     output, weights = with_weights(call)
     return output.transpose(1, 2).contiguous(), weights
 
