@@ -23,6 +23,7 @@ from clearhead.benchmark.product import PRODUCT, yardsticks
 from clearhead.benchmark.rows import EncoderRow, ModuleRow, SuiteRow, TensorRow
 from clearhead.benchmark.small_layer_rows import DECODER_LAYER, ENCODER_LAYER, SmallLayerRow
 from clearhead.benchmark.varlen_rows import PADDED, PADDED_SDPA, VarlenRow
+from clearhead.benchmark.weights_rows import EAGER_WEIGHTS
 from clearhead.errors import UnsupportedError
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -163,7 +164,7 @@ def test_floors_name_existing_contenders() -> None:
     named = {peer for suite in SUITES.values() for floor in suite.floors for peer in (*floor.against, floor.ours)}
     onnx = {"ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention"}
     models = {SDPA_MODEL, ONNX_MODEL}
-    contenders = {OURS, PLAIN, FULL}
+    contenders = {OURS, PLAIN, FULL, EAGER_WEIGHTS}
     layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER, PLAIN_LAYERS}
     biases, flex, padded = {DENSE, MADE}, {COMPILED, PLAIN_CAUSAL}, {PADDED, PADDED_SDPA}
     assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases | flex | padded

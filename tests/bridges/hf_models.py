@@ -165,7 +165,7 @@ def _formula(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None,
     position_bias: Tensor | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     if scaling is None:
@@ -184,7 +184,7 @@ def _formula(
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]]
-    return (weights @ value).transpose(1, 2).contiguous(), None
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def inputs(name: str, *, padding: Literal["left", "right", "none"] = "none", seed: int = 1) -> dict[str, Tensor]:

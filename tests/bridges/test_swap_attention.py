@@ -282,8 +282,8 @@ def test_a_learned_bias_gets_torchs_gradient() -> None:
     torch.testing.assert_close(grads[1], grads[0], **EXACT)
 
 
-def test_weights_computed_head_by_head_without_gradients_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_weights, "_LEAST_SQUARE", 0)
+def test_weights_from_the_kernels_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_weights, "_FEW_WEIGHTS", 0)
     for mask in _masks(K_LEN).values():
         theirs, ours = _pair(batch_first=True)
         with torch.no_grad():

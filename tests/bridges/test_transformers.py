@@ -210,15 +210,6 @@ def test_dropout_is_active_only_in_training_mode() -> None:
     assert not torch.equal(real_logits(model, batch), first)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_output_attentions_raises_and_names_the_alternative(name: str) -> None:
-    _needs_interface(name)
-    if transformers.__version__.startswith("4.") and name in ("gpt2", "vit"):
-        pytest.skip("this release does not tell its attention function, and returns None for weights as with sdpa")
-    with pytest.raises(ch.UnsupportedError, match=r"^clearhead attention: output_attentions must .*clearhead\.observe"):
-        ours(name)(**inputs(name), output_attentions=True)
-
-
 def test_unsupported_features_raise() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ch.UnsupportedError, match=r"indices must be absent.*Identity"):

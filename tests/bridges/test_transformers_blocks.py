@@ -514,7 +514,7 @@ def test_changed_layers_take_effect(change: str) -> None:
     assert change == "chunks" or not torch.allclose(output, before, atol=1e-3)
 
 
-def test_hidden_states_match_and_output_attentions_raises(fused_kinds: list[str]) -> None:
+def test_hidden_states_match_and_layers_stay_fused(fused_kinds: list[str]) -> None:
     model = _model("bert")
     given = _input("bert")
     with torch.no_grad():
@@ -524,8 +524,6 @@ def test_hidden_states_match_and_output_attentions_raises(fused_kinds: list[str]
         for one, other in zip(output, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert attending(fused_kinds) == ["layer"] * LAYERS
-        with pytest.raises(ch.UnsupportedError, match="output_attentions must be False"):
-            model(**given, output_attentions=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

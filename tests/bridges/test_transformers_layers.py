@@ -639,13 +639,6 @@ def test_output_hidden_states_matches_and_stays_fused(fused_kinds: list[str]) ->
     assert attending(fused_kinds) == ["layer"] * 6
 
 
-def test_output_attentions_raises() -> None:
-    model = _model()
-    ch.swap(model)
-    with torch.no_grad(), pytest.raises(ch.UnsupportedError, match="output_attentions must be False"):
-        model(ids_of(), output_attentions=True)
-
-
 class _Same(nn.Module):
     def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
         return hidden_states, None

@@ -26,6 +26,7 @@ from clearhead.benchmark.small_layer_rows import (
     encoder_layer_rows,
 )
 from clearhead.benchmark.varlen_rows import PADDED, PADDED_SDPA, varlen_rows
+from clearhead.benchmark.weights_rows import EAGER_WEIGHTS, weights_rows
 
 __all__ = ["SUITES", "Floor", "Suite"]
 
@@ -290,6 +291,9 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
     "linear": (("linear, training, from 1024 tokens", OURS, (FULL,), 1.0, None),),
     "function": ((ALIBI, OURS, (DENSE,), round(1 / 3, 3), None), (LEARNED, OURS, (MADE,), round(1 / 3, 3), None)),
     "flex": (("forward", OURS, (COMPILED,), 1.0, None), ("training", OURS, (PLAIN_CAUSAL,), round(1 / 3, 3), None)),
+    "weights": tuple(
+        (group, OURS, (EAGER_WEIGHTS,), round(1 / 1.5, 3), None) for group in ("weights", "weights, training")
+    ),
     "encoder": (
         ("float32", OURS, (STACK,), 3.0, None),
         ("float32", SWAPPED, (STACK,), 3.0, None),
@@ -347,6 +351,7 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[SuiteRow]]], ...] = (
     ("few-tokens", "a linear layer on 1 to 256 tokens, against torch's own", layer_rows),
     ("observe", "attention with statistics, against the same without and against weights materialised", _observe),
     ("models", "models of transformers after swap, against their sdpa and ONNX Runtime", _models),
+    ("weights", "models of transformers that return their weights, after swap, against eager attention", weights_rows),
     ("linear", "the linear family in chunks, causal, against clearhead's full attention", linear_rows),
     ("varlen", "attention on a half-filled batch, packed, against padded and nested tensors", varlen_rows),
     ("function", "a user's own function, forward and backward, against SDPA with the bias in full", function_rows),

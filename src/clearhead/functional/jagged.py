@@ -211,7 +211,7 @@ class JaggedAttention:
         function: str,
         tensors: tuple[Tensor, Tensor, Tensor],
         mask: Mask | None,
-        scores: ScoreRule | Iterable[ScoreRule],
+        scores: ScoreRule | Iterable[ScoreRule] | None,
         query_offset: int | None,
     ) -> JaggedAttention:
         """Read a call with ``[batch, heads, jagged len, dim]`` or ``[batch, jagged len, dim]``."""

@@ -56,7 +56,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     In a model of Hugging Face transformers, or one within ``model``, attention goes through the implementation
     ``"clearhead"``. Layers, feedforwards and norms whose structure is recognised are tried against the original on
     small random inputs, outputs and gradients, and fused if they agree. A fused layer removes padding where nothing is
-    cached; its output at padding is 0.
+    cached; its output at padding is 0. With ``output_attentions=True`` a model returns the weights of eager attention,
+    and its layers run unfused.
 
     Every ``torch.nn.MultiheadAttention`` computes by ``attention``; ``TransformerEncoderLayer``,
     ``TransformerDecoderLayer`` and their stacks use it in training and in eval mode, and a ``TransformerEncoder`` with

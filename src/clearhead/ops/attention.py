@@ -258,6 +258,8 @@ def _add_statistics(options: dict[str, Any], problem: Problem, want: Want) -> Te
         chosen, order = torch.unique(rows, return_inverse=True)
         slots = rows.new_full((problem.q_len,), -1, dtype=torch.int32)
         slots[chosen] = torch.arange(chosen.numel(), dtype=torch.int32, device=rows.device)
+        # Rows in order are returned as the kernel writes them: a copy of all weights would double the memory.
+        order = None if torch.equal(chosen, rows) else order
         options["row_slots"], count = slots, chosen.numel()
     options["statistic_sizes"] = [want.sink, want.top_k, side, count]
     return order

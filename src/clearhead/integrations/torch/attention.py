@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.functional.jagged import is_jagged
 from clearhead.integrations.recast import stands_for
-from clearhead.integrations.torch.attention_weights import with_weights
+from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
 from clearhead.integrations.torch.jagged import JaggedArguments, jagged_mask
 from clearhead.integrations.torch.masks import MaskReader, Meaning, may_look
 from clearhead.integrations.torch.parts import is_plain
@@ -133,7 +133,17 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         call = self._by_head(query, key, value, masks, look=not small and may_look(query), path=path)
         weights = None
         if square:
-            output, weights = with_weights(*call.tensors, call.meaning, dropout)
+            output, weights = with_weights(
+                WeightedCall(
+                    query=call.tensors[0],
+                    key=call.tensors[1],
+                    value=call.tensors[2],
+                    mask=call.meaning.mask,
+                    scores=call.meaning.scores,
+                    query_offset=0,
+                    dropout=dropout,
+                )
+            )
         else:
             output = attend(
                 self,

@@ -1,108 +1,285 @@
-"""Attention that returns its weights, as ``torch.nn.MultiheadAttention`` does: the formula, T x T, with gradients."""
+"""Attention that returns its weights, as torch's and transformers' own modules do, with gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import product
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from clearhead.backends.containment import all_finite, matmul, scores_of, without_autocast
-from clearhead.integrations.torch.masks import Meaning, may_look
-from clearhead.masks import Dense, Mask
-from clearhead.masks.base import Both, index_tensors
-from clearhead.shapes import Float
+from clearhead.backends.containment import matmul, scores_of, without_autocast
+from clearhead.functional.exact import observe_attention
+from clearhead.integrations.torch.masks import may_look
+from clearhead.masks import Causal, Dense, Mask, Padding, Window
+from clearhead.masks.base import Both, conjuncts, does_as, index_tensors
+from clearhead.scores import DenseBias, ScoreRule, Sink
+from clearhead.shapes import Bool, Float
+from clearhead.statistics import Want
 
-__all__ = ["with_weights"]
+__all__ = ["MaskTable", "WeightedCall", "with_weights"]
 
-#: Elements of one head's weights from which heads run one by one, so that they stay in the processor's cache.
-_LEAST_SQUARE: Final = 2**16
+#: Weights of a call up to which the formula costs less than choosing a backend.
+_FEW_WEIGHTS: Final = 2**17
+#: float32 weights that are computed at a time where the result is of 16 bits.
+_STRIP: Final = 2**21
+#: Masks that depend on absolute positions and keys alone, and so are the same for some of a call's queries.
+_OF_POSITIONS: Final = (Causal, Window, Padding)
 
 _Index = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def with_weights(
-    query: Float[Tensor, "batch heads q_len head_dim"],
-    key: Float[Tensor, "batch heads k_len head_dim"],
-    value: Float[Tensor, "batch heads k_len head_dim"],
-    meaning: Meaning,
-    dropout: float,
-) -> tuple[Float[Tensor, "batch heads q_len head_dim"], Float[Tensor, "batch heads q_len k_len"]]:
-    """Output and weights, both after dropout, as torch returns them.
+class MaskTable(NamedTuple):
+    """A mask as the formula reads it: an addition is several times as fast as a fill by booleans.
 
-    Dropout is torch's own here, from its generator: the square is there anyway, and that is the cheapest way.
+    A softmax over nothing is NaN and so is its gradient: an empty row is given all keys, and its weights become 0.
 
-    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations, and a square of memory for every step.
+    Attributes:
+        added: float32, -inf for keys that a query may not attend to, else 0, also in empty rows.
+        factor: float32 ``[batch | 1, heads | 1, q_len, 1]``, 0 for empty rows, else 1; None without empty rows.
     """
-    device = query.device.type
+
+    added: Float[Tensor, "batch heads q_len k_len"]
+    factor: Float[Tensor, "batch heads q_len one"] | None
+
+    @classmethod
+    def of(cls, allowed: Bool[Tensor, "batch heads q_len k_len"]) -> MaskTable:
+        """The table of a mask's booleans, which may broadcast."""
+        attending = allowed.any(dim=-1, keepdim=True)
+        has_empty = not may_look(allowed) or not bool(attending.all())
+        opened = allowed | ~attending if has_empty else allowed
+        added = torch.zeros(opened.shape, device=opened.device).masked_fill_(~opened, -torch.inf)
+        return cls(added, attending.to(added.dtype) if has_empty else None)
+
+    @property
+    def allowed(self) -> Bool[Tensor, "batch heads q_len k_len"]:
+        """Keys that a query may attend to."""
+        opened = self.added == 0.0
+        return opened if self.factor is None else opened & (self.factor != 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightedCall:
+    """A call of ``attention`` whose weights are returned.
+
+    Attributes:
+        query: ``[batch, heads, q_len, head_dim]``.
+        key: ``[batch, kv_heads, k_len, head_dim]``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        mask: which keys a query may attend to; None allows all.
+        scores: rules, applied to scaled scores in order.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        query_offset: position of the first query; None where nothing depends on it.
+        dropout: probability of dropping a weight, drawn from torch's generator as ``torch.nn.functional.dropout`` does.
+        table: the mask as the formula reads it, if that is known.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | None = None
+    scores: Sequence[ScoreRule] = ()
+    scale: float | None = None
+    query_offset: int | None = None
+    dropout: float = 0.0
+    table: MaskTable | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether autograd records the call."""
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (self.query, self.key, self.value, *(part for rule in self.scores for part in rule.parameters()))
+        return any(tensor.requires_grad for tensor in tensors)
+
+    @property
+    def takes_formula(self) -> bool:
+        """Whether the formula computes the call: it is small, autograd records it, it drops weights, or its elements
+        cannot be read."""
+        few = self.num_weights < _FEW_WEIGHTS
+        return few or self.dropout > 0.0 or self.is_recorded or not may_look(self.query)
+
+    @property
+    def scale_factor(self) -> float:
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def num_weights(self) -> int:
+        batch, heads, q_len, _ = self.query.shape
+        return batch * heads * q_len * self.key.shape[2]
+
+    def index(self) -> _Index:
+        """The indices of batch, head and positions, shaped to broadcast."""
+        batch, num_heads, q_len, _ = self.query.shape
+        return index_tensors(batch, num_heads, q_len, self.key.shape[2], self.query_offset or 0, self.query.device)
+
+    def strips(self, rows: int) -> Iterator[tuple[slice, WeightedCall]]:
+        """Calls of ``rows`` queries each, and the queries' places."""
+        offset = self.query_offset or 0
+        parts = () if self.mask is None else conjuncts(self.mask.placed(offset))
+        for start in range(0, self.query.shape[2], rows):
+            place = slice(start, start + rows)
+            strip = replace(self, query=self.query[:, :, place], query_offset=offset + start)
+            masks = [_mask_of_strip(part, place, strip) for part in parts]
+            rules = [_rule_of_strip(rule, place) for rule in self.scores]
+            yield place, replace(strip, mask=reduce(and_, masks) if masks else None, scores=rules)
+
+
+def with_weights(
+    call: WeightedCall,
+) -> tuple[Float[Tensor, "batch heads q_len value_dim"], Float[Tensor, "batch heads q_len k_len"]]:
+    """Output and weights, in the query's dtype, both after dropout.
+
+    Weights of an empty row are 0. The kernels compute large calls; the formula computes small ones, those that autograd
+    records, and those with dropout, which takes torch's own random numbers.
+
+    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations. Memory of the kernels: the weights, and 8 MiB
+    where they have 16 bits. Memory of the formula: about three times the weights, of which autograd keeps one.
+    """
+    device = call.query.device.type
     if torch.is_autocast_enabled(device):
         # Autocast would cast float32 scores to 16 bits.
         with without_autocast(device):
-            return with_weights(query, key, value, meaning, dropout)
-    batch, num_heads, q_len, _ = query.shape
-    index = index_tensors(batch, num_heads, q_len, key.shape[2], 0, query.device)
-    allowed = None if meaning.mask is None else _table(meaning.mask, index)
-    biases = [rule.bias for rule in meaning.scores]
-    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value, *biases))
-    if recorded or q_len * key.shape[2] < _LEAST_SQUARE or not may_look(query):
-        return _attend(query, key, value, allowed, biases, dropout)
-    output, weights = query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(*query.shape[:3], key.shape[2])
-    for place in product(range(batch), range(num_heads)):
-        table = None if allowed is None else _at(place, allowed)
-        tables = (_at(place, bias) for bias in biases)
-        part = _attend(_at(place, query), _at(place, key), _at(place, value), table, tables, dropout)
-        _at(place, output).copy_(part[0])
-        _at(place, weights).copy_(part[1])
+            return with_weights(call)
+    if call.takes_formula:
+        return _by_formula(call)
+    if call.query.dtype in (torch.float32, torch.float64):
+        return _by_kernel(call)
+    output = call.query.new_empty(*call.query.shape[:3], call.value.shape[3])
+    weights = call.query.new_empty(*call.query.shape[:3], call.key.shape[2])
+    rows = max(1, _STRIP * call.query.shape[2] // call.num_weights)
+    for place, strip in call.strips(rows):
+        output[:, :, place], weights[:, :, place] = _by_kernel(strip)
     return output, weights
 
 
-def _at(place: tuple[int, int], tensor: Tensor) -> Tensor:
-    """One head of one sequence, all four axes kept; an axis of 1 stands for every place."""
-    batch, head = (at if size > 1 else 0 for at, size in zip(place, tensor.shape[:2], strict=True))
-    return tensor[batch : batch + 1, head : head + 1]
+def _by_kernel(call: WeightedCall) -> tuple[Tensor, Tensor]:
+    observed = observe_attention(
+        call.query,
+        call.key,
+        call.value,
+        want=Want(rows=torch.arange(call.query.shape[2])),
+        mask=call.mask,
+        scores=call.scores,
+        scale=call.scale,
+        query_offset=call.query_offset,
+    )
+    assert observed.rows is not None
+    return observed.output, observed.rows
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, biases: Iterable[Tensor], dropout: float
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scaled = query.to(dtype) / math.sqrt(query.shape[-1])
-    # Every masked call contains NaN and infinity where the elements cannot be read.
-    contain = allowed is not None and not (may_look(query) and all_finite(query, key, value))
-    if allowed is None or not contain:
-        scores = _biased(scaled @ key.to(dtype).transpose(-2, -1), biases)
-        weights = functional.dropout(_softmax(scores, allowed), dropout).to(query.dtype)
-        return weights @ value, weights
-    allowed = allowed.expand(*query.shape[:3], key.shape[2])
-    scores = _biased(scores_of(scaled, key.to(dtype), allowed), biases).masked_fill(~allowed, -torch.inf)
+def _mask_of_strip(mask: Mask, rows: slice, strip: WeightedCall) -> Mask:
+    if any(does_as(mask, kind) for kind in _OF_POSITIONS):
+        return mask
+    if does_as(mask, Dense):
+        return Dense(_rows_of(mask.allowed, rows))  # type: ignore[attr-defined]
+    return Dense(mask.allows(*strip.index()))
+
+
+def _rule_of_strip(rule: ScoreRule, rows: slice) -> ScoreRule:
+    return DenseBias(_rows_of(rule.bias, rows)) if isinstance(rule, DenseBias) else rule
+
+
+def _rows_of(table: Tensor, rows: slice) -> Tensor:
+    return table if table.shape[2] == 1 else table[:, :, rows]
+
+
+# ---- the formula --------------------------------------------------------------------------------------------
+
+
+def _by_formula(call: WeightedCall) -> tuple[Tensor, Tensor]:
+    table = call.table
+    if table is None and call.mask is not None:
+        table = MaskTable.of(_table(call.mask.placed(call.query_offset or 0), call.index()))
+    if table is None:
+        return _attend(call, None)
+    if not may_look(call.query):
+        # Where the elements cannot be read, every masked call contains NaN and infinity.
+        return _attend_contained(call, table)
+    output, weights = _attend(call, table)
+    return (output, weights) if _are_finite(output, call.key) else _attend_contained(call, table)
+
+
+def _are_finite(output: Tensor, key: Tensor) -> bool:
+    """Whether NaN or infinity reached no row; an infinite key may give a weight of 0."""
+    return math.isfinite(float(output.detach().sum() + key.detach().sum()))
+
+
+def _attend(call: WeightedCall, table: MaskTable | None) -> tuple[Tensor, Tensor]:
+    scores = _scores(call)
+    weights = _normalised(scores if table is None else scores + table.added.to(scores.dtype), call)
+    if table is not None and table.factor is not None:
+        weights = weights * table.factor.to(weights.dtype)
+    weights = _dropped(weights, call)
+    return _by_key_head(weights, call.value), weights
+
+
+def _attend_contained(call: WeightedCall, table: MaskTable) -> tuple[Tensor, Tensor]:
+    """The same where NaN and infinity at masked places affect nothing, and reach rows that may attend to them."""
+    group = call.query.shape[1] // call.key.shape[1]
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (call.key, call.value))
+    allowed = table.allowed.expand(*call.query.shape[:3], key.shape[2])
+    query, key = _in_work_dtype(call.query), _in_work_dtype(key)
+    scores = _ruled(call, scores_of(query * call.scale_factor, key, allowed)).masked_fill(~allowed, -torch.inf)
+    # An empty row has finite scores, whose gradient is finite.
     empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(~allowed | empty, 0.0)
-    weights = functional.dropout(weights, dropout).to(query.dtype)
+    weights = _normalised(scores.masked_fill(empty, 0.0), call).masked_fill(~allowed | empty, 0.0)
+    weights = _dropped(weights, call)
     return matmul(weights, value, allowed), weights
 
 
-def _biased(scores: Tensor, biases: Iterable[Tensor]) -> Tensor:
-    for bias in biases:
-        scores = scores + bias.to(scores.dtype)
+def _scores(call: WeightedCall) -> Tensor:
+    """Scaled scores after the rules, in float32 at least."""
+    return _ruled(call, _by_key_head(_in_work_dtype(call.query), _in_work_dtype(call.key).mT) * call.scale_factor)
+
+
+def _in_work_dtype(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float32)
+
+
+def _ruled(call: WeightedCall, scores: Tensor) -> Tensor:
+    for rule in call.scores:
+        # A table is not looked up element by element; a sink is part of the softmax.
+        if isinstance(rule, DenseBias):
+            scores = scores + rule.bias.to(scores.dtype)
+        elif not isinstance(rule, Sink):
+            scores = rule.apply(scores, *call.index())
     return scores
 
 
-def _table(mask: Mask, index: _Index) -> Tensor:
-    """The mask as booleans that broadcast; what is a table already is not looked up entry by entry."""
+def _normalised(scores: Tensor, call: WeightedCall) -> Tensor:
+    """The softmax, of which a sink takes its part."""
+    weights = scores.softmax(dim=-1)
+    for rule in call.scores:
+        if isinstance(rule, Sink):
+            logits = rule.logits.to(scores.dtype).view(1, -1, 1, 1)
+            weights = weights * torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - logits)
+    return weights
+
+
+def _dropped(weights: Tensor, call: WeightedCall) -> Tensor:
+    weights = functional.dropout(weights, call.dropout) if call.dropout > 0.0 else weights
+    return weights if weights.dtype == call.query.dtype else weights.to(call.query.dtype)
+
+
+def _by_key_head(
+    rows: Float[Tensor, "batch heads q_len x"], columns: Float[Tensor, "batch kv_heads x y"]
+) -> Float[Tensor, "batch heads q_len y"]:
+    """``rows @ columns`` where several heads share the columns, which are not copied for each."""
+    kv_heads, group = columns.shape[1], rows.shape[1] // columns.shape[1]
+    if group == 1:
+        return rows @ columns
+    shared = rows.reshape(len(rows), kv_heads, -1, rows.shape[3]) @ columns
+    return shared.reshape(*rows.shape[:3], columns.shape[3])
+
+
+def _table(mask: Mask, index: _Index) -> Bool[Tensor, "batch heads q_len k_len"]:
+    """The mask as booleans that broadcast; what is a table already is not looked up element by element."""
     if isinstance(mask, Both):
         return _table(mask.left, index) & _table(mask.right, index)
     return mask.allowed if isinstance(mask, Dense) else mask.allows(*index)
-
-
-def _softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Weights of finite scores where ``allowed``; every pass is over a square."""
-    if allowed is None:
-        return scores.softmax(dim=-1)
-    # A softmax over nothing is NaN and so is its gradient: an empty row is given all keys and then emptied.
-    empty = ~allowed.any(dim=-1, keepdim=True)
-    weights = scores.masked_fill(~(allowed | empty), -torch.inf).softmax(dim=-1)
-    return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights

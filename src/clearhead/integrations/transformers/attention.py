@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -13,15 +14,17 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from clearhead.errors import UnsupportedError
+from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
 from clearhead.integrations.torch.masks import may_look
 from clearhead.integrations.torch.polarity import from_additive
 from clearhead.integrations.transformers.masks import MaskTensor
 from clearhead.masks import Causal, Dense, Mask
 from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
+from clearhead.statistics import Want
 from clearhead.tensors import without_overlap
 from clearhead.torch_private import outputs_collected, supports_sdpa
-from clearhead.watch import attend, edited, watched
+from clearhead.watch import attend, attend_wanting, edited, watched
 
 __all__ = ["NAME", "attend_for", "is_causal_alone", "own_scale", "planned", "scale_of", "weights_wanted"]
 
@@ -48,7 +51,7 @@ def attend_for(
     s_aux: Float[Tensor, " heads"] | None = None,
     output_attentions: bool | None = None,
     **others: Any,
-) -> tuple[Float[Tensor, "batch q_len heads value_dim"], None]:
+) -> tuple[Float[Tensor, "batch q_len heads value_dim"], Float[Tensor, "batch heads q_len k_len"] | None]:
     """transformers' attention interface, for the attention ``module``.
 
     Args:
@@ -64,23 +67,17 @@ def attend_for(
         position_bias: ``[1, heads, q_len, k_len]``, added to scaled scores.
         softcap: cap of the scores, ``cap * tanh(score / cap)``.
         s_aux: one logit per head that joins the softmax and attends to nothing (a sink).
-        output_attentions: weights are never made here, so True is refused.
+        output_attentions: whether to return the weights; transformers may also collect them around the call.
         **others: what does not change attention, windows among them, which are in the mask.
 
     Returns:
-        The output, and None for the weights.
+        The output, and the weights in the query's dtype where they are asked for, else None. As in eager attention the
+        weights have gradients, are those after dropout in training, and leave a sink's weight out. A row that may
+        attend to nothing has weights 0.
 
     Raises:
-        UnsupportedError: weights are asked for, or something that needs a kernel of the model's own.
+        UnsupportedError: something needs a kernel of the model's own.
     """
-    if output_attentions or weights_wanted():
-        raise UnsupportedError.about(
-            "clearhead attention",
-            "output_attentions",
-            must="be False, as no square of weights is made here",
-            got="True",
-            then="Use `with clearhead.observe(model, want)` for statistics and rows of weights.",
-        )
     for name in _OWN_KERNELS:
         if others.get(name) is not None:
             raise UnsupportedError.about(
@@ -94,14 +91,27 @@ def attend_for(
     scaling, causal = own_scale(module, query.shape[-1]) if scaling is None else scaling, False
     if attention_mask is None:
         causal = query.shape[2] > 1 and (is_causal_alone(module) if is_causal is None else is_causal)
+    rules: list[ScoreRule] = [] if softcap is None else [SoftCap(softcap)]
+    if s_aux is not None:
+        rules.append(Sink(s_aux.reshape(-1)))
+    if output_attentions or weights_wanted():
+        bias = () if position_bias is None else (DenseBias(position_bias),)
+        call = WeightedCall(query=query, key=key, value=value, scores=bias, dropout=dropout)
+        # The formula reads tables, the kernels and observers read what they mean.
+        tables = call.takes_formula and not watched()
+        options = _options(
+            module, query, key, attention_mask, None if tables else position_bias, scale=scaling, causal=causal,
+            rules=[*bias, *rules] if tables else rules, dropout=dropout,
+        )  # fmt: skip
+        if tables and options["mask"] is not None and isinstance(attention_mask, MaskTensor):
+            # All layers share one.
+            options["table"] = attention_mask.opened()
+        return _weighted(module, replace(call, **options))
     plain = None
     if softcap is None and s_aux is None and dropout == 0.0 and _is_small(query, key, causal) and not edited():
         plain = _by_torch(query, key, value, attention_mask, position_bias, scaling, causal)
     if plain is not None and not watched():
         return plain, None
-    rules: list[ScoreRule] = [] if softcap is None else [SoftCap(softcap)]
-    if s_aux is not None:
-        rules.append(Sink(s_aux.reshape(-1)))
     output = planned(
         module, query, key, value, attention_mask, position_bias, rules=rules, scale=scaling, causal=causal,
         dropout=dropout,
@@ -124,27 +134,62 @@ def planned(
     dropout: float,
 ) -> Float[Tensor, "batch q_len heads value_dim"]:
     """``attention`` of any size, as observers see it, with the arguments of ``attend_for``."""
+    options = _options(
+        module, query, key, attention_mask, position_bias, rules=rules, scale=scale, causal=causal, dropout=dropout
+    )
+    # Without an offset the executor recognises plain calls; observers want to know where they are.
+    aligned = options["query_offset"] == 0 and query.shape[2] == key.shape[2]
+    positioned = options["mask"] is not None or any(rule.position_dependent for rule in options["scores"])
+    if not watched() and (aligned or not positioned):
+        options["query_offset"] = None
+    return attend(module, query, key, value, **options).transpose(1, 2).contiguous()
+
+
+def _options(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None,
+    *,
+    rules: Sequence[ScoreRule],
+    scale: float | None,
+    causal: bool,
+    dropout: float,
+) -> dict[str, Any]:
+    """The keyword arguments of ``attention`` for a call of ``attend_for``."""
     if attention_mask is None:
         meaning: tuple[Mask | None, int | None, list[ScoreRule]] = (Causal() if causal else None, 0, [])
     else:
         meaning = _meaning(attention_mask)
     mask, offset, biases = meaning
-    scores = (*_rules(module, position_bias, offset), *biases, *rules)
-    # Without an offset the executor recognises plain calls; observers want to know where they are.
-    aligned = offset == 0 and query.shape[2] == key.shape[2]
-    positioned = mask is not None or any(rule.position_dependent for rule in scores)
-    output = attend(
-        module,
-        query,
-        key,
-        value,
-        mask=mask,
-        scores=scores,
-        scale=scale_of(scale, query.shape[-1]),
-        dropout=dropout,
-        query_offset=offset if watched() or (positioned and not aligned) else None,
-    )
-    return output.transpose(1, 2).contiguous()
+    return {
+        "mask": mask,
+        "scores": (*_rules(module, position_bias, offset), *biases, *rules),
+        "scale": scale_of(scale, query.shape[-1]),
+        "dropout": dropout,
+        "query_offset": offset,
+    }
+
+
+def _weighted(
+    module: nn.Module, call: WeightedCall
+) -> tuple[Float[Tensor, "batch q_len heads value_dim"], Float[Tensor, "batch heads q_len k_len"]]:
+    """Output and weights of a call; where an observer edits it, the weights after its edits and before dropout."""
+    if watched():
+        tensors = (call.query, call.key, call.value)
+        options: dict[str, Any] = {
+            name: getattr(call, name) for name in ("mask", "scores", "scale", "dropout", "query_offset")
+        }
+        if edited():
+            want = Want(rows=torch.arange(call.query.shape[2]))
+            observed = attend_wanting(module, *tensors, want=want, **options)
+            assert observed.rows is not None
+            return observed.output.transpose(1, 2).contiguous(), observed.rows.to(call.query.dtype)
+        # Observers that edit nothing see the same attention beside the call.
+        attend(module, *tensors, **{**options, "dropout": 0.0})
+    output, weights = with_weights(call)
+    return output.transpose(1, 2).contiguous(), weights
 
 
 #: Multiplications of a call, and elements of a mask, up to which torch's function costs less than choosing a backend.

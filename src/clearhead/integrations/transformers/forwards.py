@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from clearhead.integrations.recast import class_of, original_of
+from clearhead.integrations.transformers.attention import weights_wanted
 from clearhead.integrations.transformers.calls import Arguments, arguments_of
 from clearhead.integrations.transformers.families import AttentionRow
 from clearhead.integrations.transformers.layer import attention_output, layer_output
@@ -32,6 +33,9 @@ class AttendingForward:
     interface: bool = True
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if weights_wanted():
+            # The fused operators return no weights.
+            return None
         # A parametrized module has a class of its own.
         original = original_of(type(module)) or original_of(class_of(module)) or type(module)
         given = arguments_of(original.forward, args, kwargs)

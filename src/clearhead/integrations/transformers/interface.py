@@ -5,8 +5,10 @@ fuses the layers that a trial accepts. Masks stay symbolic on their way through 
 ``q_len * k_len`` is made.
 
 A row that may attend to nothing, as at left padding, gives 0, where transformers' eager attention gives an average;
-real tokens are the same. Dropout draws other random numbers. ``output_attentions=True`` raises, as weights are never
-made; ``clearhead.observe`` has statistics and rows of them.
+real tokens are the same. Dropout draws other random numbers.
+
+``output_attentions=True`` returns the weights that eager attention returns, with gradients; layers run unfused then.
+``clearhead.observe`` has statistics and single rows of the weights, in memory that grows with the length.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def enable() -> None:
     """Make ``"clearhead"`` an attention implementation of transformers, masks included.
 
     Afterwards ``model.set_attn_implementation("clearhead")`` and ``from_pretrained(..., attn_implementation=
-    "clearhead")`` work as with transformers' own. Calling it twice changes nothing. transformers only warns where a
-    model does not follow its attention interface; ``swap`` leaves such a model as it is.
+    "clearhead")`` work as with transformers' own, and ``output_attentions=True`` returns eager's weights in a call.
+    Calling it twice changes nothing. transformers only warns where a model does not follow its attention interface;
+    ``swap`` leaves such a model as it is.
 
     >>> from transformers import BertConfig, BertModel
     >>> enable()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead.integrations.torch.parts import is_plain
 from clearhead.integrations.torch.unpadded import Packed
-from clearhead.integrations.transformers.attention import NAME, is_causal_alone, planned, weights_wanted
+from clearhead.integrations.transformers.attention import NAME, is_causal_alone, planned
 from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
 from clearhead.integrations.transformers.calls import Arguments
 from clearhead.integrations.transformers.families import AttentionRow
@@ -70,7 +70,7 @@ class _LayerCall:
 
 def _may_fuse(given: Arguments) -> bool:
     x = given.tokens
-    if not isinstance(x, Tensor) or not are_plain(x) or x.dim() != _AXES or weights_wanted():
+    if not isinstance(x, Tensor) or not are_plain(x) or x.dim() != _AXES:
         return False
     # A cache passes no gradients on.
     return given.cache is None or not torch.is_grad_enabled()

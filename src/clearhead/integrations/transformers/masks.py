@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from clearhead.integrations.torch.attention_weights import MaskTable
 from clearhead.integrations.torch.polarity import from_additive
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.masks import Causal, Dense, Documents, Mask, Padding, Window
@@ -52,6 +53,7 @@ class MaskTensor(Tensor):
     _table: Tensor | None
     _elements: Tensor | None
     _packed: list[tuple[Packed, Mask] | None]
+    _opened: MaskTable | None
 
     @staticmethod
     def __new__(
@@ -59,7 +61,7 @@ class MaskTensor(Tensor):
     ) -> MaskTensor:
         made = wrapper_tensor(cls, shape, torch.bool, torch.device(device))
         made.mask, made.query_offset, made._table, made._elements = mask, query_offset, None, None
-        made._packed = []
+        made._packed, made._opened = [], None
         return made
 
     def table(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
@@ -79,6 +81,14 @@ class MaskTensor(Tensor):
                 allowed = self.mask.dense(q_len, k_len, query_offset=self.query_offset, batch=batch)
             self._elements = allowed.to(self.device).expand(self.shape)
         return self._elements
+
+    def opened(self) -> MaskTable:
+        """The values as the formula of attention reads them: the same tensors each time."""
+        if self._table is not None:
+            return MaskTable.of(self._table)
+        if self._opened is None:
+            self._opened = MaskTable.of(self.read())
+        return self._opened
 
     def meaning(self) -> Mask | None:
         """The mask; the table once it exists, as it may have been written."""

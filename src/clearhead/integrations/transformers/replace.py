@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Final
 
 from torch import nn
@@ -27,6 +28,9 @@ _FUSED: Final = (AttendingForward, FusedFeedForward)
 #: unmodified: calling a replacement takes longer than it saves.
 _LEAST_WEIGHTS = 2**20
 _LEAST_WIDTH = 2**10
+#: A file of transformers whose model's ``generate`` would select eager attention, and ours.
+_WHISPER: Final = "transformers.models.whisper.modeling_whisper"
+_OURS: Final = "clearhead.integrations.transformers.whisper"
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
         return (
             SwapRow(path, kind.__name__, "left", None, "its forward was replaced on the object") if attending else None
         )
+    if interface and (generating := _generating(kind)) is not None:
+        recast(module, generating)
+        return None
     if kind in REPLACEMENTS:
         if kind is not Conv1D or layer_gains(module.weight):  # type: ignore[arg-type]
             recast(module, REPLACEMENTS[kind])
@@ -117,6 +124,14 @@ def _mark_attentions(match: LayerMatch, layer: nn.Module) -> None:
             recast(core, replacement(class_of(core), AttendingInLayer()))
 
 
+def _generating(kind: type[nn.Module] | None) -> type[nn.Module] | None:
+    """Ours of a model whose ``generate`` selects eager attention; its file is imported after transformers' own."""
+    if kind is None or kind.__module__ != _WHISPER or kind.__name__ != "WhisperForConditionalGeneration":
+        return None
+    ours: Any = import_module(_OURS)
+    return ours.SwappedWhisper  # type: ignore[no-any-return]
+
+
 def _weights(module: nn.Module) -> int:
     """Elements of the largest parameter."""
     return max((parameter.numel() for parameter in module.parameters()), default=0)
@@ -138,7 +153,7 @@ def restore(model: nn.Module) -> tuple[list[SwapRow], set[nn.Module]]:
             rows.append(SwapRow(name, original.__name__, _how(fast)))
         elif passes_by(module) and is_marked(module):
             rows.append(SwapRow(name, type(module).__name__, "native"))
-        elif class_of(module) not in REPLACEMENTS.values():
+        elif class_of(module) not in REPLACEMENTS.values() and _generating(original) is None:
             continue
         within.add(module)
     take_back(model)

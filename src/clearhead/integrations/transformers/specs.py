@@ -116,9 +116,13 @@ def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: F
 def hooked(module: nn.Module) -> bool:
     """Whether a module's calls are hooked, or its ``forward`` was replaced on the object.
 
-    Hooks of transformers itself do nothing unless outputs are collected, and do not count.
+    Hooks of transformers itself do nothing unless outputs are collected, and do not count; nor does the class's own
+    ``forward``, which transformers 4 sets on the object after it has collected outputs.
     """
     attributes = vars(module)
-    if "forward" in attributes or not any_hooks([attributes]):
-        return "forward" in attributes
+    forward = attributes.get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return True
+    if not any_hooks([attributes]):
+        return False
     return any(getattr(hook, "__module__", "") != _COLLECTS for hook in hooks_of(module))
