@@ -15,7 +15,7 @@ from typing import Final
 # Its OpenMP and its library must be in the process before the kernels are: they bring none of their own.
 import torch as torch
 
-from clearhead.ops import openmp
+from clearhead.ops import elf, openmp
 
 __all__ = ["ABI", "PATH", "load", "signatures"]
 
@@ -32,6 +32,8 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     if not PATH.exists():
         return None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)"
     try:
+        if (damage := elf.damage_of(PATH)) is not None:
+            return None, f"{damage}: install again"
         openmp.share()
         handle = ctypes.CDLL(str(PATH))
         # Another version may lack other functions, so this one is asked first.
