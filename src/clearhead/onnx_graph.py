@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from clearhead.errors import UnsupportedError
-from clearhead.masks import Causal, Dense, Mask, Window
+from clearhead.masks import Causal, Dense, Mask
 from clearhead.masks.base import conjuncts, does_as
 from clearhead.masks.parts import band_of
 from clearhead.problem import Problem
@@ -25,7 +25,8 @@ from clearhead.torch_private import constant_when_compiled
 __all__ = ["attention", "exporting"]
 
 _Indices = tuple[Tensor, Tensor, Tensor, Tensor]
-#: Rules that add to scores. ``SoftCap`` is none: the standard's text caps masked scores, ONNX Runtime caps before it masks.
+#: Rules that add to scores. ``SoftCap`` stays plain: torch's text of Attention caps scores after the mask is added, ONNX
+#: Runtime caps them before.
 _ADDED: Final = (Alibi, RelativeBias, DenseBias)
 _FUNCTION: Final = "attention"
 
@@ -90,9 +91,9 @@ def _by_attention(problem: Problem) -> Tensor:
     if problem.scores and query.dtype != problem.work_dtype:
         # A bias in 16 bits would lose digits.
         query, key, value = (part.to(problem.work_dtype) for part in (query, key, value))
-    if scale <= 0.0:
-        # ONNX Runtime takes positive scales alone.
-        query, scale = query * scale, 1.0
+    if scale <= 0.0 or query.dtype == torch.float64:
+        # ONNX Runtime takes positive scales alone, and the attribute has float32.
+        query, scale = query * _number(scale, query), 1.0
     causal = _is_upper_left(problem)
     table = None if causal else _table(problem)
     output = scaled_dot_product_attention(
@@ -127,7 +128,7 @@ def _by_formula(problem: Problem) -> Tensor:
         key, value = (
             part.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(start_dim=1, end_dim=2) for part in (key, value)
         )
-    scores = (query @ key.mT) * problem.scale
+    scores = (query @ key.mT) * _number(problem.scale, query)
     for rule in problem.elementwise:
         scores = _apply(rule, scores, indices)
     allowed = _allowed(problem, indices)
@@ -157,10 +158,15 @@ def _allowed(problem: Problem, indices: _Indices) -> Tensor | None:
     """The mask's values, of a shape that broadcasts to the scores; None without a mask."""
     allowed: Tensor | None = None
     for part in () if problem.mask is None else conjuncts(problem.mask):
-        is_table = isinstance(part, Dense) and does_as(part, Dense)
-        one = part.allowed if is_table else part.allows(*indices)
-        allowed = one if allowed is None else allowed & one
+        # A table of this call's queries and keys is read as it is, without looking up its elements.
+        each = part.allowed if isinstance(part, Dense) and does_as(part, Dense) else part.allows(*indices)
+        allowed = each if allowed is None else allowed & each
     return allowed
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    # The exporter rounds a number of Python's to float32.
+    return torch.tensor(value, dtype=like.dtype, device=like.device)
 
 
 def _is_forbidden(scores: Tensor) -> Tensor:
