@@ -42,7 +42,7 @@ import torch
 import clearhead as ch
 
 folder = Path(ch.__file__).resolve().parent
-assert not folder.is_relative_to(sys.argv[1]), f"{folder} is the checkout"
+assert folder.is_relative_to(sys.argv[1]), f"{folder} is not from the wheel"
 assert not any(map(shutil.which, ("gcc", "g++", "cc", "c++", "clang++", "cmake"))), "a compiler is here"
 query, key, value = torch.randn(3, 2, 4, 50, 16, requires_grad=True)
 inputs = (query, key, value)
@@ -160,25 +160,27 @@ def try_fresh(wheel: Path, python: str, torch: str) -> None:
         # The ordinary wheel brings several GB of CUDA libraries.
         _run(f"installing torch {torch}", *pip, f"torch=={torch}")
     _run(f"installing {wheel.name}", *pip, wheel)
-    _probe(folder / "bin" / "python", {})
+    _probe(folder / "bin" / "python", folder, {})
 
 
 def try_existing(wheel: Path, python: str) -> None:
-    """Try a wheel in an environment that has torch and the other dependencies, which is left as it is."""
+    """Try a wheel in an environment that has torch and the other dependencies but no editable clearhead, which would
+    come first; it is left as it is."""
     folder = FOLDER / "environments" / "existing"
     shutil.rmtree(folder, ignore_errors=True)
     # The environment may have no pip.
     with zipfile.ZipFile(wheel) as content:
         content.extractall(folder)
-    _probe(Path(python).absolute(), {"PYTHONPATH": str(folder)})
+    _probe(Path(python).absolute(), folder, {"PYTHONPATH": str(folder)})
 
 
-def _probe(python: Path, variables: dict[str, str]) -> None:
-    """Import, compute forward and backward by the kernels, and ask doctor, with nothing else on the path."""
+def _probe(python: Path, installed: Path, variables: dict[str, str]) -> None:
+    """Import from the folder ``installed``, compute forward and backward by the kernels, and ask doctor, with nothing
+    on the path."""
     empty = FOLDER / "empty"
     empty.mkdir(parents=True, exist_ok=True)
     environment = {"PATH": str(empty), "HOME": str(empty), **variables}
-    said = _run("trying it", python, "-c", PROBE, ROOT, environment=environment, folder=empty)
+    said = _run("trying it", python, "-c", PROBE, installed, environment=environment, folder=empty)
     doctor = _run("asking doctor", python, "-m", "clearhead", "doctor", environment=environment, folder=empty)
     kernels = [line.strip() for line in doctor.splitlines() if line.strip().startswith("CPU kernels")]
     if not kernels:

@@ -25,8 +25,8 @@ from clearhead.torch_private import constant_when_compiled
 __all__ = ["attention", "exporting"]
 
 _Indices = tuple[Tensor, Tensor, Tensor, Tensor]
-#: Rules that add to scores. ``SoftCap`` stays plain: torch's text of Attention caps scores after the mask is added, ONNX
-#: Runtime caps them before.
+#: Rules that add to scores. ``SoftCap`` is not among them: texts of the standard differ on whether Attention caps
+#: scores before or after it masks them.
 _ADDED: Final = (Alibi, RelativeBias, DenseBias)
 _FUNCTION: Final = "attention"
 
