@@ -10,7 +10,7 @@ NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native test-native test-emulated test-arm demo test test-slow test-all matrix lint format bench docs fuzz \
-  faults quality clean
+  faults quality wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,9 @@ faults: $(READY) ## seed faults into a copy of the library, one at a time: the t
 
 quality: $(READY) ## the long training runs behind benchmarks/RESULTS.md
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
+
+wheel: $(READY) ## build wheels with the CPU kernels into dist/, audit them, and try one without a compiler
+	@$(BIN)/python tools/build_wheel.py $(ARGS)
 
 clean: ## remove the environment, the caches and what was built
 	rm -rf $(VENV) build dist docs/_build src/clearhead/_native .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -135,6 +135,7 @@ def test_ci_runs_lint_and_tests_and_stops_at_the_first_failure() -> None:
         "bench",
         "fuzz",
         "quality",
+        "wheel",
     ],
 )
 def test_make_has_the_target_and_says_what_it_does(target: str) -> None:

@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "glibc_versions.h"
 #include "scratch.h"
 
 namespace clearhead {

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "glibc_versions.h"
+
 namespace clearhead {
 namespace {
 

@@ -41,6 +41,9 @@ def as_lengths(
             then="Count the real tokens of each sequence.",
         )
     tensor = tensor.to(torch.int64)
+    if torch.compiler.is_exporting():
+        # The lengths are an input of the exported program: there are no elements to read.
+        return tensor
     low, high = (int(tensor.min()), int(tensor.max())) if tensor.numel() else (0, 0)
     if low < 0 or (longest is not None and high > longest):
         raise ShapeError.about(

@@ -52,6 +52,20 @@ class Problem:
         seed: int | None = None, query_offset: int | None = None,
     ) -> Problem:  # fmt: skip
         """Validate a call; ``function`` is the public name in error texts."""
+        problem = cls.traced(
+            function, query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
+            query_offset=query_offset,
+        )  # fmt: skip
+        problem._check_parts(function)
+        return problem
+
+    @classmethod
+    def traced(
+        cls, function: str, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None = None,
+        scores: ScoreRule | Iterable[ScoreRule] | None = (), scale: float | None = None, dropout: float = 0.0,
+        seed: int | None = None, query_offset: int | None = None,
+    ) -> Problem:  # fmt: skip
+        """Validate a call whose sizes may be symbolic; masks and rules, whose checks read elements, are not checked."""
         _check_tensors(function, query, key, value)
         leading = query.ndim - 2
         query, key, value = (_four_axes(tensor) for tensor in (query, key, value))
@@ -67,7 +81,7 @@ class Problem:
                 "ch.bridges.from_additive; or use ch.Causal() and others.",
             )
         offset = _offset(function, query_offset, mask, rules, query.shape[2], key.shape[2])
-        problem = cls(
+        return cls(
             query=query,
             key=key,
             value=value,
@@ -79,8 +93,6 @@ class Problem:
             query_offset=offset,
             leading=leading,
         )
-        problem._check_parts(function)
-        return problem
 
     def _check_parts(self, function: str) -> None:
         if self.mask is not None:

@@ -16,6 +16,7 @@ from clearhead.closure import find_learned, learned_by
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
+from clearhead.onnx_graph import exporting
 from clearhead.problem import Problem
 from clearhead.record import Record, decode
 from clearhead.scores import ScoreFunction, ScoreRule
@@ -62,6 +63,14 @@ class Operator:
         seed: int | None = None, query_offset: int | None = None, backend: str = "auto",
     ) -> list[Tensor]:  # fmt: skip
         """Call the operator with encoded arguments; the compiler traces this, so it reads no elements."""
+        if exporting():
+            raise UnsupportedError.about(
+                self._name,
+                "the call",
+                must="be one that ONNX can express",
+                got=f"{self._name} under torch.onnx.export",
+                then="Export a model that calls ch.attention, or use torch.export.export.",
+            )
         tensors: list[Tensor] = []
         rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores or ())
         mask_text = "None" if mask is None else mask.encode(tensors)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from clearhead import compiled, torch_op
+from clearhead import compiled, onnx_graph, torch_op
 from clearhead.backends import native
 from clearhead.dispatch import DispatchReport, report, run
 from clearhead.errors import UnsupportedError
@@ -79,6 +79,10 @@ def attention(
     """
     if torch.compiler.is_compiling():
         scores = (scores,) if isinstance(scores, ScoreRule) else tuple(scores or ())
+        if onnx_graph.exporting():
+            return onnx_graph.attention(
+                query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, query_offset=query_offset
+            )
         traced = compiled.attention(
             query,
             key,

@@ -238,7 +238,8 @@ def resolve_offset(function: str, subject: object, q_len: int, k_len: int, query
             got=repr_of(query_offset),
             then="It is the absolute position of the first query.",
         )
-    if q_len != k_len and getattr(subject, "position_dependent", False):
+    # In this order: a comparison of symbolic sizes adds a guard to a graph.
+    if getattr(subject, "position_dependent", False) and q_len != k_len:
         raise MaskError.about(
             function,
             "query_offset",

@@ -80,9 +80,11 @@ class BatchLayout:
         if lengths is None:
             return cls(size, None, False, rest)
         counts = as_lengths(function, lengths, batch=size[0], longest=size[1])
-        if bool((counts == size[1]).all()):
+        # An exported program keeps the padding: the number of real tokens is not known to it.
+        exported = torch.compiler.is_exporting()
+        if not exported and bool((counts == size[1]).all()):
             return cls(size, None, False, rest)
-        packed = may_pack and (rest is None or rest.relative)
+        packed = may_pack and not exported and (rest is None or rest.relative)
         confined: Mask = Documents(lengths=counts.to(device)) if packed else Padding(counts.to(device))
         if isinstance(confined, Documents):
             laid_out(confined, *size)

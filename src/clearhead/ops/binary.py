@@ -17,7 +17,7 @@ import torch as torch
 
 from clearhead.environment import value_of
 from clearhead.errors import UnsupportedError
-from clearhead.ops import openmp
+from clearhead.ops import elf, openmp
 
 __all__ = ["ABI", "PATH", "load", "signatures"]
 
@@ -37,6 +37,8 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     if not PATH.exists():
         return None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)"
     try:
+        if (damage := elf.damage_of(PATH)) is not None:
+            return None, f"{damage}: install again"
         openmp.share()
         handle = ctypes.CDLL(str(PATH))
         # Another version may lack other functions, so this one is asked first.

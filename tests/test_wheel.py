@@ -1,0 +1,99 @@
+"""``make wheel``: what a wheel must be, and that one built here computes without the checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import clearhead
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEEL = "clearhead-0.1.0-py3-none-manylinux_2_27_x86_64.whl"
+
+#: Imports from a folder alone, where an editable install would come first, and computes by the kernels.
+PROGRAM = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "clearhead" not in type(finder).__module__]
+sys.path[:] = [sys.argv[1], *(path for path in sys.path if path != sys.argv[2])]
+import torch, clearhead
+assert clearhead.__file__.startswith(sys.argv[1]), clearhead.__file__
+x = torch.randn(2, 4, 50, 16)
+output = clearhead.attention(x, x, x, mask=clearhead.Causal(), backend="native")
+torch.testing.assert_close(output, clearhead.attention(x, x, x, mask=clearhead.Causal(), backend="reference"))
+"""
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = ROOT / "tools" / "build_wheel.py"
+    spec = importlib.util.spec_from_file_location("build_wheel", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def written(folder: Path, name: str, *files: str) -> Path:
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        for file in files:
+            wheel.writestr(file, "")
+    return folder / name
+
+
+def test_wheel_with_the_kernels_passes(tool: ModuleType, tmp_path: Path) -> None:
+    tool.check(written(tmp_path, WHEEL, "clearhead/__init__.py", tool.LIBRARY), "x86_64")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("clearhead-0.1.0-cp311-cp311-manylinux_2_27_x86_64.whl", "must be for every Python 3"),
+        ("clearhead-0.1.0-py3-none-linux_x86_64.whl", "must be a manylinux wheel for x86_64"),
+        ("clearhead-0.1.0-py3-none-manylinux_2_27_aarch64.whl", "must be a manylinux wheel for x86_64"),
+        ("clearhead-0.1.0-py3-none-any.whl", "must be a manylinux wheel for x86_64"),
+        ("clearhead-0.1.0-py3-none-manylinux_2_34_x86_64.whl", "must load with glibc 2.28; it needs 2.34"),
+    ],
+)
+def test_other_tags_are_refused(tool: ModuleType, tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(tool.WheelError, match=reason):
+        tool.check(written(tmp_path, name, tool.LIBRARY), "x86_64")
+
+
+def test_wheel_without_kernels_or_with_another_library_is_refused(tool: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(tool.WheelError, match="must hold clearhead/_native"):
+        tool.check(written(tmp_path, WHEEL, "clearhead/__init__.py"), "x86_64")
+    with pytest.raises(tool.WheelError, match=r"no other library; got clearhead\.libs/libgomp\.so\.1"):
+        tool.check(written(tmp_path, WHEEL, tool.LIBRARY, "clearhead.libs/libgomp.so.1"), "x86_64")
+
+
+@pytest.mark.slow
+def test_wheel_built_here_computes_without_the_checkout(tool: ModuleType, tmp_path: Path) -> None:
+    for package in ("build", "auditwheel"):
+        pytest.importorskip(package, reason="needs the extra dev")
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no compiler is here")
+    try:
+        raw = tool.build(platform.machine())
+    except subprocess.CalledProcessError as failure:
+        if "Could not find a version" in failure.stdout:
+            pytest.skip("the build backend cannot be fetched without a network")
+        raise
+    repair = [sys.executable, "-m", "auditwheel", "repair", "--exclude", tool.OF_TORCH, "-w", tmp_path, raw]
+    subprocess.run([str(part) for part in repair], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    tool.check(wheel, platform.machine())
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(tmp_path / "site")
+    source = str(Path(clearhead.__file__).resolve().parent.parent)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "site"), source]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
