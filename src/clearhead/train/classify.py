@@ -364,8 +364,8 @@ def encoded(table: Table, tokenizer: TextTokenizer, function: str) -> list[list[
     rows = tokenizer.encode_many(table.texts)
     for ids, line in zip(rows, table.lines, strict=True):
         if not ids:
-            must, got = "have a token in every text", f"none in line {line}"
-            raise DataError.about(function, str(table.path), must=must, got=got, then="Remove that row.")
+            must, got = "have a token in every text", f"none in {table.unit} {line}"
+            raise DataError.about(function, str(table.path), must=must, got=got, then=f"Remove that {table.unit}.")
     return rows
 
 
