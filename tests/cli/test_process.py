@@ -35,6 +35,7 @@ CALLS = {
     "bench": "bench --quick --shape 1,1,8,8 --repeats 1 --out {home}/bench",
     "conform": f"conform {SDPA} --law scale --examples 0",
     "doctor": "doctor",
+    "run": "run {home}/program.py",
 }
 SLOW = ("demo", "doctor", "bench", "lab")
 #: Exit statuses of calls that do not end by themselves.
@@ -59,6 +60,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _words(name: str, home: Path, place: Path) -> list[str]:
     line = CALLS.get(name, f"{name} --help")
     (place / "play.txt").write_bytes((home / "play.txt").read_bytes())
+    (place / "program.py").write_text("print('said', flush=True)\n")
     return line.format(home=place, play=home / "play", films=home / "films").split()
 
 
