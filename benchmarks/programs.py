@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.benchmark import interleaved
-from clearhead.benchmark.machine import load, machine
+from clearhead.benchmark.machine import load, machine, versions
 
 #: A model and the arguments of its call.
 Built = tuple[nn.Module, tuple[Any, ...]]
@@ -381,12 +381,13 @@ def _cell(seconds: Mapping[str, float], who: str) -> str:
 
 
 def _head(programs: Sequence[Program]) -> str:
-    packages = sorted({program.package for program in programs} | {"clearhead"})
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+    packages = sorted({program.package for program in programs})
+    installed = {"clearhead": versions()["clearhead"], **{name: metadata.version(name) for name in packages}}
+    said = ", ".join(f"{name} {version}" for name, version in installed.items())
     about = machine()
     return (
         f"{about['processor']}, {about['cores']} cores, {torch.get_num_threads()} threads, load {load()}; "
-        f"torch {torch.__version__}, {versions}"
+        f"torch {torch.__version__}, {said}"
     )
 
 
