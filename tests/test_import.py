@@ -52,7 +52,8 @@ def loaded_by(statement: str) -> tuple[set[str], int, float]:
 
 def test_import_loads_only_the_package() -> None:
     modules, lines, seconds = loaded_by("import clearhead")
-    assert modules == {"clearhead", "clearhead.lazy", "clearhead.ops", "clearhead.ops.binary", "clearhead.ops.openmp"}
+    first = {"clearhead", "clearhead.command_process", "clearhead.lazy"}
+    assert modules == first | {"clearhead.ops", "clearhead.ops.binary", "clearhead.ops.openmp"}
     assert lines < 400
     assert seconds < 0.06
 

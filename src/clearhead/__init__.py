@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from clearhead.statistics import Observation, Want
     from clearhead.verify.suite import verify
 else:
+    from clearhead.command_process import begin as _begin
+
+    # Before torch is imported.
+    _begin()
+
     from clearhead.lazy import lazy_names, lazy_operators
     from clearhead.ops.binary import load as _load
 

@@ -104,7 +104,7 @@ def test_default_folder_is_named_after_the_data(table: Path, tmp_path: Path, mon
         (["--embed-dim", "15"], "--embed-dim must be divisible by --num-heads 2; got 15"),
         (["--epochs", "-1"], "--epochs must be at least 0"),
         (["--batch-size", "-4"], "--batch-size must be at least 1"),
-        (["--text-column", "words"], "must have the column 'words'; got the columns 'label', 'text' in line 2"),
+        (["--text-column", "words"], "must have the column 'words'; got the columns 'label', 'text' in line 1"),
         (["--precision", "fp8"], "--precision must be one of fp32, bf16"),
         (["--test", "nowhere.csv"], "nowhere.csv must be a readable file; got No such file or directory"),
     ],
@@ -170,7 +170,7 @@ def test_predict_refuses_in_one_line(run: Path, spoken: Path, table: Path, tmp_p
     assert "got both" in refused("predict", run, "--text", "x", "--data", table)
     assert "must be a run folder; got no such folder" in refused("predict", tmp_path / "no", "--text", "x")
     assert "must be a run of train classify" in refused("predict", spoken, "--text", "x")
-    assert "must have a token in every text; got none in line 1" in refused("predict", run, "--text", "  ")
+    assert "must have a token in every text; got none in text 1" in refused("predict", run, "--text", "  ")
     out = tmp_path / "found.xls"
     assert "must end in .csv or .jsonl" in refused("predict", run, "--text", "x", "--out", out)
     assert not out.exists()
@@ -204,3 +204,8 @@ def test_generate_refuses_in_one_line(spoken: Path, words: list[str], expected: 
 
 def test_generate_refuses_a_classifier(run: Path) -> None:
     assert "must be a run of train lm; got a run of train classify" in refused("generate", run, "--prompt", "x")
+
+
+def test_text_without_a_token_is_counted_as_a_text(run: Path) -> None:
+    line = refused("predict", run, "--text", "a film", "--text", "")
+    assert line == "predict: --text must have a token in every text; got none in text 2. Remove that text."

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.lab.app import page_files
 from clearhead.lab.limits import Limits
 from clearhead.lab.server import Lab
 from clearhead.lab.work import Work
@@ -220,3 +221,8 @@ def test_stored_view_is_served_in_a_sandbox(lab: Lab) -> None:
     assert "allow-same-origin" not in policy
     gone = sent(lab, "GET", f"/{lab.token}/views/{name}x")
     assert (gone.status, gone.last) == (404, {"error": "lab: this view is no longer stored. Press Look again."})
+
+
+def test_no_script_scrolls_a_page_that_embeds_it() -> None:
+    scripts = {name: body.decode() for name, (body, kind) in page_files().items() if "javascript" in kind}
+    assert [name for name, text in scripts.items() if ".scrollIntoView(" in text] == []

@@ -294,6 +294,24 @@ def test_export(tab: Tab, tmp_path: Path) -> None:
     assert tab.page.locator(".worked .python").text_content() == wanted
 
 
+def test_embedded_lab_scrolls_itself_alone(browser: Any, lab: Any) -> None:
+    context = browser.new_context(viewport={"width": 1280, "height": 600})
+    page = context.new_page()
+    # A page of the lab's own origin, the only one that may embed it.
+    around = (
+        f"<div style='height:3000px'></div><iframe src='{lab.url}#worked' style='width:100%;height:500px'></iframe>"
+    )
+    page.route("**/around", lambda route: route.fulfill(content_type="text/html", body=around))
+    page.goto(f"http://127.0.0.1:{lab.port}/around")
+    page.frame_locator("iframe").locator("#panel-worked[data-ready]").wait_for(state="attached")
+    frame = page.frames[1]
+    frame.evaluate("document.getElementById('worked-export').click()")
+    frame.wait_for_function("document.activeElement.closest('.python-card') !== null")
+    assert frame.evaluate("scrollY") > 0
+    assert page.evaluate("scrollY") == 0
+    context.close()
+
+
 def test_busy_lab_is_reported(browser: Any, lab: Any) -> None:
     tab = Tab(browser, lab, "worked")
     tab.page.route(

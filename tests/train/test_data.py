@@ -40,7 +40,7 @@ def test_byte_order_mark_is_not_part_of_the_header(tmp_path: Path) -> None:
 def test_labels_may_be_absent_where_they_are_not_required(tmp_path: Path) -> None:
     path = _written(tmp_path, "t.csv", "text\nhello\n")
     assert read_table(path, labels_required=False).labels is None
-    with pytest.raises(DataError, match=r"must have the column 'label'; got the columns 'text' in line 2"):
+    with pytest.raises(DataError, match=r"must have the column 'label'; got the columns 'text' in line 1"):
         read_table(path)
 
 
@@ -48,7 +48,8 @@ BAD = {
     "empty.csv": ("", "must have text; got an empty file"),
     "blank.jsonl": ("\n  \n", "must have text; got an empty file"),
     "header.csv": ("label,text\n", "must have at least one row"),
-    "column.csv": ("label,words\na,b\n", "must have the column 'text'; got the columns 'label', 'words'"),
+    "column.csv": ("label,words\na,b\n", "must have the column 'text'; got the columns 'label', 'words' in line 1"),
+    "alone.csv": ("label,words\n", "must have the column 'text'; got the columns 'label', 'words' in line 1"),
     "short.csv": ("label,text\na,b\nc\n", "must have 2 cells in every row, as its header has; got 1 cells in line 3"),
     "long.csv": ("label,text\na,b,c\n", "got 3 cells in line 2"),
     "quote.csv": ('label,text\na,"b\n', "must be well-formed CSV"),
@@ -74,6 +75,64 @@ def test_absent_file_or_folder_raises(tmp_path: Path) -> None:
         read_table(tmp_path / "none.csv")
     with pytest.raises(DataError, match=r"must be a readable file; got Is a directory"):
         read_text(tmp_path)
+
+
+#: A fault in a row, and what is said of it before the line. ``#`` stands for the row in the files below.
+FAULTY = {
+    "cells": ("a,b,c", " cells in "),
+    "label": (" ,x", "got none in "),
+    "quote": ('"a"b,x', "',' expected after '\"' in "),
+    "bytes": ("caf\udce9,x", "got byte 0xe9 in "),
+}
+#: Files with a faulty row, and the line of that row.
+PLACES = {
+    "first": ("label,text\n#\n", 2),
+    "after a blank line": ("label,text\n\n\n#\n", 4),
+    "under a late header": ("\n\nlabel,text\na,b\n#\n", 5),
+    "after quoted newlines": ('label,text\na,"b\n\nc"\n"a\n",b\n#\n', 7),
+    "under a header over two lines": ('"la\nbel",label,text\nx,a,b\nx,#\n', 4),
+    "without a last newline": ("label,text\na,b\n#", 3),
+}
+ENDS = {"LF": "\n", "CRLF": "\r\n", "CR": "\r"}
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "BOM"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", FAULTY)
+def test_line_of_a_faulty_row_is_that_of_an_editor(
+    tmp_path: Path, fault: str, place: str, end: str, mark: bytes
+) -> None:
+    (row, said), (content, line) = FAULTY[fault], PLACES[place]
+    text = content.replace("#", row).replace("\n", ENDS[end])
+    path = _written(tmp_path, "t.csv", mark + text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError) as caught:
+        read_table(path)
+    assert f"{said}line {line}." in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("before", "line"), [("", 1), ("\n\n", 3)])
+def test_line_of_a_wrong_header_is_its_own(tmp_path: Path, before: str, line: int, end: str) -> None:
+    for header in ("label,words", "text,words", "text,label,text"):
+        path = _written(tmp_path, "t.csv", f"{before}{header}\na,b\n".replace("\n", ENDS[end]).encode())
+        with pytest.raises(DataError, match=rf"in line {line}\."):
+            read_table(path)
+
+
+def test_faulty_row_over_several_lines_has_all_of_them(tmp_path: Path) -> None:
+    for row in ('"c\nd"', 'a,"b\n'):
+        path = _written(tmp_path, "t.csv", f"label,text\na,b\n{row}\n")
+        with pytest.raises(DataError, match="in the row of lines 3 to 4"):
+            read_table(path)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_of_a_faulty_object_is_its_own(tmp_path: Path, end: str) -> None:
+    for row in ("{", "[1]", '{"text": "a"}', '{"label": "a", "text": null}', '{"label": " ", "text": "a"}'):
+        text = end.join(["", '{"label": "a", "text": "a\\nb"}', "", row, ""])
+        with pytest.raises(DataError, match="in line 4"):
+            read_table(_written(tmp_path, "t.jsonl", text.encode()))
 
 
 ODD = {

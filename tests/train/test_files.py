@@ -43,10 +43,30 @@ def test_new_file_has_the_mode_of_the_umask(tmp_path: Path, mask: int, mode: int
 
 
 def test_check_writable_leaves_no_files(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a" / "b", function="train", argument="--out", folder=True)
     check_writable(tmp_path / "a" / "b.csv", function="predict", argument="--out")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    for folder in (True, False):
-        with pytest.raises(DataError, match=r"predict: --out must be writable; got .*/file/x: Not a directory"):
-            check_writable(tmp_path / "file" / "x", function="predict", argument="--out", folder=folder)
+    with pytest.raises(DataError, match=r"predict: --out must be writable; got .*/file/x: Not a directory"):
+        check_writable(tmp_path / "file" / "x", function="predict", argument="--out")
+
+
+def test_many_writers_of_one_file_leave_one_of_their_texts(tmp_path: Path) -> None:
+    """Also where its folder is missing: a check does not remove what another writer has just made."""
+    path, texts, odd = tmp_path / "a" / "b" / "page", [bytes([65 + n]) * 100_000 for n in range(4)], list[Exception]()
+
+    def write(text: bytes) -> None:
+        try:
+            for _ in range(20):
+                check_writable(path, function="view", argument="--out")
+                write_bytes(path, text)
+                assert path.read_bytes() in texts
+        except Exception as failure:
+            odd.append(failure)
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert odd == []
+    assert [item.name for item in path.parent.iterdir()] == ["page"]

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
+from clearhead.command_process import (
+    INTERRUPTED,
+    INTERRUPTED_LINE,
+    leave_on_interrupt,
+    open_streams,
+    raise_on_interrupt,
+)
 from clearhead.errors import ClearheadError, DataError, UnsupportedError
 
 __all__ = ["COMMANDS", "EXTRAS", "app", "main"]
@@ -47,7 +54,6 @@ EXTRAS = {
 """The extra that installs each optional package, for the message when the package is missing."""
 
 _WRONG_USE = 2
-_INTERRUPTED = 130
 
 
 class _Commands(Mapping[str, Any]):
@@ -79,18 +85,21 @@ class _CommandGroup(TyperGroup):
         super().__init__(**settings)
         self.commands: Any = _Commands()
 
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        # --help imports every command.
+        with _interrupted_in_one_line():
+            return super().make_context(*args, **settings)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _interrupted_in_one_line():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _leave("clearhead: interrupted.", _INTERRUPTED)
 
     def main(self, *args: Any, **settings: Any) -> NoReturn:
         settings["standalone_mode"] = False
+        open_streams()
         try:
             result = super().main(*args, **settings)
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
         except ClearheadError as error:
             _leave(str(error))
         except TyperException as error:
@@ -103,10 +112,10 @@ class _CommandGroup(TyperGroup):
                 raise
             _leave(str(_needs(extra, error)))
         except BrokenPipeError:
-            _discard_stdout()
+            _discard(sys.stdout, sys.stderr)
             sys.exit(1)
         except OSError as error:
-            _discard_stdout()
+            _discard(sys.stdout)
             _leave(str(_unusable(error)))
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
@@ -115,8 +124,21 @@ class _CommandGroup(TyperGroup):
         sys.exit(result if isinstance(result, int) else 0)
 
 
+@contextmanager
+def _interrupted_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        # A second Ctrl-C may come while this one is reported.
+        leave_on_interrupt()
+        _leave(INTERRUPTED_LINE, INTERRUPTED)
+
+
 def _leave(line: str, code: int = _WRONG_USE) -> NoReturn:
-    typer.echo(" ".join(line.split()), err=True)
+    try:
+        typer.echo(" ".join(line.split()), err=True)
+    except OSError:
+        _discard(sys.stderr)
     sys.exit(code)
 
 
@@ -168,12 +190,13 @@ def _too_large(error: BaseException) -> UnsupportedError:
     return UnsupportedError.about(name, "work", must="fit into memory", got=got, then="Choose smaller sizes.")
 
 
-def _discard_stdout() -> None:
-    """Redirect standard output to the null device, so that the flush at exit does not fail again."""
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+def _discard(*streams: TextIO) -> None:
+    """Redirect streams to the null device, so that the flush at exit does not fail again."""
+    for stream in streams:
+        with suppress(OSError, ValueError, AttributeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def _new_typer(**settings: Any) -> typer.Typer:
@@ -231,4 +254,10 @@ def _clearhead(
 
 def main() -> None:
     """Run the command line. Exit status: 0, 2 after wrong usage or input, 130 when interrupted."""
-    app()
+    try:
+        with _interrupted_in_one_line():
+            raise_on_interrupt()
+            app()
+    finally:
+        # Only the end of the interpreter is left.
+        leave_on_interrupt()

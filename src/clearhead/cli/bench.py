@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,7 +90,6 @@ def command(
         raise DataError.about(_FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Use another name.")
     from clearhead.train.files import check_writable
 
-    check_writable(out, function=_FUNCTION, argument="--out", folder=True)
     if results is not None:
         check_writable(results, function=_FUNCTION, argument="--results")
     words = [f"--dtype {dtype}"] * (dtype != _DEFAULT_DTYPE) + ["--quick"] * quick
@@ -98,10 +98,19 @@ def command(
         measurement = _Measurement(
             out, words, dtypes, _SUITE_BUDGET if repeats is None and not quick else budget, quick, resume
         )
-        return measurement.all(names, with_grid=grid, with_sparse=sparse, results=results)
+        with _one_writer(out):
+            return measurement.all(names, with_grid=grid, with_sparse=sparse, results=results)
     if results is not None:
         return _put_together(results, out, shape)
-    _shapes_measured(shapes, dtypes, budget, out, words)
+    with _one_writer(out):
+        _shapes_measured(shapes, dtypes, budget, out, words)
+
+
+def _one_writer(out: Path) -> AbstractContextManager[None]:
+    """The lock of the folder of results; two runs at once would also disturb each other's times."""
+    from clearhead.train.lock import one_writer
+
+    return one_writer(out, function=_FUNCTION, say=partial(typer.echo, err=True))
 
 
 def _put_together(results: Path, out: Path, shape: list[str] | None = None) -> None:

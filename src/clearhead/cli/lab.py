@@ -7,13 +7,13 @@ import os
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-__all__ = ["command"]
+from clearhead.command_process import INTERRUPTED
 
-_INTERRUPTED: Final = 130
+__all__ = ["command"]
 
 
 def command(
@@ -64,4 +64,4 @@ def command(
 def _leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_INTERRUPTED)
+    os._exit(INTERRUPTED)

@@ -15,6 +15,7 @@ from clearhead.cli.reading import checked_text
 from clearhead.errors import DataError, ShapeError
 
 if TYPE_CHECKING:
+    from clearhead.train.data import Table
     from clearhead.train.saved import Run
 
 __all__ = ["command"]
@@ -62,24 +63,23 @@ def command(
         )
     else:
         texts = [checked_text(_FUNCTION, "--text", each) for each in text or []]
-        table = Table(Path("--text"), texts, None, list(range(1, len(texts) + 1)))
-    rows = _rows(loaded, table.texts, table.lines, table.path, table.labels)
+        table = Table(Path("--text"), texts, None, list(range(1, len(texts) + 1)), unit="text")
+    rows = _rows(loaded, table)
     _deliver(rows, out, as_json)
     if table.labels is not None:
         right = sum(row["label"] == row["prediction"] for row in rows)
         typer.echo(f"accuracy: {right / len(rows):.4f} ({right} of {len(rows)})", err=as_json)
 
 
-def _rows(run: Run, texts: list[str], lines: list[int], path: Path, labels: list[str] | None) -> list[dict[str, Any]]:
+def _rows(run: Run, table: Table) -> list[dict[str, Any]]:
     from clearhead.train.classify import encoded
-    from clearhead.train.data import Table
 
-    encoded(Table(path, texts, labels, lines), run.tokenizer, _FUNCTION)  # raises with the line number of an empty text
+    encoded(table, run.tokenizer, _FUNCTION)  # raises with the line number of an empty text
     rows = []
-    for place, (label, chances) in enumerate(run.predict(texts)):
-        row: dict[str, Any] = {"text": texts[place]}
-        if labels is not None:
-            row["label"] = labels[place]
+    for place, (label, chances) in enumerate(run.predict(table.texts)):
+        row: dict[str, Any] = {"text": table.texts[place]}
+        if table.labels is not None:
+            row["label"] = table.labels[place]
         probabilities = {name: round(chance, 6) for name, chance in zip(run.labels, chances, strict=True)}
         rows.append(row | {"prediction": label, "probabilities": probabilities})
     return rows

@@ -26,6 +26,7 @@ from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain
 from clearhead.statistics import Want
 from clearhead.train.files import write_json
+from clearhead.train.lock import one_writer
 from clearhead.train.progress import ProgressReporter, watcher_for
 
 __all__ = ["METRICS", "PAGE", "Result", "Settings", "run"]
@@ -87,7 +88,7 @@ def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: Pr
     settings = settings.checked()
     # Steps this small gain little from a second thread, and become several times slower when another program uses
     # its core. With one thread the numbers also do not depend on the number of cores.
-    with threads(1) as usual:
+    with one_writer(settings.out, function=_FUNCTION, say=say), threads(1) as usual:
         return _run(settings, say, watcher_for() if watcher is None else watcher, usual)
 
 

@@ -13,6 +13,7 @@ import uvicorn
 
 from clearhead.errors import DataError
 from clearhead.lab.app import application
+from clearhead.lab.connection import TimedConnection
 from clearhead.lab.desk import Desk
 from clearhead.lab.limits import Limits
 from clearhead.lab.views import Views
@@ -23,7 +24,7 @@ __all__ = ["Lab"]
 
 _HOST: Final = "127.0.0.1"
 _LAST_PORT: Final = 65535
-#: The largest number of connections; further ones get status 503.
+#: The largest number of connections; further ones get status 503. Half of them may owe a request (``TimedConnection``).
 _CONNECTIONS: Final = 256
 #: How long jobs may take to notice that the lab stops.
 _LAST_SECONDS: Final = 1.0
@@ -60,9 +61,9 @@ class Lab:
         self.port = self._socket.getsockname()[1]
         app = application(works, desk=self.desk, views=self.views, limits=self.limits, token=self.token, port=self.port)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio", http="h11",
+            app, log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio", http=TimedConnection,
             server_header=False, date_header=False, proxy_headers=False, limit_concurrency=_CONNECTIONS,
-            timeout_graceful_shutdown=1,
+            timeout_keep_alive=5, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = _Server(config, self.desk.close)
 

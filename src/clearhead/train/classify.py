@@ -242,7 +242,8 @@ def train_text_classifier(
         a test table was given.
 
     Raises:
-        DataError: a table cannot be read, the folder has another run, or the loss is NaN or infinite.
+        DataError: a table cannot be read, the folder has another run, another training writes into it, or the loss is
+            NaN or infinite.
         ShapeError: an option is out of range.
         UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
@@ -255,15 +256,16 @@ def train_text_classifier(
     tested = read(test) if test is not None else None
     labels = _labels(table, tested)
     config = _config(table, tested, columns, options, labels)
-    begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
-    if done is not None:
-        return done
-    ready = _prepare(table, tested, labels, options, folder if begun else None)
-    _say_cut(ready, options, watcher)
-    if not begun:
-        ready.tokenizer.save(folder.tokenizer)
-        folder.begin(config | {"vocab_size": len(ready.tokenizer)})
-    return _run(ready, folder, options, watcher)
+    with folder.locked(watcher=watcher, function=_FUNCTION):
+        begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
+        if done is not None:
+            return done
+        ready = _prepare(table, tested, labels, options, folder if begun else None)
+        _say_cut(ready, options, watcher)
+        if not begun:
+            ready.tokenizer.save(folder.tokenizer)
+            folder.begin(config | {"vocab_size": len(ready.tokenizer)})
+        return _run(ready, folder, options, watcher)
 
 
 def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watcher: ProgressReporter) -> dict[str, Any]:
@@ -362,8 +364,8 @@ def encoded(table: Table, tokenizer: TextTokenizer, function: str) -> list[list[
     rows = tokenizer.encode_many(table.texts)
     for ids, line in zip(rows, table.lines, strict=True):
         if not ids:
-            must, got = "have a token in every text", f"none in line {line}"
-            raise DataError.about(function, str(table.path), must=must, got=got, then="Remove that row.")
+            must, got = "have a token in every text", f"none in {table.unit} {line}"
+            raise DataError.about(function, str(table.path), must=must, got=got, then=f"Remove that {table.unit}.")
     return rows
 
 

@@ -6,20 +6,26 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from clearhead.errors import DataError
 
 __all__ = ["Table", "read_known", "read_table", "read_text"]
+
+#: The ends of lines that an editor, and csv, count.
+_LINE_ENDS: Final = re.compile(rb"\r\n|\n|\r")
 
 
 @dataclass(frozen=True)
 class Table:
     """The rows of one file: texts, labels (None without such a column) and line numbers.
 
-    ``sha256`` is the SHA-256 of the file.
+    A row over several lines has the number of its first one. ``sha256`` is the SHA-256 of the file, and ``unit`` what
+    the numbers count, for texts that come from elsewhere.
     """
 
     path: Path
@@ -27,6 +33,7 @@ class Table:
     labels: list[str] | None
     lines: list[int]
     sha256: str = ""
+    unit: str = "line"
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -48,8 +55,9 @@ def read_known(path: Path | str, *, function: str = "read_text") -> tuple[str, s
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        got = f"byte 0x{content[error.start]:02x} in line {line}"
+        # The position does not count a byte order mark.
+        line = len(_LINE_ENDS.findall(error.object[: error.start])) + 1
+        got = f"byte 0x{error.object[error.start]:02x} in line {line}"
         then = "Convert it, for example with iconv -t UTF-8."
         raise DataError.about(function, str(path), must="be UTF-8", got=got, then=then) from error
     if not text.strip():
@@ -87,7 +95,8 @@ def read_table(
     labels: list[str] = []
     lines: list[int] = []
     with_labels = labels_required
-    for line, row in readers[path.suffix.lower()](text, path, (text_column, label_column), function):
+    required = (text_column, label_column) if labels_required else (text_column,)
+    for line, row in readers[path.suffix.lower()](text, path, (text_column, label_column), required, function):
         if not lines:
             with_labels = labels_required or label_column in row
         texts.append(_cell(row, text_column, path, line, function))
@@ -104,7 +113,7 @@ def read_table(
 
 
 def _csv_rows(
-    text: str, path: Path, columns: tuple[str, ...], function: str
+    text: str, path: Path, columns: tuple[str, ...], required: tuple[str, ...], function: str
 ) -> Iterator[tuple[int, dict[str, object]]]:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
@@ -113,28 +122,49 @@ def _csv_rows(
     usual = csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
     try:
         for cells in reader:
-            if header is None:
+            if cells and header is None:
                 header = cells
-                for column in columns:
-                    if header.count(column) > 1:
-                        must, then = f"have one column {column!r}", "Rename the others."
-                        raise DataError.about(function, str(path), must=must, got=header.count(column), then=then)
-            elif cells and len(cells) != len(header):
-                must, then = f"have {len(header)} cells in every row, as its header has", "Quote texts with commas."
-                got = f"{len(cells)} cells in line {line}"
-                raise DataError.about(function, str(path), must=must, got=got, then=then)
-            elif cells:
+                _check_header(header, path, columns, required, line, function)
+            elif cells and header is not None:
+                if len(cells) != len(header):
+                    must, then = f"have {len(header)} cells in every row, as its header has", "Quote texts with commas."
+                    got = f"{len(cells)} cells in {_lines(line, reader.line_num)}"
+                    raise DataError.about(function, str(path), must=must, got=got, then=then)
                 yield line, dict(zip(header, cells, strict=True))
             line = reader.line_num + 1
     except csv.Error as error:
-        got, then = f"{error} in line {reader.line_num}", "Check the quoting there."
+        got, then = f"{error} in {_lines(line, reader.line_num)}", "Check the quoting there."
         raise DataError.about(function, str(path), must="be well-formed CSV", got=got, then=then) from error
     finally:
         csv.field_size_limit(usual)
 
 
+def _check_header(
+    header: list[str], path: Path, columns: tuple[str, ...], required: tuple[str, ...], line: int, function: str
+) -> None:
+    for column in columns:
+        if header.count(column) > 1:
+            must, then = f"have one column {column!r}", "Rename the others."
+            got = f"{header.count(column)} in line {line}"
+            raise DataError.about(function, str(path), must=must, got=got, then=then)
+    for column in required:
+        if column not in header:
+            raise _missing(column, header, path, line, function)
+
+
+def _missing(column: str, present: Iterable[str], path: Path, line: int, function: str) -> DataError:
+    got = f"the columns {', '.join(map(repr, present)) or 'none'} in line {line}"
+    then = "Name the right one with --text-column or --label-column."
+    return DataError.about(function, str(path), must=f"have the column {column!r}", got=got, then=then)
+
+
+def _lines(first: int, last: int) -> str:
+    """The lines of one row, in which csv may report a quote at the end of the file that opens in the first line."""
+    return f"line {first}" if last <= first else f"the row of lines {first} to {last}"
+
+
 def _json_rows(
-    text: str, path: Path, columns: tuple[str, ...], function: str
+    text: str, path: Path, columns: tuple[str, ...], required: tuple[str, ...], function: str
 ) -> Iterator[tuple[int, dict[str, object]]]:
     for line, content in enumerate(text.split("\n"), start=1):
         if not content.strip():
@@ -159,9 +189,7 @@ def writable(text: str) -> bool:
 
 def _cell(row: dict[str, object], column: str, path: Path, line: int, function: str) -> str:
     if column not in row:
-        got = f"the columns {', '.join(map(repr, row)) or 'none'} in line {line}"
-        then = "Name the right one with --text-column or --label-column."
-        raise DataError.about(function, str(path), must=f"have the column {column!r}", got=got, then=then)
+        raise _missing(column, row, path, line, function)
     value = row[column]
     if isinstance(value, str) and writable(value):
         return value

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ __all__ = [
     "clear_leftovers",
     "read_json",
     "read_tensors",
+    "unwritable",
     "write_bytes",
     "write_json",
     "write_tensors",
@@ -62,30 +62,32 @@ def _half_written(folder: Path) -> Path:
     return folder / f"{_LEFTOVER}{secrets.token_hex(8)}"
 
 
-def check_writable(path: Path, *, function: str, argument: str, folder: bool = False) -> None:
-    """Raise ``DataError`` if no file can be written at ``path``, or into it with ``folder``; leaves no files."""
-    if not folder and _written_in_place(path) and not path.is_dir():
+def check_writable(path: Path, *, function: str, argument: str) -> None:
+    """Raise ``DataError`` if no file can be written at ``path``; leaves nothing behind.
+
+    The file's folder may be missing, so the nearest folder that exists is tried. Making the missing ones would
+    disturb another process that makes them too.
+    """
+    if _written_in_place(path) and not path.is_dir():
         return
-    place = Path(os.path.realpath(path))
-    place = place if folder else place.parent
-    made = [part for part in (place, *place.parents) if not part.exists()]
-    half = _half_written(place)
     try:
-        if not folder and path.is_dir():
+        if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if place.exists() and not place.is_dir():
+        parents = Path(os.path.realpath(path)).parents
+        place = next(part for part in parents if part.exists())
+        if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        place.mkdir(parents=True, exist_ok=True)
+        half = _half_written(place)
         half.open("xb").close()
+        half.unlink(missing_ok=True)
     except OSError as failure:
-        must, then = "be writable", "Choose another place."
-        got = f"{path}: {failure.strerror}"
-        raise DataError.about(function, argument, must=must, got=got, then=then) from failure
-    finally:
-        with suppress(OSError):
-            half.unlink(missing_ok=True)
-            for part in made:
-                part.rmdir()
+        raise unwritable(path, failure, function=function, argument=argument) from failure
+
+
+def unwritable(path: Path, failure: OSError, *, function: str, argument: str) -> DataError:
+    """The error for a place that cannot be written."""
+    must, then = "be writable", "Choose another place."
+    return DataError.about(function, argument, must=must, got=f"{path}: {failure.strerror}", then=then)
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -184,7 +184,8 @@ def train_text_language_model(
         The contents of ``metrics.json``: the held-out metrics, ``best_step``, ``steps`` and ``seconds``.
 
     Raises:
-        DataError: the text cannot be read or is too short, the folder has another run, or the loss is NaN or infinite.
+        DataError: the text cannot be read or is too short, the folder has another run, another training writes into
+            it, or the loss is NaN or infinite.
         ShapeError: an option is out of range.
         UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
@@ -200,9 +201,22 @@ def train_text_language_model(
         "versions": versions(),
         "threads": torch.get_num_threads(),
     }
-    begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
-    if done is not None:
-        return done
+    with folder.locked(watcher=watcher, function=_FUNCTION):
+        begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
+        if done is not None:
+            return done
+        return _run(text, folder, options, config, watcher, begun=begun)
+
+
+def _run(
+    text: str,
+    folder: RunFolder,
+    options: LanguageOptions,
+    config: dict[str, Any],
+    watcher: ProgressReporter,
+    *,
+    begun: bool,
+) -> dict[str, Any]:
     cut = len(text) - round(len(text) * options.held_out)
     tokenizer = _tokenizer(text, cut, options, folder if begun else None)
     train, held_out = (torch.tensor(tokenizer.encode_long(part)) for part in (text[:cut], text[cut:]))

@@ -103,10 +103,13 @@ class Bar:
 
 
 def watcher_for(stream: TextIO | None = None) -> ProgressReporter:
-    """The progress reporter for a stream: a bar on a terminal, otherwise plain lines.
+    """The progress reporter for a stream: a bar on a terminal, otherwise plain lines; silent without a stream.
 
     Args:
         stream: the output stream; by default standard error.
     """
     chosen = sys.stderr if stream is None else stream
+    if chosen is None:
+        # Python has no standard error where it was closed, and in programs without a console.
+        return Silent()
     return Bar(chosen) if chosen.isatty() else Lines(chosen)

@@ -8,6 +8,8 @@ end, ``metrics.json``.
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,14 +21,8 @@ from clearhead.errors import DataError
 from clearhead.ops.library import isa_name
 from clearhead.projection import KINDS, choice
 from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
-from clearhead.train.files import (
-    check_writable,
-    clear_leftovers,
-    read_json,
-    read_tensors,
-    write_json,
-    write_tensors,
-)
+from clearhead.train.files import clear_leftovers, read_json, read_tensors, write_json, write_tensors
+from clearhead.train.lock import one_writer
 from clearhead.train.logs import EventLog, LineLog
 from clearhead.train.optimizer import Average
 from clearhead.train.progress import ProgressReporter
@@ -97,16 +93,24 @@ class RunFolder:
         """One JSON object for each evaluation."""
         return self.path / "log.jsonl"
 
+    @contextmanager
+    def locked(self, *, watcher: ProgressReporter, function: str) -> Iterator[None]:
+        """Hold the folder for one training; raises ``DataError`` if another one holds it, or if it is a file."""
+        if self.path.exists() and not self.path.is_dir():
+            must, then = "be a folder", "Choose another --out."
+            raise DataError.about(function, str(self.path), must=must, got="a file", then=then)
+        with one_writer(self.path, function=function, say=watcher.said):
+            yield
+
     def entered(
         self, config: dict[str, Any], *, resume: bool, watcher: ProgressReporter, function: str
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether this run was started before, and its final metrics if it has finished; nothing is written.
 
-        Raises ``DataError`` if the folder has another run or other files, or if a resumed run would change its task,
-        data or options.
+        The caller holds the folder (``locked``). Raises ``DataError`` if the folder has another run or other files, or
+        if a resumed run would change its task, data or options.
         """
         self._refuse_what_is_there(resume=resume, function=function)
-        check_writable(self.path, function=function, argument="--out", folder=True)
         if self._without_result():
             return False, None
         saved = self._same_config(config, function=function)
@@ -123,14 +127,11 @@ class RunFolder:
         return True, done
 
     def _refuse_what_is_there(self, *, resume: bool, function: str) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            must, then = "be a folder", "Choose another --out."
-            raise DataError.about(function, str(self.path), must=must, got="a file", then=then)
         if not self._without_result() and not resume:
             then = "Choose another --out, or add --resume to continue it."
             must, got = "be a new or empty folder", "a folder with a run"
             raise DataError.about(function, str(self.path), must=must, got=got, then=then)
-        if self.path.exists() and not self.config.exists() and self._foreign():
+        if not self.config.exists() and self._foreign():
             must, got = "be a new or empty folder", "a folder with other files"
             raise DataError.about(function, str(self.path), must=must, got=got, then="Choose another --out.")
 

@@ -117,13 +117,15 @@ def load_run(path: Path | str, *, function: str = "load_run", device: str = "cpu
     folder = RunFolder(Path(path))
     if not folder.path.is_dir():
         must, then = "be a run folder", "Give the folder that clearhead train named with --out."
-        got = "a file" if folder.path.exists() else "no such folder"
+        got = "a file" if folder.path.is_file() else "no such folder"
         raise DataError.about(function, str(path), must=must, got=got, then=then)
+    # Looked at first: where weights exist, a training replaces neither the config nor the tokenizer.
+    trained = folder.weights.exists()
     config = folder.read_config(function=function)
     if config["task"] not in _READERS:
         must, then = "be of the task classify or lm", "The run is damaged; train it again."
         raise DataError.about(function, str(folder.config), must=must, got=repr(config["task"]), then=then)
-    if not folder.weights.exists():
+    if not trained:
         must, then = "have trained weights", "Let the training reach its first evaluation, or resume it with --resume."
         raise DataError.about(function, str(folder.path), must=must, got="none yet", then=then)
     tokenizer = TextTokenizer.load(folder.tokenizer, function=function)

@@ -24,6 +24,14 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
+// Scrolls one element, or the document, until the item is in view, as far as needed or to its top. scrollIntoView would
+// scroll a page that embeds this one too.
+export function showWithin(scroller, item, {toTop = false} = {}) {
+  const start = scroller === document.scrollingElement ? 0 : scroller.getBoundingClientRect().top;
+  const inner = item.getBoundingClientRect(), above = inner.top - start, below = inner.bottom - start - scroller.clientHeight;
+  scroller.scrollTop += toTop ? above : Math.min(0, above) + Math.max(0, below);
+}
+
 const SPACES = {"\n": "↵", "\t": "⇥", " ": "␣", "": "∅"};
 
 // A readable token: subword markers become spaces, invisible characters become symbols.

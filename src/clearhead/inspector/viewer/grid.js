@@ -1,6 +1,6 @@
 // Every layer and head as a small map, with its scores.
 import {painterOf, themed} from "./colours.js";
-import {byId, drawn, element, walk} from "./dom.js";
+import {byId, drawn, element, showWithin, walk} from "./dom.js";
 import {change, state} from "./state.js";
 
 const SORTS = {
@@ -11,12 +11,6 @@ const SORTS = {
 };
 const MANY = 7, BOX = 96, ROW = 128, PER_ROW = 12;
 const BADGES = [["entropy", "entropy, nats"], ["distance", "distance, tokens"], ["first", "weight on the first token"]];
-
-// Scrolls the list alone: scrollIntoView would scroll a page that embeds this one too.
-function showWithin(list, item) {
-  const outer = list.getBoundingClientRect(), inner = item.getBoundingClientRect();
-  list.scrollTop += Math.min(0, inner.top - outer.top) + Math.max(0, inner.bottom - outer.bottom);
-}
 
 export class Grid {
   constructor(model) {

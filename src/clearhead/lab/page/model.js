@@ -1,5 +1,5 @@
 // The tab "Your model": runs a local model on a text, edits it, and shows the effect on its prediction.
-import {element, readable} from "./dom.js";
+import {element, readable, showWithin} from "./dom.js";
 import {Changes} from "./model_changes.js";
 import {Said} from "./model_said.js";
 
@@ -97,7 +97,7 @@ class ModelTab {
     this.shown.hidden = false;
     this.frame.title = this.frameTitle.textContent = both ? "Every head before and after" : "Every head on this text";
     this.frame.src = `views/${answer.view}${both ? "#view=compare" : ""}`;
-    if (both) this.shown.scrollIntoView({block: "start"});
+    if (both) showWithin(document.scrollingElement, this.shown, {toTop: true});
     // Edits that were made meanwhile are not in the answer yet.
     if (JSON.stringify(this.changes.edits()) !== JSON.stringify(edits)) this.edit();
   }

@@ -1,5 +1,5 @@
 // The tab "Worked example": a worksheet of tokens and weights, and every step of attention on it.
-import {element} from "./dom.js";
+import {element, showWithin} from "./dom.js";
 import {settled} from "./worked_dom.js";
 import {drawControls, drawScaleHint, lay, partsOf, press, REST, stepCards} from "./worked_layout.js";
 import {madeFrom} from "./worked_made.js";
@@ -133,7 +133,7 @@ class Worked {
       const {name, script} = await this.ask("worked-script", this.sheet), {python} = this.parts;
       python.show(script, name);
       python.card.hidden = false;
-      python.card.scrollIntoView({block: "nearest"});
+      showWithin(document.scrollingElement, python.card);
       python.card.querySelector("pre").focus({preventScroll: true});
     });
   }
