@@ -664,7 +664,7 @@ template <class M, class IO> struct Forward {
 
   // A thread processes all rows of a key head and packs its keys: once, or tile by tile if there is only one block.
   void do_head(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
-    if (splits > 1) return do_head_in_splits(b, kh, fault);
+    if (splits > 1) return do_head_in_splits(b, kh, prefetch, fault);
     Workspace d;
     Keys keys, sizes;
     if (!allocate_workspace(d, kh, fault)) return;
@@ -790,18 +790,19 @@ template <class M, class IO> struct Forward {
     if (partial == nullptr) return;
     parallel_units(w, threads, heads * splits, [&](int64_t unit) {
       const int64_t head = unit / splits;
-      do_split(head / w.kv_heads, head % w.kv_heads, unit % splits, partial + unit * stride, fault);
+      do_split(head / w.kv_heads, head % w.kv_heads, unit % splits, partial + unit * stride, nullptr, fault);
     });
     if (fault.get() != CH_OK) return;
     for (int64_t head = 0; head < heads; head++) merge_rows(head, partial + head * splits * stride);
   }
 
   // The same for one key head in one thread.
-  void do_head_in_splits(int64_t b, int64_t kh, Fault& fault) const {
+  void do_head_in_splits(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
     const int64_t stride = rows * (out + 2);
     float* partial = partial_results(1, fault);
     if (partial == nullptr) return;
-    for (int64_t split = 0; split < splits; split++) do_split(b, kh, split, partial + split * stride, fault);
+    for (int64_t split = 0; split < splits; split++)
+      do_split(b, kh, split, partial + split * stride, split + 1 == splits ? prefetch : nullptr, fault);
     if (fault.get() == CH_OK) merge_rows(b * w.kv_heads + kh, partial);
   }
 
@@ -812,10 +813,11 @@ template <class M, class IO> struct Forward {
     return partial;
   }
 
-  void do_split(int64_t b, int64_t kh, int64_t split, float* partial, Fault& fault) const {
+  void do_split(int64_t b, int64_t kh, int64_t split, float* partial, const Prefetch* prefetch, Fault& fault) const {
     Workspace d;
     Keys keys, sizes;
     if (!allocate_workspace(d, kh, fault)) return;
+    if (prefetch != nullptr) d.prefetch = *prefetch;
     char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, 1));
     if (base == nullptr) return fault.set(CH_NO_MEMORY);
     keys_bytes(keys, base, 1, 1);

@@ -226,7 +226,7 @@ class MultiHeadAttention(nn.Module):
             cache.layer, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale
         )
         joined, last = output.transpose(-3, -2).flatten(-2), self.output_projection
-        return joined if last is None else last(joined)  # type: ignore[no-any-return]
+        return joined if last is None else last(joined)
 
     def cache_view(self, cache: KVCache | PagedLayer | None, x: Tensor, memory: Tensor | None) -> CacheView | None:
         """What a fused call reads from a cache."""

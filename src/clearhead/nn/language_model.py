@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import overload
+from typing import Final, overload
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.arguments import flag
+from clearhead.cache import in_one_thread
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
@@ -24,6 +25,9 @@ from clearhead.scores import ScoreRule
 from clearhead.shapes import Float, Int
 
 __all__ = ["LanguageModel"]
+
+#: Tokens of a block of the cache that `generate` makes for a list of prompts.
+_BLOCK: Final = 64
 
 
 class LanguageModel(nn.Module):
@@ -95,7 +99,7 @@ class LanguageModel(nn.Module):
         return self.decoder.new_cache()
 
     def new_paged_cache(
-        self, num_blocks: int, *, block_size: int = 16, dtype: torch.dtype | None = None
+        self, num_blocks: int, *, block_size: int = 64, dtype: torch.dtype | None = None
     ) -> PagedKVCache:
         """An empty paged cache, for decoding any number of sequences of different lengths.
 
@@ -143,6 +147,15 @@ class LanguageModel(nn.Module):
         name = "LanguageModel"
         if isinstance(cache, PagedSequences):
             return self._over_pages(name, ids, lengths, mask, cache)
+        if cache is not None:
+            self.decoder.cached_length(name, cache)
+            with in_one_thread(*cache.layers):
+                return self._forward(name, ids, lengths, mask, cache)
+        return self._forward(name, ids, lengths, mask, None)
+
+    def _forward(
+        self, name: str, ids: Tensor, lengths: Lengths, mask: Mask | None, cache: DecoderCache | None
+    ) -> Float[Tensor, "batch len vocab_size"]:
         first = self.decoder.cached_length(name, cache)
         _, length = check_ids(name, "ids", ids, self.max_len)
         if first + length > self.max_len:
@@ -271,8 +284,8 @@ class LanguageModel(nn.Module):
         stop = None if stop is None else as_token(name, "stop", stop)
         if cache is None:
             # The last new token is not read, so it needs no place.
-            needed = sum(-(-(len(prompt) + max_new_tokens) // 16) for prompt in prompts)
-            cache = self.new_paged_cache(max(1, needed))
+            needed = sum(-(-(len(prompt) + max_new_tokens) // _BLOCK) for prompt in prompts)
+            cache = self.new_paged_cache(max(1, needed), block_size=_BLOCK)
 
         def next_logits(packed: Tensor, step: PagedStep) -> Tensor:
             last = torch.tensor(step.counts, device=packed.device).cumsum(0) - 1

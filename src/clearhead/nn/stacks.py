@@ -369,7 +369,7 @@ class Decoder(nn.Module):
         return normed
 
     def new_paged_cache(
-        self, num_blocks: int, *, block_size: int = 16, dtype: torch.dtype | None = None
+        self, num_blocks: int, *, block_size: int = 64, dtype: torch.dtype | None = None
     ) -> PagedKVCache:
         """An empty paged cache for any number of sequences.
 
