@@ -5,7 +5,7 @@
 namespace clearhead::torch {
 namespace {
 
-constexpr const char* attend_name = "paged_attention";
+constexpr const char* attend_name = "attention_paged";
 constexpr const char* append_name = "paged_append";
 
 std::string words(int64_t number) { return std::to_string(number); }

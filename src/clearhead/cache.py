@@ -247,8 +247,8 @@ def restored_on_error(*caches: KVCache | None) -> Iterator[None]:
     Raises:
         UnsupportedError: another thread is within a call with one of the caches.
     """
-    held = [cache for cache in caches if isinstance(cache, KVCache)]
-    with in_one_thread(*held), _restored(held):
+    ours = [cache for cache in caches if isinstance(cache, KVCache)]
+    with in_one_thread(*ours), _restored(ours):
         yield
 
 

@@ -43,7 +43,7 @@ class PagedKVCache:
 
     A sequence takes a block when it needs one and returns its blocks when it is removed, so memory is used for cached
     tokens and not for the longest sequence. ``fork`` shares blocks; a shared block is copied when one of its sequences
-    writes into it (copy-on-write). When no block is free, ``extend`` raises and everything stays as it was.
+    writes into it (copy-on-write). When no block is free, ``extend`` raises and the cache is unmodified.
 
     Args:
         num_layers: layers of the model.
@@ -288,37 +288,37 @@ class PagedKVCache:
         copied = last if count > 0 and last < len(blocks.blocks) and self._holders[blocks.blocks[last]] > 1 else None
         return _Plan(blocks, count, new + (copied is not None), copied)
 
-    def _take(self, plan: _Plan) -> _Taken:
+    def _take(self, plan: _Plan) -> _Reservation:
         """Give a sequence its new blocks; its earlier ones stay held until the step ends."""
         blocks, before = plan.blocks, [*plan.blocks.blocks]
-        taken = [self._free.pop() for _ in range(plan.new)]
-        added = [*taken]
+        new = [self._free.pop() for _ in range(plan.new)]
+        added = [*new]
         if plan.copied is not None:
             copy, original = added.pop(0), blocks.blocks[plan.copied]
             for pages in (self._key, self._value):
                 pages[:, copy] = pages[:, original]
             blocks.blocks[plan.copied] = copy
             self._write_row(blocks, plan.copied)
-        for block in taken:
+        for block in new:
             self._holders[block] = 1
         first = len(blocks.blocks)
         blocks.blocks += added
         self._write_row(blocks, first)
         blocks.length += plan.tokens
-        return _Taken(plan, before, taken)
+        return _Reservation(plan, before, new)
 
-    def _keep(self, taken: _Taken) -> None:
+    def _keep(self, reservation: _Reservation) -> None:
         """End a step: shared blocks that were copied are held once less."""
-        if taken.plan.copied is not None:
-            self._release([taken.before[taken.plan.copied]])
+        if reservation.plan.copied is not None:
+            self._release([reservation.before[reservation.plan.copied]])
 
-    def _give_back(self, taken: _Taken) -> None:
+    def _give_back(self, reservation: _Reservation) -> None:
         """Undo a step."""
-        blocks = taken.plan.blocks
-        blocks.length -= taken.plan.tokens
-        blocks.blocks = taken.before
+        blocks = reservation.plan.blocks
+        blocks.length -= reservation.plan.tokens
+        blocks.blocks = reservation.before
         self._write_row(blocks, 0)
-        self._release(taken.blocks)
+        self._release(reservation.blocks)
 
     def _table(self, sequences: Sequence[_Blocks]) -> tuple[Tensor, Tensor]:
         columns = max((len(each.blocks) for each in sequences), default=0)
@@ -385,8 +385,8 @@ class _Plan(NamedTuple):
     copied: int | None
 
 
-class _Taken(NamedTuple):
-    """What undoes it: the blocks before, and those that were taken."""
+class _Reservation(NamedTuple):
+    """What undoes a plan: the blocks before, and the new ones."""
 
     plan: _Plan
     before: list[int]
@@ -414,23 +414,23 @@ class PagedStep:
         self.cache = cache
         self.counts = [plan.tokens for plan in plans]
         self._plans = plans
-        self._taken: list[_Taken] = []
+        self._reservations: list[_Reservation] = []
 
     def __enter__(self) -> Self:
         self.cache._closed("extend")
         self.cache._open = True
-        self._taken = [self.cache._take(plan) for plan in self._plans]
+        self._reservations = [self.cache._take(plan) for plan in self._plans]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cache._open = False
-        for taken in self._taken:
+        for reservation in self._reservations:
             if kind is None:
-                self.cache._keep(taken)
+                self.cache._keep(reservation)
             else:
-                self.cache._give_back(taken)
+                self.cache._give_back(reservation)
 
     @cached_property
     def table(self) -> PageTable:

@@ -215,10 +215,10 @@ def _gathered(
         options: dict[str, Any] = {"mask": mask, "scores": scores, "scale": scale, "backend": backend}
         options["query_offset"] = length - rows.shape[2]
         if lse:
-            seen = observe_attention(rows, keys, values, want=Want(lse=True), **options)
-            assert seen.lse is not None
-            outputs.append(seen.output)
-            sums.append(seen.lse)
+            observed = observe_attention(rows, keys, values, want=Want(lse=True), **options)
+            assert observed.lse is not None
+            outputs.append(observed.output)
+            sums.append(observed.lse)
         else:
             outputs.append(attention(rows, keys, values, **options))
     axis = 0 if starts is None else 2

@@ -90,18 +90,17 @@ def _requests(function: str, prompts: Sequence[Tensor], max_new_tokens: int, cac
 
 def _start(waiting: deque[_Request], active: Sequence[_Request], cache: PagedKVCache) -> list[_Request]:
     """Take the next requests whose blocks fit beside what the active ones may still need."""
-    held = cache.used_blocks
     promised = sum(request.blocks - -(-cache.length(request.sequence) // cache.block_size) for request in active)
-    room = cache.num_blocks - held - promised
+    available = cache.free_blocks - promised
     started: list[_Request] = []
     tokens = 0
     while (
         waiting
-        and waiting[0].blocks <= room
+        and waiting[0].blocks <= available
         and (not started or tokens + len(waiting[0].prompt) <= _MOST_PROMPT_TOKENS)
     ):
         request = waiting.popleft()
-        room -= request.blocks
+        available -= request.blocks
         tokens += len(request.prompt)
         started.append(request)
     return started
