@@ -272,13 +272,13 @@ def _check_table(function: str, query: Tensor, key: Tensor, table: PageTable) ->
             got=f"{sequences} rows and {lengths.shape[0]} lengths", then="Give query_start for packed sequences.",
         )  # fmt: skip
     if start is not None:
-        marks = start.tolist()
-        rises = start.dim() == 1 and len(marks) == sequences + 1 and marks == sorted(marks)
-        if not rises or query.shape[0] != 1 or marks[0] != 0 or marks[-1] != query.shape[2]:
+        starts = start.tolist()
+        rises = start.dim() == 1 and len(starts) == sequences + 1 and starts == sorted(starts)
+        if not rises or query.shape[0] != 1 or starts[0] != 0 or starts[-1] != query.shape[2]:
             raise ShapeError.about(
                 function, "query_start",
                 must=f"rise from 0 to the {query.shape[2]} queries of a batch of 1, with {sequences + 1} entries",
-                got=f"{marks[:8]} for query of shape {tuple(query.shape)}",
+                got=f"{starts[:8]} for query of shape {tuple(query.shape)}",
                 then="It is the cumulative sum of the sequences' numbers of queries.",
             )  # fmt: skip
     capacity = columns * key.shape[1]

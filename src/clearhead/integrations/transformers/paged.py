@@ -137,8 +137,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; from a positive number on, all beyond so many."""
         for layer in self._parts:
-            kept = layer.length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove or layer.length
-            layer.length = max(0, min(layer.length, kept))
+            remaining = layer.length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove or layer.length
+            layer.length = max(0, min(layer.length, remaining))
         longest = max(layer.length for layer in self._parts)
         if self.pages is not None:
             for sequence in self.sequences:
@@ -173,7 +173,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.sequences = sequences
 
     def _reserve(self, key: Tensor, value: Tensor, length: int) -> PagedKVCache:
-        """The pages, with room for ``length`` tokens of each row."""
+        """The pages, with capacity for ``length`` tokens of each row."""
         if self.pages is None:
             self.pages = PagedKVCache(
                 len(self._parts), self._num_blocks, key.shape[1], key.shape[3], block_size=self._block_size,
