@@ -88,6 +88,26 @@ def generate(new_tokens: int) -> None:
     print(f"LanguageModel.generate: {list(greedy.shape)}, equal with and without the cache, and for equal seeds")
 
 
+def serve_many(new_tokens: int) -> None:
+    """Continue prompts of different lengths from one paged cache, and two texts from one prompt."""
+    model = ch.nn.LanguageModel(vocab_size=100, embed_dim=64, num_heads=4, num_layers=2, max_len=200)
+    prompts = [torch.randint(0, 100, (length,)) for length in (5, 90, 40)]
+    texts = model.generate(prompts, new_tokens, temperature=0.0)
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert torch.equal(text, model.generate(prompt[None], new_tokens, temperature=0.0)[0])
+
+    cache = model.eval().new_paged_cache(num_blocks=16, block_size=16)
+    first = cache.add()
+    with torch.no_grad():
+        model(prompts[1][None], cache=cache.select([first]))
+        second = cache.fork(first)  # shares the blocks of the prompt
+        shared = cache.shared_blocks
+        ids = torch.tensor([[7, 8], [9, 0]])
+        model(ids, lengths=[2, 1], cache=cache.select([first, second]))
+    print(f"paged cache: {[len(text) for text in texts]} tokens, {shared} blocks shared by a fork of 90 tokens")
+    print(f"  {cache}")
+
+
 def stream(model: ch.nn.LanguageModel, ids: Tensor, max_new_tokens: int) -> Iterator[int]:
     """Greedy tokens of one sequence, each as soon as it is there."""
     cache = model.new_cache()
@@ -145,6 +165,7 @@ def main() -> None:
     for check in (decode_step_by_step, take_drafts_back, slide_a_window):
         print(f"{check.__name__}: largest difference from one whole call {check():.1e}")
     generate(new_tokens)
+    serve_many(new_tokens)
     model = ch.nn.LanguageModel(vocab_size=100, embed_dim=64, num_heads=4, num_layers=2, max_len=64).eval()
     print(f"stream: {list(stream(model, torch.tensor([[1, 2, 3]]), 8))}")
     if find_spec("transformers") is None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.cache import KVCache, restored_on_error
+from clearhead.cache import KVCache, in_one_thread, restored_on_error
+from clearhead.errors import UnsupportedError
+from clearhead.nn import LanguageModel, MultiHeadAttention
 
 
 def _pair(new: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -181,3 +185,50 @@ def test_misfit_is_refused_and_does_not_change_the_cache(key: Tensor, value: Ten
     with pytest.raises(ch.ShapeError, match=r"^KVCache\.append: " + text):
         cache.append(key, value)
     assert cache.length == 2
+
+
+def test_a_cache_in_two_threads_says_so_and_stays_whole() -> None:
+    module, cache, x = MultiHeadAttention(8, 2).eval(), KVCache(), torch.randn(1, 1, 8)
+    entered, leave, errors = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with in_one_thread(cache):
+            entered.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(10)
+    calls = (lambda: module(x, cache=cache), lambda: cache.append(x[:, None], x[:, None]))
+    for call in calls:
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="must be used by one thread at a time") as raised:
+            call()
+        errors.append(str(raised.value))
+    leave.set()
+    holder.join()
+    assert all("\n" not in error for error in errors)
+    with torch.no_grad():
+        module(x, cache=cache)
+    assert cache.length == 1
+
+
+def test_a_language_model_reads_its_position_in_the_thread_that_appends() -> None:
+    model = LanguageModel(20, 8, 2, 2, max_len=500).eval()
+    cache, refused = model.new_cache(), []
+
+    def decode() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(60):
+                    model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+        except UnsupportedError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=decode) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({layer.length for layer in cache.layers}) == 1
+    assert cache.length >= 60
+    assert all("one thread at a time" in error for error in refused)

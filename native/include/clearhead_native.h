@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 20
+#define CH_ABI 21
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -54,6 +54,8 @@ enum ch_code {
   CH_NO_MEMORY = 10,    /* out of memory for workspaces; the results are invalid                            */
   CH_NOT_FINITE = 11,   /* backward with a mask: NaN or infinity in an input; no gradient is written        */
   CH_BAD_STATISTIC = 12, /* a statistic's size or count does not fit                                        */
+  CH_BAD_PAGES = 13,    /* a page table, length or start of queries is out of range, or the call has a part that
+                           pages do not go with                                                             */
 };
 
 /* A tensor [batch, heads, rows, last axis contiguous]; strides in elements. */
@@ -114,6 +116,19 @@ typedef struct ch_statistics {
   const float* grad_received; /* [batch, heads, k_len]                                                      */
 } ch_statistics;
 
+/* Keys and values in pages: sequences of different lengths, each of which reads the pages that a table names. */
+typedef struct ch_pages {
+  const int32_t* table;   /* [sequences, columns] with the row stride below: the page of keys [column * size, ...).
+                             Entries beyond a sequence's last page are not read                             */
+  const int32_t* lengths; /* [sequences]: the number of keys of each sequence, at most k_len                */
+  /* [sequences + 1], ascending from 0 to q_len: where the queries of each sequence start in a call with a batch of 1.
+     Null: each sequence is one batch entry.                                                                */
+  const int32_t* query_start;
+  int64_t sequences, columns, table_row;
+  int64_t count;          /* pages                                                                          */
+  int64_t size;           /* keys of a page                                                                 */
+} ch_pages;
+
 typedef struct ch_attention {
   uint32_t size;        /* sizeof(ch_attention)                                                             */
   uint32_t abi;         /* CH_ABI                                                                           */
@@ -158,6 +173,11 @@ typedef struct ch_attention {
   /* Null for none. Gradients of statistics also change a row's delta, by the sum over keys of the weight times its
      gradient from the statistics: the caller subtracts that sum from `grad_lse`.                            */
   const ch_statistics* statistics;
+
+  /* Forward only; null for none. `batch` of key and value is the stride from page to page, and the last query of a
+     sequence is beside its last key. The mask has a band at most; without dropout, statistics, CH_RULE_DENSE, softmax
+     and output32. With pages of a multiple of 16 keys a sequence's bits are those of a call of its own. */
+  const ch_pages* pages;
 } ch_attention;
 
 enum ch_feature_map {

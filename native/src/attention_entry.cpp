@@ -7,6 +7,12 @@
 namespace clearhead {
 namespace {
 
+// Keys or values, and their channels.
+struct Rows {
+  const ch_tensor& tensor;
+  int64_t last;
+};
+
 int64_t dtype_size(const ch_attention& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
 
 int check_tensor(const ch_attention& work, const ch_tensor& tensor, int64_t heads, int64_t rows, int64_t last,
@@ -43,6 +49,8 @@ int check_counts(const ch_attention& work) {
   if (work.kv_heads == 0 ? work.heads != 0 : work.heads % work.kv_heads != 0) return CH_BAD_SHAPE;
   if (!countable(work.batch, work.heads, work.q_len, CH_MAX_HEAD_DIM)) return CH_BAD_SHAPE;
   if (!countable(work.batch, work.kv_heads, work.k_len, CH_MAX_HEAD_DIM)) return CH_BAD_SHAPE;
+  if (work.pages != nullptr && !countable(work.pages->sequences, work.kv_heads, work.k_len, CH_MAX_HEAD_DIM))
+    return CH_BAD_SHAPE;
   if (work.query_offset < -max_position || work.query_offset > max_position) return CH_BAD_SHAPE;
   return CH_OK;
 }
@@ -146,8 +154,58 @@ int check_rules(const ch_attention& work) {
   return check_memory(work.sink, {{{work.heads, work.sink_head}, {1, 0}, {1, 0}}, 1}, sizeof(float));
 }
 
+// The starts of the queries of each sequence.
+int check_query_start(const ch_attention& work, const ch_pages& pages) {
+  if (pages.query_start == nullptr) return work.batch == pages.sequences ? CH_OK : CH_BAD_PAGES;
+  if (work.batch != 1) return CH_BAD_PAGES;
+  CH_TRY(check_memory(pages.query_start, {{{1, 0}, {1, 0}, {1, 0}}, pages.sequences + 1}, sizeof(int32_t)));
+  if (pages.query_start[0] != 0 || pages.query_start[pages.sequences] != work.q_len) return CH_BAD_PAGES;
+  for (int64_t s = 0; s < pages.sequences; ++s) {
+    if (pages.query_start[s] > pages.query_start[s + 1]) return CH_BAD_PAGES;
+  }
+  return CH_OK;
+}
+
+// Every length and every entry of the table that is read.
+int check_table_of_pages(const ch_attention& work, const ch_pages& pages) {
+  const Layout table = {{{1, 0}, {1, 0}, {pages.sequences, pages.table_row}}, pages.columns};
+  CH_TRY(check_memory(pages.table, table, sizeof(int32_t)));
+  CH_TRY(check_memory(pages.lengths, {{{1, 0}, {1, 0}, {1, 0}}, pages.sequences}, sizeof(int32_t)));
+  for (int64_t s = 0; s < pages.sequences; ++s) {
+    const int64_t length = pages.lengths[s], columns = (length + pages.size - 1) / pages.size;
+    if (length < 0 || length > work.k_len || columns > pages.columns) return CH_BAD_PAGES;
+    for (int64_t column = 0; column < columns; ++column) {
+      const int32_t page = pages.table[s * pages.table_row + column];
+      if (page < 0 || page >= pages.count) return CH_BAD_PAGES;
+    }
+  }
+  return CH_OK;
+}
+
+int check_pages(const ch_attention& work) {
+  const ch_pages& pages = *work.pages;
+  for (int64_t number : {pages.sequences, pages.columns, pages.count, pages.size}) {
+    if (!is_count(number)) return CH_BAD_PAGES;
+  }
+  const bool masked = work.intervals != 0 || work.allowed.data != nullptr || work.blocks.data != nullptr;
+  if (pages.size < 1 || masked || work.dropout != 0.0 || work.statistics != nullptr || work.softmax != nullptr ||
+      work.output32 != nullptr || work.query_offset != 0)
+    return CH_BAD_PAGES;
+  for (int i = 0; i < work.num_rules && i < CH_MAX_RULES; ++i) {
+    if (work.rules[i].kind == CH_RULE_DENSE) return CH_BAD_PAGES;
+  }
+  CH_TRY(check_query_start(work, pages));
+  CH_TRY(check_table_of_pages(work, pages));
+  for (const auto& [tensor, last] : {Rows{work.key, work.head_dim}, Rows{work.value, work.value_dim}}) {
+    const Layout layout = {{{pages.count, tensor.batch}, {work.kv_heads, tensor.head}, {pages.size, tensor.row}}, last};
+    CH_TRY(check_memory(tensor.data, layout, dtype_size(work)));
+  }
+  return CH_OK;
+}
+
 int check_inputs(const ch_attention& work) {
   CH_TRY(check_tensor(work, work.query, work.heads, work.q_len, work.head_dim, Access::read));
+  if (work.pages != nullptr) return check_pages(work);
   CH_TRY(check_tensor(work, work.key, work.kv_heads, work.k_len, work.head_dim, Access::read));
   return check_tensor(work, work.value, work.kv_heads, work.k_len, work.value_dim, Access::read);
 }
@@ -256,6 +314,7 @@ int check_output(const ch_attention& work) {
 }
 
 int check_backward(const ch_attention& work) {
+  if (work.pages != nullptr) return CH_BAD_PAGES;
   const bool given = work.output32 != nullptr || work.output.data != nullptr;
   if (given || needs_output(work)) CH_TRY(check_output(work));
   CH_TRY(check_per_query(work, work.softmax, 2));

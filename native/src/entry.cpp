@@ -177,6 +177,7 @@ const char* ch_message(int code) {
     case CH_NO_MEMORY: return "out of memory for workspaces; the results are invalid";
     case CH_NOT_FINITE: return "NaN or infinity in query, key, value or a gradient, with a mask; no gradient was written";
     case CH_BAD_STATISTIC: return "a statistic's size or count does not fit the call";
+    case CH_BAD_PAGES: return "a page table, length or start of queries is out of range, or pages do not go with the call";
     default: return "no such code";
   }
 }

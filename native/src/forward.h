@@ -14,6 +14,8 @@ namespace CH_NS {
 // read again, so fewer of them are resident than in a call that is repeated in a loop. Rows that are short are
 // prefetched by the hardware, so the higher limit is that of resident data (measured).
 constexpr int64_t RESIDENT_BYTES = 4 << 20, RESIDENT_BYTES_SHORT = 24 << 20;
+// Keys of a page that are read in place together; a page has a multiple of it, otherwise its rows are copied.
+constexpr int64_t PAGE_PART = 16;
 constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is reused while it is in cache
 
 // What one pass of forward computes: both, or only one of them if they need different plans.
@@ -55,14 +57,16 @@ template <class M, class IO> struct Forward {
     Prefetch a;
     a.clear();
     if (blocks * tiles == 0) return a;
+    const bool paged = next.page_table != nullptr && next.k_len > 0;
+    const int64_t keys = paged ? minimum(next.k_len, next.page_size) : next.k_len, page = paged ? next.page_table[0] : b;
     if (in_place) {
       // In-place reads prefetch for themselves. A whole head at once fills the line fill buffers of Intel's processors
       // and stalls the loop (measured: a fifth slower).
-      a.add<IO>(next.key, b, kh, minimum(next.k_len, prefetch_distance(next.head_dim * (int64_t)sizeof(element), 1)),
+      a.add<IO>(next.key, page, kh, minimum(keys, prefetch_distance(next.head_dim * (int64_t)sizeof(element), 1)),
                 next.head_dim);
     } else {
-      a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
-      a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
+      a.add<IO>(next.key, page, kh, keys, next.head_dim);
+      a.add<IO>(next.value, page, kh, keys, next.value_dim);
       a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
     }
     a.spread_over((rows + MR - 1) / MR * (in_place ? tiles : (w.k_len + PW - 1) / PW));
@@ -87,6 +91,7 @@ template <class M, class IO> struct Forward {
     Place* place;
     float* diagonals;
     operand* staged;
+    element* gathered;  // [tile][widest], keys or values from several pages
     float* line;
     KeepMaskRows keep_mask;  // [MR]
     Prefetch prefetch;
@@ -121,9 +126,9 @@ template <class M, class IO> struct Forward {
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     in_place = (splits > 1 || rows <= ROWS) && can_read_in_place();
-    values_packed = has_packed_layout<M, IO>(w.value, w.value_dim);
+    values_packed = w.page_table == nullptr && has_packed_layout<M, IO>(w.value, w.value_dim);
     const int64_t dims = w.head_dim + w.value_dim;
-    out_of_cache = w.batch * w.kv_heads * w.k_len * dims * (int64_t)sizeof(element) > (dims > 128 ? RESIDENT_BYTES
+    out_of_cache = w.total_keys * w.kv_heads * dims * (int64_t)sizeof(element) > (dims > 128 ? RESIDENT_BYTES
         : RESIDENT_BYTES_SHORT);
   }
 
@@ -131,6 +136,7 @@ template <class M, class IO> struct Forward {
   // compares its bits, and backward packs.
   bool can_read_in_place() const {
     if (outputs == Outputs::STATISTICS && observed.ties) return false;
+    if (w.page_table != nullptr && w.page_size % PAGE_PART != 0) return false;
     return rows <= 12 && w.head_dim % (VL * M::PACK) == 0 && w.value_dim % VL == 0 && w.key.row % M::PACK == 0 &&
            w.key.head % M::PACK == 0 && w.key.batch % M::PACK == 0 && (uintptr_t)w.key.data % 4 == 0;
   }
@@ -160,17 +166,57 @@ template <class M, class IO> struct Forward {
   void pack_tile(int64_t b, int64_t kh, int64_t t, operand* k, operand* v, uint8_t* bad, Workspace& d) const {
     int64_t first = t * tile;
     int count = (int)minimum((int64_t)tile, w.k_len - first);
-    pack_panels<M, IO>(at<IO>(w.key, b, kh, first), w.key.row, count, (int)w.head_dim, k, d.staged);
+    const Rows keys = rows_of(w.key, b, kh, first, count, w.head_dim, d);
+    pack_panels<M, IO>(keys.at, keys.stride, count, (int)w.head_dim, k, d.staged);
     *bad = !values_are_clean(b, kh, t);
     if (values_packed && !*bad) return;
-    pack_rows<M, IO>(at<IO>(w.value, b, kh, first), w.value.row, count, (int)w.value_dim, v, values);
+    const Rows rows = rows_of(w.value, b, kh, first, count, w.value_dim, d);
+    pack_rows<M, IO>(rows.at, rows.stride, count, (int)w.value_dim, v, values);
     if (*bad) zero_nonfinite_values(v, count);
   }
 
   // Whether no value of a tile must be replaced: there is no mask, or all are finite.
   bool values_are_clean(int64_t b, int64_t kh, int64_t t) const {
-    int64_t first = t * tile, count = minimum((int64_t)tile, w.k_len - first);
-    return !masked || all_finite<IO>(at<IO>(w.value, b, kh, first), w.value.row, count, (int)w.value_dim);
+    if (!masked) return true;
+    bool clean = true;
+    for_pages(t * tile, minimum((t + 1) * tile, w.k_len), [&](int64_t first, int64_t last) {
+      clean = clean && all_finite<IO>(row_of(w.value, b, kh, first), w.value.row, last - first, (int)w.value_dim);
+    });
+    return clean;
+  }
+
+  // The address of a key's row in keys or values.
+  CH_INLINE const element* row_of(const ch_tensor& t, int64_t b, int64_t kh, int64_t key) const {
+    if (w.page_table == nullptr) return at<IO>(t, b, kh, key);
+    return at<IO>(t, w.page_table[key / w.page_size], kh, key % w.page_size);
+  }
+
+  // Calls `body` with each part of keys [first, last) that is in one page; parts do not cross a multiple of `part`.
+  template <class Body> CH_INLINE void for_pages(int64_t first, int64_t last, const Body& body, int64_t part = 0) const {
+    if (w.page_table == nullptr) return body(first, last);
+    part = part == 0 ? w.page_size : part;
+    while (first < last) {
+      const int64_t stop = minimum(last, (first / part + 1) * part);
+      body(first, stop);
+      first = stop;
+    }
+  }
+
+  struct Rows {
+    const element* at;
+    int64_t stride;
+  };
+
+  // Rows [first, first + count) of keys or values: in place where one page has them all, otherwise copied.
+  Rows rows_of(const ch_tensor& t, int64_t b, int64_t kh, int64_t first, int count, int64_t dim, Workspace& d) const {
+    if (w.page_table == nullptr || first / w.page_size == (first + count - 1) / w.page_size)
+      return Rows{row_of(t, b, kh, first), t.row};
+    element* to = d.gathered;
+    for_pages(first, first + count, [&](int64_t from, int64_t last) {
+      const element* row = row_of(t, b, kh, from);
+      for (; from < last; from++, row += t.row, to += dim) memcpy(to, row, (size_t)dim * sizeof(element));
+    });
+    return Rows{d.gathered, dim};
   }
 
   // 0 * NaN is NaN, so NaN and infinity become 0 until it is known which rows attend to them.
@@ -201,6 +247,7 @@ template <class M, class IO> struct Forward {
     d.place = c.template take<Place>(ROWS);
     d.diagonals = c.template take<float>(diagonal_floats);
     d.staged = c.template take<operand>((int64_t)VL * operands);
+    d.gathered = c.template take<element>(w.page_table != nullptr ? tile * maximum(w.head_dim, w.value_dim) : 0);
     d.line = c.template take<float>(out);
     d.keep_mask.groups = KeepMaskRows::groups_of(tile);
     d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? MR * d.keep_mask.groups : 0);
@@ -342,14 +389,19 @@ template <class M, class IO> struct Forward {
                      const ScoreTile& score_tile, Workspace& d) const {
     const operand* a = (here.in_place ? d.deinterleaved : d.q) + (int64_t)r0 * operands;
     if (here.in_place) {
-      const element* key = at<IO>(w.key, b, kh, t0 + c0);
-      const int keys = c1 - c0, vectors = steps / VL;
-      float* scores = score_tile.at + c0;
-      if constexpr (M::PACK == 2 || __is_same(element, float))
-        return gemv_dot<M>(count, a, operands, (const operand*)key, w.key.row / M::PACK, keys, vectors, scores,
-                           score_tile.ld, out_of_cache);
-      else
-        return gemv_dot<Widened<IO>>(count, a, operands, key, w.key.row, keys, vectors, scores, score_tile.ld, out_of_cache);
+      const int64_t distance = round_up(STREAM_PREFETCH_BYTES / (w.head_dim * (int64_t)sizeof(element)), PAGE_PART);
+      return for_pages(t0 + c0, t0 + c1, [&](int64_t first, int64_t last) {
+        const element *key = row_of(w.key, b, kh, first), *next = nullptr;
+        if (w.page_table != nullptr) next = first + distance < w.k_len ? row_of(w.key, b, kh, first + distance) : key;
+        const int keys = (int)(last - first), vectors = steps / VL;
+        float* scores = score_tile.at + (first - t0);
+        if constexpr (M::PACK == 2 || __is_same(element, float))
+          gemv_dot<M>(count, a, operands, (const operand*)key, w.key.row / M::PACK, keys, vectors, scores, score_tile.ld,
+                      out_of_cache, (const operand*)next);
+        else
+          gemv_dot<Widened<IO>>(count, a, operands, key, w.key.row, keys, vectors, scores, score_tile.ld, out_of_cache,
+                                next);
+      }, PAGE_PART);
     }
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = maximum(c0, p * PW), to = minimum((int)round_up(c1, VL), (p + 1) * PW);
@@ -380,21 +432,26 @@ template <class M, class IO> struct Forward {
     constexpr int STEP = NV == 4 ? 8 : 16;
     const float ones[MR] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
     const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size, rows_prefetched = prefetch_distance(bytes, STEP);
-    for (int c = c0; c < c1; c += STEP) {
-      const element* value = at<IO>(w.value, b, kh, t0 + c);
-      const int64_t remaining = minimum((int64_t)STEP, c1 - c - rows_prefetched);
-      if (out_of_cache) prefetch_rows(value + rows_prefetched * w.value.row, remaining, w.value.row * size, bytes, out_of_cache);
-      for (int p = 0; p < values.count; p++)
-        gemm_in_place(count, values.vectors(p, out), minimum(STEP, c1 - c), ScoreTile{score_tile.at + c, score_tile.ld},
-                      value + p * values.ld, o + p * values.ld, c == c0 ? factor : ones);
-    }
+    for_pages(t0 + c0, t0 + c1, [&](int64_t first, int64_t last) {
+      for (int c = (int)(first - t0); c < last - t0; c += STEP) {
+        const element* value = row_of(w.value, b, kh, t0 + c);
+        const int64_t remaining = minimum((int64_t)STEP, c1 - c - rows_prefetched);
+        if (out_of_cache && remaining > 0)
+          prefetch_rows(row_of(w.value, b, kh, t0 + c + rows_prefetched), remaining, w.value.row * size, bytes, true);
+        for (int p = 0; p < values.count; p++)
+          gemm_in_place(count, values.vectors(p, out), minimum(STEP, (int)(last - t0) - c),
+                        ScoreTile{score_tile.at + c, score_tile.ld}, value + p * values.ld, o + p * values.ld,
+                        c == c0 ? factor : ones);
+      }
+    });
   }
 
   // Prefetches the values of the first of `count` keys while scores become weights.
   void prefetch_values(int64_t b, int64_t kh, int64_t key, int64_t count) const {
     const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
-    prefetch_rows(at<IO>(w.value, b, kh, key), minimum(prefetch_distance(bytes, 1), count), w.value.row * size, bytes,
-                  out_of_cache);
+    for_pages(key, key + minimum(prefetch_distance(bytes, 1), count), [&](int64_t first, int64_t last) {
+      prefetch_rows(row_of(w.value, b, kh, first), last - first, w.value.row * size, bytes, out_of_cache);
+    });
   }
 
   CH_INLINE void gemm_in_place(int count, int vecs, int keys, ScoreTile weights, const element* value, float* o,
@@ -484,7 +541,7 @@ template <class M, class IO> struct Forward {
   void add_nonfinite_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, const ScoreTile& score_tile,
                             Workspace& d) const {
     for (int c = c0; c < c1; c++) {
-      const element* value = at<IO>(w.value, b, kh, t0 + c);
+      const element* value = row_of(w.value, b, kh, t0 + c);
       if (all_finite<IO>(value, 0, 1, (int)w.value_dim)) continue;
       get_row<IO>(value, (int)w.value_dim, d.line, out);
       for (int r = 0; r < count; r++) {
@@ -607,6 +664,7 @@ template <class M, class IO> struct Forward {
 
   // A thread processes all rows of a key head and packs its keys: once, or tile by tile if there is only one block.
   void do_head(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
+    if (splits > 1) return do_head_in_splits(b, kh, prefetch, fault);
     Workspace d;
     Keys keys, sizes;
     if (!allocate_workspace(d, kh, fault)) return;
@@ -728,23 +786,47 @@ template <class M, class IO> struct Forward {
   // Few queries over many keys: the keys are split, and the partial results merged in order.
   void run_split(int threads, Fault& fault) const {
     int64_t heads = w.batch * w.kv_heads, stride = rows * (out + 2);
-    float* partial = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(heads * splits * stride) * sizeof(float));
-    if (partial == nullptr) return fault.set(CH_NO_MEMORY);
+    float* partial = partial_results(heads, fault);
+    if (partial == nullptr) return;
     parallel_units(w, threads, heads * splits, [&](int64_t unit) {
-      int64_t head = unit / splits, split = unit % splits;
-      Workspace d;
-      Keys keys, sizes;
-      if (!allocate_workspace(d, head % w.kv_heads, fault)) return;
-      char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, 1));
-      if (base == nullptr) return fault.set(CH_NO_MEMORY);
-      keys_bytes(keys, base, 1, 1);
-      int64_t from = split * split_tiles, to = minimum(from + split_tiles, tiles);
-      for (int64_t block = 0; block < blocks; block++)
-        do_block(head / w.kv_heads, head % w.kv_heads, block, from, to, keys, false, d, partial + unit * stride);
+      const int64_t head = unit / splits;
+      do_split(head / w.kv_heads, head % w.kv_heads, unit % splits, partial + unit * stride, nullptr, fault);
     });
     if (fault.get() != CH_OK) return;
-    for (int64_t head = 0; head < heads; head++)
-      for (int64_t r = 0; r < rows; r++) merge(head, r, partial + head * splits * stride + r * (out + 2), stride);
+    for (int64_t head = 0; head < heads; head++) merge_rows(head, partial + head * splits * stride);
+  }
+
+  // The same for one key head in one thread.
+  void do_head_in_splits(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
+    const int64_t stride = rows * (out + 2);
+    float* partial = partial_results(1, fault);
+    if (partial == nullptr) return;
+    for (int64_t split = 0; split < splits; split++)
+      do_split(b, kh, split, partial + split * stride, split + 1 == splits ? prefetch : nullptr, fault);
+    if (fault.get() == CH_OK) merge_rows(b * w.kv_heads + kh, partial);
+  }
+
+  float* partial_results(int64_t heads, Fault& fault) const {
+    const int64_t floats = heads * splits * rows * (out + 2);
+    float* partial = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)floats * sizeof(float));
+    if (partial == nullptr) fault.set(CH_NO_MEMORY);
+    return partial;
+  }
+
+  void do_split(int64_t b, int64_t kh, int64_t split, float* partial, const Prefetch* prefetch, Fault& fault) const {
+    Workspace d;
+    Keys keys, sizes;
+    if (!allocate_workspace(d, kh, fault)) return;
+    if (prefetch != nullptr) d.prefetch = *prefetch;
+    char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, 1));
+    if (base == nullptr) return fault.set(CH_NO_MEMORY);
+    keys_bytes(keys, base, 1, 1);
+    int64_t from = split * split_tiles, to = minimum(from + split_tiles, tiles);
+    for (int64_t block = 0; block < blocks; block++) do_block(b, kh, block, from, to, keys, false, d, partial);
+  }
+
+  void merge_rows(int64_t head, float* partial) const {
+    for (int64_t r = 0; r < rows; r++) merge(head, r, partial + r * (out + 2), rows * (out + 2));
   }
 
   void merge(int64_t head, int64_t r, float* first, int64_t stride) const {

@@ -143,10 +143,11 @@ CH_INLINE void dot_rows(int rows, const typename M::operand* a, int64_t a_row, c
   return dot_four<M, 1, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
 }
 
-// Scores of `rows` rows of A, in that order, with keys [0, count).
+// Scores of `rows` rows of A, in that order, with keys [0, count). `upcoming`: the rows that are read after these, prefetched
+// meanwhile; null: those that follow in memory.
 template <class M>
 void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* key, int64_t key_row,
-              int count, int vectors, float* scores, int64_t ld, bool far) {
+              int count, int vectors, float* scores, int64_t ld, bool far, const typename M::right* upcoming = nullptr) {
   const int64_t size = (int64_t)sizeof(typename M::right), bytes = vectors * VL * size;
   const int64_t rows_prefetched = prefetch_distance(bytes, 4);
   int c = 0;
@@ -154,10 +155,12 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const typen
     const typename M::right* four = key + c * key_row;
     const int first = minimum(rows, DOT_ROWS);
     if (key_row * size == bytes) {
-      dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld, (const char*)four + STREAM_PREFETCH_BYTES);
+      const char* next = upcoming != nullptr ? (const char*)(upcoming + c * key_row) : (const char*)four + STREAM_PREFETCH_BYTES;
+      dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld, next);
     } else {
-      const int64_t remaining = minimum((int64_t)4, count - c - rows_prefetched);
-      prefetch_rows(four + rows_prefetched * key_row, remaining, key_row * size, bytes, far);
+      const int64_t remaining = upcoming != nullptr ? 4 : minimum((int64_t)4, count - c - rows_prefetched);
+      const typename M::right* next = upcoming != nullptr ? upcoming + c * key_row : four + rows_prefetched * key_row;
+      prefetch_rows(next, remaining, key_row * size, bytes, far);
       dot_rows<M, false>(first, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
     }
     for (int r = DOT_ROWS; r < rows; r += DOT_ROWS)

@@ -26,18 +26,16 @@ class Segments {
   int64_t count = 0;
   int64_t large = 0;  // how many of them are large; they come first once sorted
   double operations = 0;
+  int64_t keys = 0;  // of sequences in pages
   bool no_memory = false;
 
   // The segments of a call that has no other mask; none if they are not worth it. `disjoint`: whether a key may belong
   // to one segment only.
   Segments(const Task& w, bool disjoint) {
-    if (!may(w, disjoint)) return;
+    if (w.pages != nullptr) add_sequences(w);
+    if (w.pages != nullptr || !may(w, disjoint)) return;
     const int64_t capacity = w.batch + w.batch * w.q_len / MIN_QUERIES;
-    list = (Segment*)scratch(clearhead::SLOT_SEGMENTS, (size_t)capacity * sizeof(Segment));
-    if (list == nullptr) {
-      no_memory = true;
-      return;
-    }
+    if (!allocate(capacity)) return;
     for (int64_t b = 0; b < w.batch; b++) {
       int64_t last = 0;  // no later segment may begin before this key
       for (int64_t i = 0; i < w.q_len; i++) {
@@ -93,10 +91,12 @@ class Segments {
   // A segment as a call.
   Task part(const Task& w, int64_t s, int threads) const {
     const Segment& segment = list[s];
-    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = segment.b * w.heads * w.head_stride + segment.query;
+    // With starts of queries, all sequences in pages are in one batch entry.
+    const int64_t b = w.pages != nullptr && w.pages->query_start != nullptr ? 0 : segment.b;
+    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = b * w.heads * w.head_stride + segment.query;
     Task t = w;
     auto move = [&](ch_tensor& tensor, int64_t rows) {
-      if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (segment.b * tensor.batch + rows * tensor.row) * size;
+      if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (b * tensor.batch + rows * tensor.row) * size;
     };
     auto skip = [&](auto*& rows, int64_t each) {
       if (rows != nullptr) rows += row * each;
@@ -105,10 +105,12 @@ class Segments {
     move(t.output, segment.query);
     move(t.grad_output, segment.query);
     move(t.grad_query, segment.query);
-    move(t.key, segment.key);
-    move(t.value, segment.key);
-    move(t.grad_key, segment.key);
-    move(t.grad_value, segment.key);
+    if (w.pages == nullptr) {
+      move(t.key, segment.key);
+      move(t.value, segment.key);
+      move(t.grad_key, segment.key);
+      move(t.grad_value, segment.key);
+    }
     skip(t.output32, w.value_dim);
     skip(t.lse, 1);
     skip(t.softmax, 2);
@@ -125,10 +127,43 @@ class Segments {
     t.first_batch += segment.b;
     t.first_query += segment.query;
     t.first_key += segment.key;
+    t.total_keys = segment.keys;
+    if (w.pages != nullptr) read_pages(w, segment, t);
     return t;
   }
 
  private:
+  bool allocate(int64_t capacity) {
+    list = (Segment*)scratch(clearhead::SLOT_SEGMENTS, (size_t)capacity * sizeof(Segment));
+    no_memory = list == nullptr;
+    return !no_memory;
+  }
+
+  // The last query of a sequence in pages is beside its last key. The sequence is split and masked as if it were alone,
+  // so that its bits do not depend on the others.
+  void read_pages(const Task& w, const Segment& segment, Task& t) const {
+    t.pages = nullptr;
+    t.page_table = w.pages->table + segment.b * w.pages->table_row;
+    t.page_size = w.pages->size;
+    t.total_keys = keys;
+    t.units = w.kv_heads;
+    t.query_offset = segment.keys - segment.queries;
+    if (w.after >= segment.queries - 1) t.after = INT64_MAX;
+    if (w.before >= segment.keys - 1) t.before = INT64_MAX;
+  }
+
+  // One segment per sequence in pages.
+  void add_sequences(const Task& w) {
+    const ch_pages& pages = *w.pages;
+    if (!allocate(maximum(pages.sequences, (int64_t)1))) return;
+    for (int64_t s = 0; s < pages.sequences; s++) {
+      const int32_t* start = pages.query_start;
+      const int64_t first = start != nullptr ? start[s] : 0, queries = start != nullptr ? start[s + 1] - first : w.q_len;
+      if (queries > 0) list[count++] = Segment{s, first, queries, 0, pages.lengths[s]};
+    }
+    for (int64_t s = 0; s < count; s++) operations += list[s].operations(), keys += list[s].keys;
+  }
+
   static bool is_large(const Segment& s) { return s.queries > LARGE || s.keys > LARGE; }
 
   static bool may(const Task& w, bool backward) {

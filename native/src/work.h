@@ -50,10 +50,13 @@ struct Task : ch_attention {
   int64_t head_stride;  // from head to head, in buffers with an element per row
   int64_t first_batch, first_query, first_key;  // dropout's indices of the first ones
   int64_t units;  // key heads of the whole call, in parts that are independent of each other
+  const int32_t* page_table;  // the pages of the only batch entry; null: keys are one after the other
+  int64_t page_size;
+  int64_t total_keys;  // that the call reads, of all sequences
 
   explicit Task(const ch_attention& call)
       : ch_attention(call), head_stride(call.q_len), first_batch(0), first_query(call.query_offset), first_key(0),
-        units(call.batch * call.kv_heads) {}
+        units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {}
 };
 
 CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {

@@ -14,6 +14,7 @@ extern "C" size_t __sanitizer_get_current_allocated_bytes(void);
 namespace test {
 
 int entry_tests();
+int pages_tests();
 
 namespace {
 
@@ -364,9 +365,9 @@ int main(int arguments, char** argument) {
     test::statistics_of_long_rows();
     test::workers_free_large_workspaces();
     test::concurrent_callers();
-    others = test::entry_tests();
+    others = test::entry_tests() + test::pages_tests();
   }
-  std::printf("%llu cases and %d invalid descriptions on", static_cast<unsigned long long>(count), others);
+  std::printf("%llu cases, and %d with pages or invalid on", static_cast<unsigned long long>(count), others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
   return test::failures == 0 ? 0 : 1;

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "calls.h"
+#include "pages.h"
 
 namespace clearhead::torch {
 
@@ -28,7 +29,7 @@ struct NormSpec {
 };
 
 enum class Rotary : int64_t { none = 0, by_position = 1, by_token = 2 };
-enum class Cache : int64_t { none = 0, grows = 1, memory = 2 };
+enum class Cache : int64_t { none = 0, grows = 1, memory = 2, paged = 3 };
 
 struct AttentionSpec {
   std::vector<LinearSpec> sources;  // of queries, keys and values; or one fused layer for all three
@@ -40,6 +41,8 @@ struct AttentionSpec {
   Cache cache = Cache::none;
   const Tensor *cached_key = nullptr, *cached_value = nullptr;  // [batch, kv_heads, capacity, head_dim]
   int64_t cached = 0;                                           // tokens in the cache
+  PageTable page_table;  // of a paged cache, whose keys and values are pages
+  ch_pages pages = {};
   AttentionOptions options;
 };
 

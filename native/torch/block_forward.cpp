@@ -111,13 +111,21 @@ class Forward {
                     view_of(*caches[which]));
     }
     work.query = heads[0];
-    work.key = spec.cache == Cache::none ? heads[1] : view_of(*spec.cached_key);
-    work.value = spec.cache == Cache::none ? heads[2] : view_of(*spec.cached_value);
+    if (spec.cache == Cache::paged) {
+      append_to_pages(spec.pages, call_.length, heads[1], *spec.cached_key);
+      append_to_pages(spec.pages, call_.length, heads[2], *spec.cached_value);
+      work.key = view_of_pages(*spec.cached_key), work.value = view_of_pages(*spec.cached_value);
+      work.pages = &spec.pages;
+    } else {
+      work.key = spec.cache == Cache::none ? heads[1] : view_of(*spec.cached_key);
+      work.value = spec.cache == Cache::none ? heads[2] : view_of(*spec.cached_value);
+    }
     run_attention(spec, work, output);
   }
 
   int64_t attended_keys(const AttentionSpec& spec, int64_t k_len) const {
     if (spec.cache == Cache::none) return k_len;
+    if (spec.cache == Cache::paged) return longest(spec.pages);
     return spec.cache == Cache::grows ? spec.cached + call_.length : spec.cached;
   }
 

@@ -47,6 +47,21 @@ std::vector<ch_tensor> split_heads(const AttentionSpec& spec, const std::vector<
   return heads;
 }
 
+// Rotates the tokens of each sequence in pages from its own position on: its last token is at its end.
+static void rotate_sequences(const BlockCall& call, const AttentionSpec& spec, const Rotation& all) {
+  const ch_tensor& heads = all.source;
+  for_sequences(spec.pages, call.length, [&](int64_t b, int64_t first, int64_t rows, int64_t s) {
+    Rotation rotation = all;
+    rotation.batch = 1, rotation.rows = rows, rotation.first = spec.pages.lengths[s] - rows;
+    rotation.source.data = static_cast<char*>(heads.data) + (b * heads.batch + first * heads.row) * size_of(call.dtype);
+    if (spec.pages.lengths[s] > rotation.positions)
+      fail("block", "a rotary table", "have " + std::to_string(spec.pages.lengths[s]) + " positions", spec.table->shape(),
+           "Use ch.positions.");
+    rotation.target = rotation.source;
+    rotate(call.dtype, rotation);
+  });
+}
+
 void rotate_heads(const BlockCall& call, const AttentionSpec& spec, const std::vector<ch_tensor>& heads, bool keys,
                   int64_t k_len, bool back) {
   if (spec.rotary == Rotary::none) return;
@@ -57,6 +72,10 @@ void rotate_heads(const BlockCall& call, const AttentionSpec& spec, const std::v
     rotation.rows = index == 0 ? call.length : k_len, rotation.columns = spec.head_dim;
     rotation.positions = table.size(0), rotation.table = table.as<float>(), rotation.back = back;
     rotation.source = heads[index];
+    if (spec.rotary == Rotary::by_position && spec.cache == Cache::paged) {
+      rotate_sequences(call, spec, rotation);
+      continue;
+    }
     if (spec.rotary == Rotary::by_position) {
       // With a growing cache, new keys have the positions of the query tokens.
       const bool follows_cache = spec.cache == Cache::grows;

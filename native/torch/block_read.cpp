@@ -154,10 +154,27 @@ AttentionSpec read_attention(Reader& reader, BlockCall& call) {
   return spec;
 }
 
+// A paged cache: pages, the table, lengths with the call's tokens, and where the tokens of each sequence start.
+void read_pages(Reader& reader, const BlockCall& call, AttentionSpec& spec) {
+  PageTable& table = spec.page_table;
+  table.table = reader.slot().tensor->reference(), table.lengths = reader.slot().tensor->reference();
+  table.query_start = reader.slot().tensor->reference();
+  spec.cached_key = reader.cache(), spec.cached_value = reader.cache();
+  spec.pages = describe_pages(name, *spec.cached_key, *spec.cached_value, table, call.batch, call.length);
+  check_appended(name, spec.pages, call.length);
+  for (const Tensor* part : {spec.cached_key, spec.cached_value}) {
+    if (part->size(2) != spec.kv_heads || part->size(3) != spec.head_dim || part->dtype() != call.dtype)
+      fail(name, "a paged cache", "have pages [num_blocks, block_size, kv_heads, head_dim] in the tokens' dtype", part->shape(),
+           "Use ch.PagedKVCache.");
+  }
+}
+
 void read_attention_call(Reader& reader, BlockCall& call, AttentionSpec& spec, bool reads_memory) {
   if (spec.rotary != Rotary::none) spec.table = reader.slot().tensor;
-  spec.cache = static_cast<Cache>(reader.integer(0, 2, "a cache's kind"));
-  if (spec.cache != Cache::none) {
+  spec.cache = static_cast<Cache>(reader.integer(0, 3, "a cache's kind"));
+  if (spec.cache == Cache::paged) {
+    read_pages(reader, call, spec);
+  } else if (spec.cache != Cache::none) {
     spec.cached = reader.integer();
     spec.cached_key = reader.cache(), spec.cached_value = reader.cache();
     check_cache(call, spec);

@@ -2,6 +2,7 @@
 #include "block.h"
 #include "layers.h"
 #include "linear_attention.h"
+#include "pages.h"
 
 #include <exception>
 
@@ -40,6 +41,8 @@ std::vector<Operator> all_operators() {
       {"rotary", "rotary(Tensor x, Tensor table, int first=0, bool back=False) -> Tensor", rotary},
       {"dropout_add", "dropout_add(Tensor x, Tensor? residual, int levels, int seed) -> Tensor", dropout_add_forward},
       {"cache_append", "cache_append(Tensor(a!) cache, Tensor new, int first) -> ()", cache_append},
+      {"attention_paged", attention_paged_schema, attention_paged},
+      {"paged_append", paged_append_schema, paged_append},
       {"block",
        "block(Tensor[] tokens, Tensor[] tensors, Tensor(a!)[] caches, int[] integers, float[] numbers) -> Tensor",
        block},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from clearhead import bridges, functional, nn, positions, sparse
     from clearhead.cache import KVCache
-    from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
+    from clearhead.errors import CacheFullError, ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
     from clearhead.inspector import view
     from clearhead.integrations.accelerate import accelerate
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from clearhead.observe.trace import trace
     from clearhead.ops.memory import release_memory
     from clearhead.packing import pack, unpack
+    from clearhead.paged_cache import PagedKVCache
     from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
     from clearhead.statistics import Observation, Want
     from clearhead.verify.suite import verify
@@ -53,7 +54,7 @@ else:
             "clearhead.integrations.accelerate": "accelerate",
             "clearhead.integrations.swap": "swap unswap",
             "clearhead.cache": "KVCache",
-            "clearhead.errors": "ClearheadError DataError MaskError ShapeError UnsupportedError",
+            "clearhead.errors": "CacheFullError ClearheadError DataError MaskError ShapeError UnsupportedError",
             "clearhead.functional.exact": "attention explain_dispatch observe_attention",
             "clearhead.inspector": "view",
             "clearhead.linear": "linear_attention",
@@ -62,6 +63,7 @@ else:
             "clearhead.observe.trace": "trace",
             "clearhead.ops.memory": "release_memory",
             "clearhead.packing": "pack unpack",
+            "clearhead.paged_cache": "PagedKVCache",
             "clearhead.scores": "Alibi DenseBias RelativeBias ScoreFunction ScoreRule Sink SoftCap",
             "clearhead.statistics": "Observation Want",
         },
@@ -78,6 +80,7 @@ else:
 __all__ = [
     "Alibi",
     "Blocks",
+    "CacheFullError",
     "Causal",
     "ClearheadError",
     "DataError",
@@ -91,6 +94,7 @@ __all__ = [
     "MaskFunction",
     "Observation",
     "Padding",
+    "PagedKVCache",
     "Prefix",
     "RelativeBias",
     "ScoreFunction",

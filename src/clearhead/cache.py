@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +13,15 @@ from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KVCache", "check_cache", "count_appended", "forget_first", "reserve", "restored_on_error"]
+__all__ = [
+    "KVCache",
+    "check_cache",
+    "count_appended",
+    "forget_first",
+    "in_one_thread",
+    "reserve",
+    "restored_on_error",
+]
 
 _SMALLEST = 16
 
@@ -21,7 +30,8 @@ class KVCache:
     """The cached keys and values of one attention, to which each call appends those of its tokens.
 
     Without gradients the cache's capacity doubles when it is full, so that appending n tokens copies O(n) elements.
-    With gradients enabled, new tensors are concatenated instead, and gradients flow to every appended token.
+    With gradients enabled, new tensors are concatenated instead, and gradients flow to every appended token. A cache is
+    for one thread: a call during another thread's call raises ``UnsupportedError``.
 
     Example: decode one token at a time.
 
@@ -39,6 +49,7 @@ class KVCache:
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         self._length = 0
+        self._thread: list[int] = []  # of the call that uses the cache; others that came meanwhile follow
 
     @property
     def length(self) -> int:
@@ -71,6 +82,10 @@ class KVCache:
         Raises:
             ShapeError: the tensors do not fit each other or the cached ones.
         """
+        with in_one_thread(self):
+            return self._append(key, value)
+
+    def _append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self._check("key", key, self._key)
         self._check("value", value, self._value)
         if key.shape[:3] != value.shape[:3]:
@@ -227,8 +242,48 @@ def forget_first(cache: KVCache, count: int) -> None:
 
 @contextmanager
 def restored_on_error(*caches: KVCache | None) -> Iterator[None]:
-    """Restore the caches if the block raises; arguments that are no ``KVCache`` are ignored."""
-    before = [(cache, cache._key, cache._value, cache._length) for cache in caches if isinstance(cache, KVCache)]
+    """Restore the caches if the block raises; arguments that are no ``KVCache`` are ignored.
+
+    Raises:
+        UnsupportedError: another thread is within a call with one of the caches.
+    """
+    ours = [cache for cache in caches if isinstance(cache, KVCache)]
+    with in_one_thread(*ours), _restored(ours):
+        yield
+
+
+@contextmanager
+def in_one_thread(*caches: KVCache) -> Iterator[None]:
+    """Raise ``UnsupportedError`` if another thread is within this context with one of the caches."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    thread = threading.get_ident()
+    entered: list[KVCache] = []
+    try:
+        for cache in caches:
+            if cache._thread[:1] == [thread]:
+                continue
+            # One thread's append comes first, whenever the interpreter switches.
+            cache._thread.append(thread)
+            entered.append(cache)
+            if cache._thread[0] != thread:
+                raise UnsupportedError.about(
+                    "KVCache",
+                    "a cache",
+                    must="be used by one thread at a time",
+                    got="a call during another thread's call",
+                    then="Make one cache per thread, or decode the sequences as one batch.",
+                )
+        yield
+    finally:
+        for cache in entered:
+            cache._thread.remove(thread)
+
+
+@contextmanager
+def _restored(caches: Sequence[KVCache]) -> Iterator[None]:
+    before = [(cache, cache._key, cache._value, cache._length) for cache in caches]
     try:
         yield
     except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-__all__ = ["ClearheadError", "DataError", "MaskError", "ShapeError", "UnsupportedError"]
+__all__ = ["CacheFullError", "ClearheadError", "DataError", "MaskError", "ShapeError", "UnsupportedError"]
 
 
 class ClearheadError(ValueError):
@@ -49,6 +49,10 @@ class UnsupportedError(ClearheadError):
         if " must " not in str(error) or "; got " not in str(error):
             raise error
         return cls(str(error))
+
+
+class CacheFullError(ClearheadError):
+    """Raised when a ``PagedKVCache`` has too few free blocks; the cache is as it was before the call."""
 
 
 class DataError(ClearheadError):

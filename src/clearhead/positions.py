@@ -98,6 +98,28 @@ class Rotary:
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
         return _rotated_by_torch(x, *(part.to(work) for part in _angles(self, first, length, channels, x.device)))
 
+    def rotate_at(
+        self, x: Float[Tensor, "*leading len head_dim"], positions: Int[Tensor, " len"]
+    ) -> Float[Tensor, "*leading len head_dim"]:
+        """Rotate tokens at any positions, such as the new tokens of several sequences that are packed.
+
+        Args:
+            x: queries or keys, ``[..., len, head_dim]``, floating point, with an even ``head_dim``.
+            positions: int64 ``[len]``, the position of every token.
+
+        Returns:
+            The rotated tokens, in the shape and dtype of ``x``.
+
+        >>> import torch
+        >>> x = torch.randn(3, 4)
+        >>> torch.allclose(Rotary().rotate_at(x, torch.tensor([5, 6, 7])), Rotary().rotate(x, 5), atol=1e-6)
+        True
+        """
+        work = torch.float64 if x.dtype == torch.float64 else torch.float32
+        count = int(positions.max()) + 1 if positions.numel() else 0
+        cosine, sine = (part.to(work)[positions] for part in _angles(self, 0, count, x.shape[-1], x.device))
+        return _rotated_by_torch(x, cosine, sine)
+
     def __repr__(self) -> str:
         return f"Rotary(base={self.base:g})"
 

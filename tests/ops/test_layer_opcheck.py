@@ -113,6 +113,14 @@ def test_cache_append_passes_opcheck(dtype: torch.dtype, strided: bool) -> None:
     _check("cache_append", cache[:, :, ::2] if strided else cache, new, 3)
 
 
+@every_dtype
+def test_paged_operators_pass_opcheck(dtype: torch.dtype) -> None:
+    pages, new = torch.zeros(3, 16, 2, 8, dtype=dtype), torch.randn(2, 2, 3, 8).to(dtype)
+    table, lengths = torch.tensor([[2, 0], [1, 9]]).int(), torch.tensor([20, 3]).int()
+    _check("paged_append", pages, pages.clone(), new, new, table, lengths)
+    _check("attention_paged", torch.cat([new, new], 1), pages, pages, table, lengths, 1.0, True, None, 0)
+
+
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 

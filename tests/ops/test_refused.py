@@ -24,6 +24,7 @@ X, WEIGHT, BIAS = torch.ones(5, 6), torch.ones(4, 6), torch.ones(4)
 HEADS, TABLE, CACHE = torch.ones(2, 3, 5, 8), torch.ones(9, 8), torch.ones(2, 3, 7, 8)
 MOMENTS, SCALE, SHIFT = torch.ones(5, 2), torch.ones(6), torch.ones(6)
 GRAD = torch.ones(5, 4)
+PAGES, BLOCKS, KEYS = torch.zeros(3, 16, 2, 8), torch.tensor([[2, 0], [1, 9]]).int(), torch.tensor([20, 3]).int()
 
 #: Valid arguments of each operator.
 GOOD: dict[str, tuple[Any, ...]] = {
@@ -35,6 +36,8 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "rotary": (HEADS, TABLE, 2, False),
     "dropout_add": (X, X, 9, 1),
     "cache_append": (CACHE, HEADS, 1),
+    "attention_paged": (torch.zeros(2, 4, 1, 8), PAGES, PAGES, BLOCKS, KEYS, 1.0),
+    "paged_append": (PAGES, PAGES, torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), BLOCKS, KEYS),
 }
 #: Operator, index of the argument, invalid value, and error message.
 BAD: list[tuple[str, int, Any, str]] = [
@@ -96,6 +99,19 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("dropout_add", 1, X[:4], "residual must have the shape and dtype of x"),
     ("dropout_add", 1, X.half(), "residual must have the shape and dtype of x"),
     *[("dropout_add", 2, levels, "levels must be 0 to 65535") for levels in (-1, 2**16, 2**63 - 1)],
+    ("attention_paged", 0, torch.zeros(2, 4, 8), r"query must be \[batch, heads, q_len, head_dim\]"),
+    ("attention_paged", 1, PAGES[..., :4], "value must have key's blocks|key must have query's dtype and head_dim"),
+    ("attention_paged", 1, PAGES.mT.contiguous().mT, "key must have contiguous channels"),
+    ("attention_paged", 2, PAGES[:2], "value must have key's blocks, heads and dtype"),
+    ("attention_paged", 3, BLOCKS + 2, "block_table must name blocks from 0 to 2"),
+    ("attention_paged", 3, BLOCKS - 1, "block_table must name blocks from 0 to 2"),
+    ("attention_paged", 3, BLOCKS.long(), "block_table must be contiguous int32"),
+    ("attention_paged", 3, BLOCKS[:1], "lengths must have one length|block_table must have a row"),
+    ("attention_paged", 4, KEYS + 13, "lengths must lie from 0 to 32"),
+    ("attention_paged", 4, -KEYS, "lengths must lie from 0 to 32"),
+    ("paged_append", 2, torch.zeros(2, 1, 1, 8), r"key must be \[batch, kv_heads, new, head_dim\] as the pages are"),
+    ("paged_append", 4, BLOCKS + 2, "block_table must name blocks from 0 to 2"),
+    ("paged_append", 5, KEYS * 0, "lengths must count the new tokens too"),
     ("cache_append", 0, CACHE[0], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 0, CACHE.half(), r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 0, CACHE[:1], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),

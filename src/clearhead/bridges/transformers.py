@@ -1,5 +1,6 @@
-"""Hugging Face transformers: an alias of ``clearhead.integrations.transformers.interface``."""
+"""Hugging Face transformers: an alias of names in ``clearhead.integrations.transformers``."""
 
 from clearhead.integrations.transformers.interface import NAME, enable
+from clearhead.integrations.transformers.paged import PagedCache
 
-__all__ = ["NAME", "enable"]
+__all__ = ["NAME", "PagedCache", "enable"]

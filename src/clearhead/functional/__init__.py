@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from clearhead.functional.flash_cache import flash_attn_with_kvcache
     from clearhead.functional.flex import flex_attention
+    from clearhead.functional.paged import paged_attention
     from clearhead.functional.varlen import varlen_attn
 else:
     from clearhead.lazy import lazy_names
@@ -31,6 +32,7 @@ else:
                 "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func"
             ),
             "clearhead.functional.flash_cache": "flash_attn_with_kvcache",
+            "clearhead.functional.paged": "paged_attention",
             "clearhead.functional.varlen": "varlen_attn",
         },
     )
@@ -47,5 +49,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "observe_attention",
+    "paged_attention",
     "varlen_attn",
 ]

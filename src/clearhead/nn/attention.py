@@ -21,6 +21,7 @@ from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
 from clearhead.nn.spec import Projections
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
+from clearhead.paged_cache import PagedLayer
 from clearhead.positions import Rotary, as_rotary
 from clearhead.projection import NATIVE, Layer, Path, project, project_each
 from clearhead.scores import ScoreRule
@@ -116,7 +117,7 @@ class MultiHeadAttention(nn.Module):
         value: Float[Tensor, "*batch k_len value_dim"] | None = None,
         *,
         mask: Mask | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedLayer | None = None,
         query_offset: int | None = None,
     ) -> Float[Tensor, "*batch q_len output_dim"]:
         """Attend from ``query`` to ``key``.
@@ -141,6 +142,8 @@ class MultiHeadAttention(nn.Module):
             MaskError: the mask does not fit, or positions are ambiguous.
             UnsupportedError: dtype or device differ from the module's, or the cache is no ``KVCache``.
         """
+        if isinstance(cache, PagedLayer):
+            return self._over_pages(query, key, value, mask, cache)
         check_cache(_NAME, "cache", cache)
         if query_offset is not None:
             query_offset = whole(_NAME, "query_offset", query_offset, low=-FARTHEST)
@@ -193,7 +196,39 @@ class MultiHeadAttention(nn.Module):
             return project(joined, last.weight, last.bias, path=path)
         return joined if last is None else last(joined)
 
-    def cache_view(self, cache: KVCache | None, x: Tensor, memory: Tensor | None) -> CacheView | None:
+    def _over_pages(
+        self, x: Tensor, key: Tensor | None, value: Tensor | None, mask: Mask | None, cache: PagedLayer
+    ) -> Tensor:
+        """Self-attention of the new tokens of a step, ``[1, total, embed_dim]``, which are appended to their pages."""
+        if key is not None or value is not None or watched() or x.ndim != 3 or (self.training and self.dropout):
+            raise UnsupportedError.about(
+                _NAME,
+                "cache",
+                must="be a KVCache for attention to a memory, with dropout and under an observer",
+                got="pages",
+                then="Call eval() first; decode observed sequences with new_cache().",
+            )
+        projections, view = self.projections(), self.cache_view(cache, x, None)
+        if projections is not None and view is not None:
+            output = fused_attention((x,), projections, mask=mask, cache=view)
+            if output is not None:
+                return output
+        layers = (self.query_projection, self.key_projection, self.value_projection)
+        heads, keys, values = (
+            _split(projected, count, self.head_dim)
+            for projected, count in zip(
+                linear_each(layers, x), (self.num_heads, self.num_kv_heads, self.num_kv_heads), strict=True
+            )
+        )
+        if self.rotary is not None:
+            heads, keys = (self.rotary.rotate_at(part, cache.step.positions) for part in (heads, keys))
+        output = cache.step.attend(
+            cache.layer, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale
+        )
+        joined, last = output.transpose(-3, -2).flatten(-2), self.output_projection
+        return joined if last is None else last(joined)
+
+    def cache_view(self, cache: KVCache | PagedLayer | None, x: Tensor, memory: Tensor | None) -> CacheView | None:
         """What a fused call reads from a cache."""
         return cache_view(cache, x, memory, self.num_kv_heads, self.head_dim)
 

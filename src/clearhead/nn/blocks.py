@@ -25,6 +25,7 @@ from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
+from clearhead.paged_cache import PagedLayer
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
@@ -53,7 +54,7 @@ class Block(nn.Module):
     feedforward_norm: nn.LayerNorm | nn.RMSNorm
 
     def _attending(
-        self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | None] = ()
+        self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | PagedLayer | None] = ()
     ) -> Tensor:
         """Each attention under its mask, and the feedforward: fused where all parts are plain."""
         x, names = tokens[0], SUBLAYERS[len(tokens)]
@@ -67,7 +68,7 @@ class Block(nn.Module):
         if stack is not None and views is not None and not looked_at:
             output = fused_layers(read, stack, masks, views)
             if output is not None:
-                count_appended([cache for cache in caches[:1] if cache is not None], x.shape[1])
+                count_appended([cache for cache in caches[:1] if isinstance(cache, KVCache)], x.shape[1])
                 return output
 
         def attended(place: int, y: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class Block(nn.Module):
 
 
 def cache_views(
-    block: Block, tokens: Sequence[Tensor], caches: Sequence[KVCache | None]
+    block: Block, tokens: Sequence[Tensor], caches: Sequence[KVCache | PagedLayer | None]
 ) -> list[CacheView | None] | None:
     """What each attention reads from its cache; None where the block operator cannot read one."""
     views: list[CacheView | None] = []
@@ -303,7 +304,7 @@ class DecoderBlock(Block):
         mask: Mask | None = None,
         memory: Float[Tensor, "*batch memory_len memory_dim"] | None = None,
         memory_mask: Mask | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedLayer | None = None,
         memory_cache: KVCache | None = None,
     ) -> Float[Tensor, "*batch len embed_dim"]:
         """The block's output for tokens that attend to themselves and to earlier ones.
@@ -334,7 +335,8 @@ class DecoderBlock(Block):
         if cache is None and memory_cache is None:
             return self._maybe_recomputed(self._run, x, mask, memory, memory_mask)
         # Recomputing it in backward would append the call's tokens again.
-        with restored_on_error(cache, memory_cache):
+        # A step over pages restores them itself.
+        with restored_on_error(cache if isinstance(cache, KVCache) else None, memory_cache):
             return self._run(x, mask, memory, memory_mask, cache, memory_cache)
 
     @classmethod
@@ -355,7 +357,7 @@ class DecoderBlock(Block):
         mask: Mask | None,
         memory: Tensor | None,
         memory_mask: Mask | None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedLayer | None = None,
         memory_cache: KVCache | None = None,
     ) -> Tensor:
         if memory is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.cache import KVCache, reserve
+from clearhead.paged_cache import PagedLayer, PagedStep
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
 
@@ -18,21 +19,23 @@ class CacheView(NamedTuple):
     """Keys and values that an attention reads from a KV cache.
 
     Attributes:
-        key: ``[batch, kv_heads, capacity, head_dim]``.
-        value: ``[batch, kv_heads, capacity, head_dim]``.
+        key: ``[batch, kv_heads, capacity, head_dim]``, or pages ``[num_blocks, block_size, kv_heads, head_dim]``.
+        value: alike.
         length: cached tokens.
         grows: whether the operator first appends the call's own tokens, for which there is capacity. A cached memory
             is only read.
+        step: what says which pages the call's sequences read and extend; None where the cache is not paged.
     """
 
     key: Float[Tensor, "batch kv_heads capacity head_dim"]
     value: Float[Tensor, "batch kv_heads capacity value_dim"]
     length: int
     grows: bool
+    step: PagedStep | None = None
 
 
 def cache_view(
-    cache: KVCache | None, x: Tensor, memory: Tensor | None, kv_heads: int, head_dim: int
+    cache: KVCache | PagedLayer | None, x: Tensor, memory: Tensor | None, kv_heads: int, head_dim: int
 ) -> CacheView | None:
     """What a call without gradients reads from a cache, with capacity for its own tokens; None where there is no cache,
     or the cache does not fit: the op-by-op road says what is wrong.
@@ -44,7 +47,11 @@ def cache_view(
         kv_heads: of the attention's keys and values.
         head_dim: of both.
     """
-    if type(cache) is not KVCache or type(x) is not Tensor or torch.is_grad_enabled() or x.dim() != 3:
+    if type(x) is not Tensor or torch.is_grad_enabled() or x.dim() != 3:
+        return None
+    if type(cache) is PagedLayer:
+        return CacheView(*cache.pages, cache.step.longest, True, cache.step) if memory is None else None
+    if type(cache) is not KVCache:
         return None
     if memory is None:
         # Under autocast, say, the cache's memory is made of another dtype.

@@ -30,6 +30,7 @@ from clearhead.ops.block import Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
+from clearhead.paged_cache import PagedStep
 from clearhead.positions import MOST_POSITIONS, Rotary, table_of
 from clearhead.problem import Problem, draw_seed
 from clearhead.projection import DTYPES, NATIVE, are_plain, choices, takes_small, unrecorded
@@ -286,6 +287,8 @@ def _attended(
         return None
     if projections.head_norms and (training or len(projections.sources) < 3):
         return None
+    if cache is not None and cache.step is not None:
+        return _over_pages(cache.step, projections, mask, query_offset)
     attended = _in_a_band(tokens, projections, training, mask, query_offset, cache)
     if attended is None:
         attended = _validated(tokens, projections, mask, query_offset, cache)
@@ -298,6 +301,21 @@ def _attended(
     capacity = cache.key.shape[2] if cache is not None and cache.grows else keys
     positions = max(attended.query_offset + tokens[0].shape[1], capacity)
     return attended._replace(positions=positions) if positions <= MOST_POSITIONS else None
+
+
+def _over_pages(
+    step: PagedStep, projections: Projections, mask: Mask | None, query_offset: int | None
+) -> Attended | None:
+    """The arguments of a call that reads pages: a causal band, without rules, which the op-by-op road has."""
+    band = None if mask is None else band_of(mask)
+    plain = type(projections.scale) in (float, type(None)) and projections.backend in ("auto", native.BACKEND.name)
+    if band is None or band[1] != 0 or not plain or projections.rules() or query_offset is not None:
+        return None
+    if projections.dropout or step.longest > MOST_POSITIONS:
+        return None
+    scale = projections.head_dim**-0.5 if projections.scale is None else projections.scale
+    options = {name: bound for name, bound in zip(("before", "after"), band, strict=True) if bound is not None}
+    return Attended(mask, (), scale, 0.0, 0, options, step.longest)
 
 
 def _in_a_band(
@@ -402,6 +420,10 @@ def _write_call(
         tape.tensors.append(table)
     if cache is None:
         tape.integer(0)
+    elif cache.step is not None:
+        tape.integer(3)
+        tape.tensors += [part for part in cache.step.table if part is not None]
+        tape.caches += (cache.key, cache.value)
     else:
         tape.integer(1 if cache.grows else 2, cache.length)
         tape.caches += (cache.key, cache.value)

@@ -16,6 +16,7 @@ from clearhead.nn.cache_view import CacheView
 from clearhead.nn.fused import fused_layers
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import Stack
+from clearhead.paged_cache import PagedLayer
 from clearhead.shapes import Float
 
 __all__ = ["fused_blocks"]
@@ -29,7 +30,7 @@ def fused_blocks(
     blocks: nn.ModuleList,
     tokens: Sequence[Float[Tensor, "batch _len _width"]],
     masks: Sequence[Mask | None],
-    caches: Sequence[Sequence[KVCache | None]] = (),
+    caches: Sequence[Sequence[KVCache | PagedLayer | None]] = (),
 ) -> Float[Tensor, "batch len width"] | None:
     """The output of a stack of blocks, bitwise equal to that of the blocks one by one.
 
@@ -72,7 +73,7 @@ def fused_blocks(
     given = tokens[:1] if views and views[-1] is not None else tokens
     output = fused_layers(given, stack, [*masks] * len(blocks), views)
     if output is not None:
-        count_appended([cache for cache, *_ in caches if cache is not None], x.shape[1])
+        count_appended([cache for cache, *_ in caches if isinstance(cache, KVCache)], x.shape[1])
     return output
 
 

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final, overload
 
+import torch
 from torch import Tensor, nn
 
 from clearhead.arguments import flag
+from clearhead.cache import in_one_thread
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
-from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
+from clearhead.nn.batch_layout import Lengths
+from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, widened
 from clearhead.nn.generation import Sampler, as_token, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
+from clearhead.nn.paged_generation import extend_each
 from clearhead.nn.stacks import Decoder, DecoderCache
 from clearhead.nn.start import start_embeddings, start_linears
+from clearhead.packing import as_lengths, real_places, unpack
+from clearhead.paged_cache import PagedKVCache, PagedSequences, PagedStep
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float, Int
 
 __all__ = ["LanguageModel"]
+
+#: Tokens of a block of the cache that `generate` makes for a list of prompts.
+_BLOCK: Final = 64
 
 
 class LanguageModel(nn.Module):
@@ -88,13 +98,32 @@ class LanguageModel(nn.Module):
         """An empty cache for decoding one batch."""
         return self.decoder.new_cache()
 
+    def new_paged_cache(
+        self, num_blocks: int, *, block_size: int = 64, dtype: torch.dtype | None = None
+    ) -> PagedKVCache:
+        """An empty paged cache, for decoding any number of sequences of different lengths.
+
+        Args:
+            num_blocks: blocks of each layer.
+            block_size: tokens of a block.
+            dtype: of keys and values; by default that of the weights.
+
+        >>> model = LanguageModel(vocab_size=50, embed_dim=8, num_heads=2, num_layers=2, max_len=32).eval()
+        >>> cache, ids = model.new_paged_cache(num_blocks=4), torch.tensor([[1, 2, 3], [4, 0, 0]])
+        >>> both = cache.select([cache.add(), cache.add()])
+        >>> with torch.no_grad():
+        ...     model(ids, lengths=[3, 1], cache=both).shape, both.lengths
+        (torch.Size([2, 3, 50]), [3, 1])
+        """
+        return self.decoder.new_paged_cache(num_blocks, block_size=block_size, dtype=dtype)
+
     def forward(
         self,
         ids: Int[Tensor, "batch len"],
         *,
         lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         mask: Mask | None = None,
-        cache: DecoderCache | None = None,
+        cache: DecoderCache | PagedSequences | None = None,
     ) -> Float[Tensor, "batch len vocab_size"]:
         """Scores (logits) of the token after each token.
 
@@ -103,16 +132,30 @@ class LanguageModel(nn.Module):
             lengths: int ``[batch]``, real tokens of each sequence, padding to the right; all by default.
             mask: which earlier tokens a token may attend to, besides causality; a ``Padding`` in it says the same as
                 ``lengths``.
-            cache: from ``new_cache``; the call's tokens follow the cached ones.
+            cache: from ``new_cache``; the call's tokens follow the cached ones. Or sequences of a paged cache, from
+                ``PagedKVCache.select``, one for each row of ``ids``; ``lengths`` may differ then, and ``mask`` is None
+                or a ``Window``.
 
         Returns:
             ``[batch, len, vocab_size]``, zeros at the padding.
 
         Raises:
             ShapeError: ids are no ids, are out of range, or longer than ``max_len``; lengths do not fit.
-            MaskError: the mask does not fit. UnsupportedError: padding together with a cache.
+            MaskError: the mask does not fit. UnsupportedError: padding together with a cache that is not paged.
+            CacheFullError: a paged cache has too few free blocks; no sequence was changed.
         """
         name = "LanguageModel"
+        if isinstance(cache, PagedSequences):
+            return self._over_pages(name, ids, lengths, mask, cache)
+        if cache is not None:
+            self.decoder.cached_length(name, cache)
+            with in_one_thread(*cache.layers):
+                return self._forward(name, ids, lengths, mask, cache)
+        return self._forward(name, ids, lengths, mask, None)
+
+    def _forward(
+        self, name: str, ids: Tensor, lengths: Lengths, mask: Mask | None, cache: DecoderCache | None
+    ) -> Float[Tensor, "batch len vocab_size"]:
         first = self.decoder.cached_length(name, cache)
         _, length = check_ids(name, "ids", ids, self.max_len)
         if first + length > self.max_len:
@@ -128,43 +171,131 @@ class LanguageModel(nn.Module):
         logits: Tensor = self.head(self.decoder.run(x, layout.mask, cache=cache))
         return layout.unpack(logits)
 
+    def _over_pages(
+        self, name: str, ids: Tensor, lengths: Lengths, mask: Mask | None, cache: PagedSequences
+    ) -> Float[Tensor, "batch len vocab_size"]:
+        """``forward`` of rows that extend the sequences of a paged cache: the real tokens are packed."""
+        batch, length = check_ids(name, "ids", ids, self.max_len)
+        if len(cache) != batch:
+            raise ShapeError.about(
+                name, "cache", must=f"have a sequence for each of the {batch} rows of ids", got=f"{len(cache)}",
+                then="Use cache.select.",
+            )  # fmt: skip
+        counts = as_lengths(name, [length] * batch if lengths is None else lengths, batch=batch, longest=length)
+        packed = ids.flatten().index_select(0, real_places(counts, length).to(ids.device))
+        step = cache.extend(counts.tolist())
+        with step:
+            logits: Tensor = self.head(self._read_pages(name, packed, step, mask))
+        return unpack(logits, counts, length)
+
+    def _read_pages(
+        self, name: str, packed: Int[Tensor, " total"], step: PagedStep, mask: Mask | None = None
+    ) -> Tensor:
+        """The last states of a step's new tokens, ``[1, total, embed_dim]``."""
+        self.decoder.check_pages(name, step.cache)
+        if step.longest > self.max_len:
+            raise ShapeError.about(
+                name, "ids", must=f"be at most {self.max_len} tokens long with the cache (max_len)", got=step.longest,
+                then="Start a new sequence, or use a larger max_len.",
+            )  # fmt: skip
+        check_range(name, "ids", packed, self.embedding.vocab_size)
+        return self.decoder.run_over_pages(self.embedding(packed[None], step.positions[None]), step, mask)
+
+    @overload
     def generate(
-        self, ids: Int[Tensor, "batch len"], max_new_tokens: int, *, temperature: float = 1.0,
+        self, ids: Int[Tensor, "batch len"], max_new_tokens: int, *, temperature: float = ..., top_k: int | None = ...,
+        seed: int | None = ..., stop: int | None = ..., cached: bool = ..., cache: None = ...,
+    ) -> Int[Tensor, "batch longer"]: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, ids: Sequence[Int[Tensor, " len"]], max_new_tokens: int, *, temperature: float = ...,
+        top_k: int | None = ..., seed: int | None = ..., stop: int | None = ..., cached: bool = ...,
+        cache: PagedKVCache | None = ...,
+    ) -> list[Int[Tensor, " longer"]]: ...  # fmt: skip
+
+    def generate(
+        self, ids: Tensor | Sequence[Tensor], max_new_tokens: int, *, temperature: float = 1.0,
         top_k: int | None = None, seed: int | None = None, stop: int | None = None, cached: bool = True,
-    ) -> Int[Tensor, "batch longer"]:  # fmt: skip
+        cache: PagedKVCache | None = None,
+    ) -> Tensor | list[Tensor]:  # fmt: skip
         """Continue sequences, token by token; in evaluation mode, without gradients.
+
+        Prompts of different lengths are given as a list. They share a paged cache: as many as fit are decoded together,
+        and the next ones start as soon as others end.
 
         Beyond ``max_len`` tokens the model reads the last ``max_len``, and recomputes them for each token, as their
         positions change.
 
         Args:
-            ids: int ``[batch, len]``, at least one token each.
+            ids: int ``[batch, len]``, at least one token each; or a list of prompts, int ``[len]``.
             max_new_tokens: how many tokens to add.
             temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
             top_k: draw among this many likeliest tokens; by default among all.
             seed: makes the result reproducible; by default torch's own generator.
             stop: a token id after which a sequence is filled up with it.
             cached: use KV caches of earlier tokens. Without them the result is the same, slower.
+            cache: the paged cache of a list of prompts; by default one with blocks for all of them.
 
         Returns:
-            ``[batch, len + max_new_tokens]``, shorter where every sequence has stopped.
+            ``[batch, len + max_new_tokens]``, shorter where every sequence has stopped. Of a list, a list of
+            ``[len + new]``, where ``new`` is up to ``max_new_tokens``: a sequence ends with ``stop``.
 
         Raises:
-            ShapeError: an empty prompt, or arguments out of range.
+            ShapeError: an empty prompt, or arguments out of range; of a list also a sequence longer than ``max_len``.
+            CacheFullError: a prompt and its new tokens exceed all free blocks of ``cache``.
+
+        >>> model = LanguageModel(vocab_size=50, embed_dim=8, num_heads=2, num_layers=2, max_len=32)
+        >>> [len(each) for each in model.generate([torch.tensor([1, 2, 3]), torch.tensor([4])], 5)]
+        [8, 6]
         """
         name = "LanguageModel.generate"
+        if not isinstance(ids, Tensor):
+            return self._generate_each(name, ids, max_new_tokens, temperature, top_k, seed, stop, cache)
         max_new_tokens = check_prompt(name, "ids", ids, max_new_tokens)
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=ids.device)
         stop = None if stop is None else as_token(name, "stop", stop)
-        cache = self.new_cache() if flag(name, "cached", cached) else None
+        memory = self.new_cache() if flag(name, "cached", cached) else None
 
         def next_logits(ids: Tensor) -> Tensor:
-            if cache is None or ids.shape[1] > self.max_len:
+            if memory is None or ids.shape[1] > self.max_len:
                 return self(ids[:, -self.max_len :])[:, -1]  # type: ignore[no-any-return]
-            return self(ids[:, cache.length :], cache=cache)[:, -1]  # type: ignore[no-any-return]
+            return self(ids[:, memory.length :], cache=memory)[:, -1]  # type: ignore[no-any-return]
 
         with evaluating(self):
             return extend(ids, max_new_tokens, next_logits, sampler, stop)
+
+    def _generate_each(
+        self, name: str, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float, top_k: int | None,
+        seed: int | None, stop: int | None, cache: PagedKVCache | None,
+    ) -> list[Tensor]:  # fmt: skip
+        """``generate`` of prompts of different lengths."""
+        for prompt in prompts:
+            given = prompt[None] if isinstance(prompt, Tensor) and prompt.dim() == 1 else prompt
+            max_new_tokens = check_prompt(name, "ids", given, max_new_tokens)
+        longest = max((len(prompt) + max_new_tokens for prompt in prompts), default=0)
+        if longest > self.max_len + 1:
+            raise ShapeError.about(
+                name, "ids", must=f"be at most {self.max_len} tokens long with the new ones (max_len)", got=longest,
+                then="Cut the prompts, or continue them one by one.",
+            )  # fmt: skip
+        device = self.head.weight.device
+        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=device)
+        stop = None if stop is None else as_token(name, "stop", stop)
+        if cache is None:
+            # The last new token is not read, so it needs no place.
+            needed = sum(-(-(len(prompt) + max_new_tokens) // _BLOCK) for prompt in prompts)
+            cache = self.new_paged_cache(max(1, needed), block_size=_BLOCK)
+
+        def next_logits(packed: Tensor, step: PagedStep) -> Tensor:
+            last = torch.tensor(step.counts, device=packed.device).cumsum(0) - 1
+            logits: Tensor = self.head(self._read_pages(name, packed, step)[:, last])
+            return logits[0]
+
+        with evaluating(self):
+            return extend_each(
+                name, [widened(prompt) for prompt in prompts], max_new_tokens, next_logits, sampler, stop, cache
+            )
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""

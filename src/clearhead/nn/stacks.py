@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from clearhead.arguments import flag
@@ -20,6 +21,7 @@ from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
+from clearhead.paged_cache import PagedKVCache, PagedLayer, PagedStep
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
@@ -363,6 +365,47 @@ class Decoder(nn.Module):
                         cache=layer_cache,
                         memory_cache=of_memory,
                     )
+        normed: Tensor = self.norm(output)
+        return normed
+
+    def new_paged_cache(
+        self, num_blocks: int, *, block_size: int = 64, dtype: torch.dtype | None = None
+    ) -> PagedKVCache:
+        """An empty paged cache for any number of sequences.
+
+        Args:
+            num_blocks: blocks of each layer.
+            block_size: tokens of a block.
+            dtype: of keys and values; by default that of the weights.
+        """
+        attention = _first(self.blocks).attention
+        weight = attention.query_projection.weight
+        return PagedKVCache(
+            len(self.blocks), num_blocks, attention.num_kv_heads, attention.head_dim, block_size=block_size,
+            dtype=weight.dtype if dtype is None else dtype, device=weight.device,
+        )  # fmt: skip
+
+    def check_pages(self, function: str, cache: PagedKVCache) -> None:
+        """Raise unless the cache was made for a decoder like this one."""
+        attention = _first(self.blocks).attention
+        wanted = (len(self.blocks), attention.num_kv_heads, attention.head_dim, attention.head_dim)
+        got = (cache.num_layers, cache.num_kv_heads, cache.head_dim, cache.value_dim)
+        if wanted != got or self.cross_attention:
+            raise ShapeError.about(
+                function, "cache",
+                must=f"have {wanted[0]} layers of {wanted[1]} heads of {wanted[2]}, for a decoder without memory",
+                got=f"{got[0]} layers of {got[1]} heads with {got[2]} and {got[3]} channels",
+                then="Take one from new_paged_cache().",
+            )  # fmt: skip
+
+    def run_over_pages(self, x: Tensor, step: PagedStep, mask: Mask | None = None) -> Tensor:
+        """The blocks alone, on the packed new tokens ``[1, total, embed_dim]`` of a step."""
+        masks, caches = (causal(mask),), [PagedLayer(step, place) for place in range(len(self.blocks))]
+        output = fused_blocks(self.blocks, (x,), masks, [(cache,) for cache in caches])
+        if output is None:
+            output = x
+            for block, cache in zip(self.blocks, caches, strict=True):
+                output = block(output, mask=mask, cache=cache)
         normed: Tensor = self.norm(output)
         return normed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clearhead.masks.parts import Parts
 from clearhead.problem import Problem
-from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, SoftCap
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 
@@ -33,6 +33,7 @@ __all__ = [
     "attend_with_lse_backward",
     "gathers",
     "mask_options",
+    "rule_options",
 ]
 
 #: Statistics that backward takes gradients of.
@@ -66,7 +67,7 @@ def options_of(problem: Problem) -> tuple[dict[str, Any], Tensor | None]:
         options["query_offset"] = problem.query_offset
     written = _add_mask(options, problem, problem.mask_parts) if problem.mask is not None else None
     if problem.scores:
-        _add_rules(options, problem)
+        options.update(rule_options(problem.elementwise, problem.sink))
     return options, written
 
 
@@ -99,11 +100,12 @@ def _add_mask(options: dict[str, Any], problem: Problem, parts: Parts) -> Tensor
     return allowed
 
 
-def _add_rules(options: dict[str, Any], problem: Problem) -> None:
+def rule_options(elementwise: Sequence[ScoreRule], sink: Sink | None) -> dict[str, Any]:
+    """The operators' arguments for score rules that the kernels know, in order, and for a sink."""
     kinds: list[int] = []
     values: list[float] = []
     tables: list[Tensor] = []
-    for rule in problem.elementwise:
+    for rule in elementwise:
         if isinstance(rule, SoftCap):
             kinds.append(SOFTCAP)
             values.append(rule.cap)
@@ -111,9 +113,10 @@ def _add_rules(options: dict[str, Any], problem: Problem) -> None:
             kind, table = _table(rule)
             kinds.append(kind)
             tables.append(table)
-    options.update(rule_kinds=kinds, rule_values=values, rule_tables=tables)
-    if problem.sink is not None:
-        options["sink"] = problem.sink.logits.detach().to(torch.float32)
+    options: dict[str, Any] = {"rule_kinds": kinds, "rule_values": values, "rule_tables": tables}
+    if sink is not None:
+        options["sink"] = sink.logits.detach().to(torch.float32)
+    return options
 
 
 def _table(rule: ScoreRule) -> tuple[int, Tensor]:

@@ -28,10 +28,17 @@ _ROWS: Final = {
 }
 #: Operators that are called entry by entry: they sum over the batch, or are described by lists.
 _BY_ENTRY: Final = frozenset(
-    ("linear_weight_gradient", "norm_gradients", "cache_append", "block", "block_forward", "block_backward")
+    (
+        *("linear_weight_gradient", "norm_gradients", "cache_append", "attention_paged", "paged_append"),
+        *("block", "block_forward", "block_backward"),
+    )
 )
 #: Tensors that operators write to.
-_WRITTEN: Final = {"cache_append": ("cache", "new"), "block": ("caches", "tokens")}
+_WRITTEN: Final = {
+    "cache_append": ("cache", "new"),
+    "paged_append": ("key_pages", "key"),
+    "block": ("caches", "tokens"),
+}
 
 
 def batching_rule(name: str, names: Sequence[str]) -> Callable[..., tuple[Any, Any]]:

@@ -39,7 +39,7 @@ class AttentionShapes:
         heads: of queries.
         kv_heads: of keys and values.
         rotary: whether queries and keys are rotated.
-        cache: 0 for none, 1 for one that grows, 2 for a cached memory.
+        cache: 0 for none, 1 for one that grows, 2 for a cached memory, 3 for a paged one.
         cached: tokens in the cache.
         query_offset: position of the first query.
         before: keys before a query that a window allows; None for all.
@@ -155,7 +155,9 @@ class _ListReader:
         if shapes.rotary:
             self.tensor()
         cache = self.integer()
-        cached = self.integer() if cache else 0
+        cached = self.integer() if cache in (1, 2) else 0
+        if cache == 3:
+            self.tensor(), self.tensor(), self.tensor()
         self.integer()
         offset = self.integer()
         before, after, table = self._mask()

@@ -86,6 +86,11 @@ def _attention_gradients(
     return [*grads, rows, *of_rules], True
 
 
+def _attention_paged(query: Tensor, value: Tensor, lse: bool = False, **others: Any) -> list[Tensor]:
+    output = empty_heads(query, value.shape[3])
+    return [output, query.new_empty(tuple(query.shape[:3]), dtype=torch.float32)] if lse else [output]
+
+
 def _linear_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, chunk: int, normalized: bool, for_backward: bool, **others: Any
 ) -> tuple[Tensor | None, ...]:
@@ -131,6 +136,7 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "attention_forward": _attention_forward,
     "attention_compiled": _attention_forward,
     "attention_gradients": _attention_gradients,
+    "attention_paged": _attention_paged,
     "linear_attention_forward": _linear_attention_forward,
     "linear_attention_gradients": _linear_attention_gradients,
     **LAYER_FAKES,

@@ -56,6 +56,12 @@ def _attention(head_dims: int, value_dims: int) -> Callable[..., int]:
     return flops
 
 
+def _attention_paged(query: Shape, key: Shape, value: Shape, block_table: Shape, **others: Any) -> int:
+    """Every query with all keys that its row of the table holds: lengths are elements, which are not looked at."""
+    batch, heads, q_len, head_dim = query
+    return 2 * batch * heads * q_len * block_table[1] * key[1] * (head_dim + value[3])
+
+
 #: ``Q K^T`` and ``P V``.
 _FORWARD: Final = _attention(1, 1)
 #: ``Q K^T`` once more, ``dO V^T``, ``P^T dO``, ``dS K`` and ``dS^T Q``.
@@ -108,6 +114,7 @@ FLOPS: Final[dict[str, Callable[..., int]]] = {
     "attention_forward": _FORWARD,
     "attention_compiled": _FORWARD,
     "attention_gradients": _GRADIENTS,
+    "attention_paged": _attention_paged,
     "attention_compiled_gradients": _GRADIENTS,
     "linear_attention_forward": _linear_attention_forward,
     "linear_attention_gradients": _linear_attention_gradients,

@@ -96,6 +96,7 @@ LAYER_FAKES: Final[dict[str, Callable[..., Any]]] = {
     "rotary": _rotary,
     "dropout_add": _dropout_add,
     "cache_append": _cache_append,
+    "paged_append": _cache_append,
     "block": _block,
     "block_forward": _block_forward,
     "block_backward": _block_backward,

@@ -151,6 +151,7 @@ LAYER_FLOPS: Final[dict[str, Callable[..., int]]] = {
     "rotary": _none,
     "dropout_add": _none,
     "cache_append": _none,
+    "paged_append": _none,
     "block": _block,
     "block_forward": _block,
     "block_backward": _block_backward,

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from clearhead.errors import UnsupportedError
+from clearhead.functional.paged import attend_to_pages
 from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
 from clearhead.integrations.torch.masks import may_look
 from clearhead.integrations.torch.polarity import from_additive
 from clearhead.integrations.transformers.masks import MaskTensor
+from clearhead.integrations.transformers.paged import PagesTensor
 from clearhead.masks import Causal, Dense, Mask
+from clearhead.masks.parts import band_of
 from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -87,6 +90,15 @@ def attend_for(
                 got=f"{name} from {type(module).__name__}",
                 then="Run this model with eager attention.",
             )
+    if isinstance(key, PagesTensor) and isinstance(value, PagesTensor):
+        output = None
+        if position_bias is None and dropout == 0.0 and not watched() and not edited():
+            causal = is_causal_alone(module) if is_causal is None else is_causal
+            scaled = own_scale(module, query.shape[-1]) if scaling is None else scaling
+            output = _over_pages(query, key, value, attention_mask, causal, _simple_rules(softcap, s_aux), scaled)
+        if output is not None:
+            return output, None
+        key, value = key.read(), value.read()
     query, key, value = _in_one_dtype(query, key, value)
     scaling, causal = own_scale(module, query.shape[-1]) if scaling is None else scaling, False
     if attention_mask is None:
@@ -113,11 +125,43 @@ def attend_for(
     if plain is not None and not watched():
         return plain, None
     output = planned(
-        module, query, key, value, attention_mask, position_bias, rules=rules, scale=scaling, causal=causal,
-        dropout=dropout,
+        module, query, key, value, attention_mask, position_bias, rules=_simple_rules(softcap, s_aux), scale=scaling,
+        causal=causal, dropout=dropout,
     )  # fmt: skip
     # Observers see the same attention; the output is bitwise identical to an unobserved one.
     return output if plain is None else plain, None
+
+
+def _simple_rules(softcap: float | None, s_aux: Tensor | None) -> list[ScoreRule]:
+    rules: list[ScoreRule] = [] if softcap is None else [SoftCap(softcap)]
+    return rules if s_aux is None else [*rules, Sink(s_aux.reshape(-1))]
+
+
+def _over_pages(
+    query: Tensor,
+    key: PagesTensor,
+    value: PagesTensor,
+    attention_mask: Tensor | None,
+    causal: bool,
+    rules: Sequence[ScoreRule],
+    scale: float | None,
+) -> Float[Tensor, "batch q_len heads value_dim"] | None:
+    """Attention that reads a paged cache where it is; None if the mask is no band or the dtype is another one."""
+    q_len, k_len = query.shape[2], key.shape[2]
+    mask: Mask | None = None
+    if isinstance(attention_mask, MaskTensor):
+        mask = attention_mask.meaning()
+        if mask is not None and (band_of(mask) is None or attention_mask.query_offset != k_len - q_len):
+            return None
+    elif attention_mask is not None or (causal and 1 < q_len < k_len):
+        return None
+    elif causal and q_len > 1:
+        mask = Causal()
+    if query.dtype is not key.dtype or query.shape[0] != key.shape[0]:
+        return None
+    tensors = (query, key.pages, value.pages)
+    (output,) = attend_to_pages(NAME, tensors, key.table, mask=mask, scores=tuple(rules), scale=scale)
+    return output.transpose(1, 2).contiguous()
 
 
 def planned(

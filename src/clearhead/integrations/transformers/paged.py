@@ -1,0 +1,242 @@
+"""A KV cache of transformers whose layers append into the pages of a ``PagedKVCache``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from clearhead.arguments import whole
+from clearhead.errors import ShapeError
+from clearhead.functional.paged import PageTable, pages_of
+from clearhead.paged_cache import PagedKVCache, write_pages
+from clearhead.shapes import Float
+from clearhead.torch_private import no_torch_function, wrapper_tensor
+
+__all__ = ["PagedCache", "PagesTensor"]
+
+
+class PagesTensor(Tensor):
+    """Keys or values in pages that models carry as the tensor ``[batch, kv_heads, length, dim]`` they stand for.
+
+    It has that shape, dtype and device, but no elements: the first operation that reads them gathers the pages.
+    ``clearhead``'s attention reads them where they are.
+
+    Attributes:
+        pages: ``[num_blocks, block_size, kv_heads, dim]``.
+        table: which pages each sequence reads.
+    """
+
+    pages: Tensor
+    table: PageTable
+
+    @staticmethod
+    def __new__(cls, pages: Tensor, table: PageTable, length: int) -> PagesTensor:
+        shape = (table.lengths.shape[0], pages.shape[2], length, pages.shape[3])
+        made = wrapper_tensor(cls, shape, pages.dtype, pages.device)
+        made.pages, made.table = pages, table
+        return made
+
+    def read(self) -> Float[Tensor, "batch kv_heads length dim"]:
+        """The elements, copied from the pages."""
+        return torch.cat([pages_of(self.pages, row, self.shape[2]) for row in self.table.block_table])
+
+    # What is computed from it is an ordinary tensor.
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*map(_gathered, args), **{name: _gathered(each) for name, each in (kwargs or {}).items()})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PagesTensor(shape={tuple(self.shape)}, block_size={self.pages.shape[1]})"
+
+
+def _gathered(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map(_gathered, argument))
+    return argument.read() if isinstance(argument, PagesTensor) else argument
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """transformers' ``past_key_values`` in the blocks of a ``ch.PagedKVCache``.
+
+    Every row of a batch is a sequence of the paged cache. Beams and ``num_return_sequences`` share blocks until they
+    differ, cropping returns blocks, and ``fork`` starts another generation from cached tokens, such as a system prompt.
+    Under ``attn_implementation="clearhead"``, as after ``ch.swap``, attention reads the pages where they are if its
+    mask is causal or a window; under other masks, such as left padding, and implementations, pages are gathered.
+
+    Args:
+        config: the model's ``config``.
+        num_blocks: blocks of each layer; not with ``pages``.
+        block_size: tokens of a block.
+        pages: the paged cache of another ``PagedCache`` of the same model, to share its blocks.
+
+    Attributes:
+        pages: the ``ch.PagedKVCache``, once the first tokens have come; its ``used_blocks`` and ``free_blocks`` count.
+        sequences: the sequence of each row.
+
+    Raises:
+        ShapeError: neither or both of ``num_blocks`` and ``pages`` are given.
+
+    A call for which no block is free raises ``CacheFullError``, and the cache is as before.
+
+    >>> import clearhead as ch, torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    ...                      num_attention_heads=2, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> report = ch.swap(model)
+    >>> cache = ch.bridges.transformers.PagedCache(model.config, num_blocks=8)
+    >>> model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=4, do_sample=False).shape
+    torch.Size([1, 7])
+    >>> cache.pages.used_blocks, cache.get_seq_length()
+    (1, 6)
+    """
+
+    def __init__(
+        self, config: Any, num_blocks: int | None = None, *, block_size: int = 64, pages: PagedKVCache | None = None
+    ) -> None:
+        if (num_blocks is None) == (pages is None):
+            raise ShapeError.about(
+                "PagedCache", "num_blocks", must="be given, or pages of another cache", got="neither or both",
+                then="num_blocks * block_size is how many tokens all sequences may have.",
+            )  # fmt: skip
+        self._num_blocks = (
+            pages.num_blocks if pages is not None else whole("PagedCache", "num_blocks", num_blocks, low=1)
+        )
+        self._block_size = whole("PagedCache", "block_size", block_size, low=1)
+        self._config = config
+        self.pages = pages
+        self.sequences: list[int] = []
+        text = config.get_text_config()
+        self._parts = [_PagedCacheLayer(self, place) for place in range(text.num_hidden_layers)]
+        super().__init__(layers=[*self._parts])
+
+    def fork(self) -> Self:
+        """Another cache that begins with the same tokens and shares their blocks."""
+        blocks = self._num_blocks if self.pages is None else None
+        forked = type(self)(self._config, blocks, block_size=self._block_size, pages=self.pages)
+        if self.pages is not None:
+            forked.sequences = [self.pages.fork(sequence) for sequence in self.sequences]
+        for mine, theirs in zip(self._parts, forked._parts, strict=True):
+            theirs.length, theirs.is_initialized = mine.length, mine.is_initialized
+        return forked
+
+    def reset(self) -> None:
+        """Remove all tokens, and return the blocks."""
+        self._replace([])
+        for layer in self._parts:
+            layer.length, layer.is_initialized = 0, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; from a positive number on, all beyond so many."""
+        for layer in self._parts:
+            remaining = layer.length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove or layer.length
+            layer.length = max(0, min(layer.length, remaining))
+        longest = max(layer.length for layer in self._parts)
+        if self.pages is not None:
+            for sequence in self.sequences:
+                self.pages.truncate(sequence, min(longest, self.pages.length(sequence)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``i`` continue what row ``beam_idx[i]`` was; their blocks are shared."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row; the repeated ones share blocks."""
+        self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, and return the blocks of the others."""
+        rows = torch.arange(len(self.sequences))[indices.to("cpu")]
+        self._select(rows.tolist())
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows; -1 before the first tokens."""
+        return len(self.sequences) or -1
+
+    def _select(self, rows: Sequence[int]) -> None:
+        if self.pages is not None and self.sequences:
+            self._replace([self.pages.fork(self.sequences[row]) for row in rows])
+
+    def _replace(self, sequences: list[int]) -> None:
+        if self.pages is not None:
+            for sequence in self.sequences:
+                self.pages.remove(sequence)
+        self.sequences = sequences
+
+    def _reserve(self, key: Tensor, value: Tensor, length: int) -> PagedKVCache:
+        """The pages, with capacity for ``length`` tokens of each row."""
+        if self.pages is None:
+            self.pages = PagedKVCache(
+                len(self._parts), self._num_blocks, key.shape[1], key.shape[3], block_size=self._block_size,
+                value_dim=value.shape[3], dtype=key.dtype, device=key.device,
+            )  # fmt: skip
+        pages = self.pages
+        if not self.sequences:
+            self.sequences = [pages.add() for _ in range(key.shape[0])]
+        if key.shape[0] != len(self.sequences):
+            raise ShapeError.about(
+                "PagedCache", "key_states", must=f"have the cache's batch size {len(self.sequences)}", got=key.shape[0],
+                then="Use one cache per batch, or call reset().",
+            )  # fmt: skip
+        if pages.length(self.sequences[0]) < length:
+            with pages.extend({each: length - pages.length(each) for each in self.sequences}):
+                pass
+        return pages
+
+
+class _PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a ``PagedCache``. All layers share the blocks' numbers, and each has pages of its own."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: PagedCache, place: int) -> None:
+        super().__init__()
+        self.length = 0
+        self._cache, self._place = cache, place
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Pages are made with the first tokens of the first layer."""
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[PagesTensor, PagesTensor]:
+        """Append tokens ``[batch, kv_heads, new, head_dim]``; the keys and values of all tokens, in their pages."""
+        length = self.length + key_states.shape[2]
+        cache = self._cache
+        pages = cache._reserve(key_states, value_states, length)
+        block_table, _ = pages.block_table(cache.sequences)
+        lengths = torch.full((len(cache.sequences),), length, dtype=torch.int32, device=block_table.device)
+        table = PageTable(block_table, lengths)
+        write_pages(pages, self._place, key_states.detach(), value_states.detach(), table)
+        self.length, self.is_initialized = length, True
+        of_layer = pages.key_pages(self._place), pages.value_pages(self._place)
+        keys, values = (PagesTensor(part, table, length) for part in of_layer)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Number of keys after the call, and the position of the first; before transformers 5 of cache positions."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.length + new, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Number of cached tokens."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No maximum of its own: all sequences share the blocks."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """As ``get_max_length``, before transformers 5."""
+        return -1

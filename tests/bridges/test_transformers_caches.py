@@ -1,0 +1,142 @@
+"""transformers' caches and ways of generating with swapped models, and its cache in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from clearhead.bridges.transformers import PagedCache  # noqa: E402
+from clearhead.integrations.transformers.paged import PagesTensor  # noqa: E402
+
+IDS = torch.randint(1, 50, (2, 20), generator=torch.Generator().manual_seed(0))
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "several": {"num_beams": 2, "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    config = transformers.LlamaConfig(**sizes, **ends, num_attention_heads=4, num_key_value_heads=2, **changes)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def mistral() -> Any:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config).eval()
+
+
+def generated(model: Any, way: str = "greedy", ids: Tensor = IDS, **options: Any) -> Tensor:
+    ids = ids[:1] if "lookup" in way else ids
+    output: Tensor = model.generate(ids, max_new_tokens=10, do_sample=False, **{**WAYS[way], **options})
+    return output
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_paged_cache_generates_the_same_tokens(way: str, swapped: bool) -> None:
+    model = llama()
+    expected = generated(model, way)
+    if swapped:
+        ch.swap(model)
+    cache = PagedCache(model.config, num_blocks=40, block_size=16)
+    assert torch.equal(generated(model, way, past_key_values=cache), expected)
+    assert cache.pages is not None
+    assert cache.pages.used_blocks <= 2 * len(cache.sequences)
+    cache.reset()
+    assert (cache.pages.used_blocks, cache.get_seq_length()) == (0, 0)
+
+
+def test_attention_reads_the_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in (llama(), mistral()):
+        expected = generated(model)
+        ch.swap(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(PagesTensor, "read", lambda self: pytest.fail("the pages were gathered"))
+            cache = PagedCache(model.config, num_blocks=20, block_size=16)
+            assert torch.equal(generated(model, past_key_values=cache), expected)
+
+
+def test_left_padding_over_pages_gives_the_same_tokens() -> None:
+    model, mask = llama(), torch.ones_like(IDS)
+    mask[0, :6] = 0
+    expected = generated(model, attention_mask=mask)
+    ch.swap(model)
+    cache = PagedCache(model.config, num_blocks=20, block_size=16)
+    assert torch.equal(generated(model, attention_mask=mask, past_key_values=cache), expected)
+
+
+def test_a_forked_cache_continues_a_prefix_and_leaves_it() -> None:
+    model = llama()
+    ch.swap(model)
+    prefix = PagedCache(model.config, num_blocks=20, block_size=16)
+    with torch.no_grad():
+        model(IDS, past_key_values=prefix)
+    assert prefix.pages is not None
+    for seed in range(2):
+        more = torch.cat([IDS, torch.randint(1, 50, (2, 3), generator=torch.Generator().manual_seed(seed))], 1)
+        fork = prefix.fork()
+        assert prefix.pages.shared_blocks == 4
+        assert torch.equal(generated(model, ids=more, past_key_values=fork), generated(model, ids=more))
+        fork.reset()
+        assert (prefix.pages.used_blocks, prefix.get_seq_length()) == (4, 20)
+
+
+def test_a_full_paged_cache_is_one_line_and_as_before() -> None:
+    model = llama()
+    cache = PagedCache(model.config, num_blocks=4, block_size=16)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        with pytest.raises(ch.CacheFullError, match="must fit into the 0 free blocks"):
+            model(IDS, past_key_values=cache)
+    assert cache.pages is not None
+    assert (cache.get_seq_length(), cache.pages.used_blocks) == (20, 4)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "prompt lookup"])
+@pytest.mark.parametrize("implementation", ["dynamic", "static", "offloaded", "quantized"])
+def test_transformers_own_caches_go_on_working_when_swapped(way: str, implementation: str) -> None:
+    if implementation == "quantized" and not transformers.utils.is_optimum_quanto_available():
+        pytest.skip("optimum-quanto is not installed")
+    if implementation == "offloaded" and not torch.cuda.is_available():
+        pytest.skip("transformers offloads to the CPU from a GPU alone")
+    if implementation == "static" and way == "prompt lookup":
+        pytest.skip("transformers crops no static cache")
+    model = llama()
+    expected = generated(model, way, cache_implementation=implementation)
+    ch.swap(model)
+    assert torch.equal(generated(model, way, cache_implementation=implementation), expected)
+
+
+def test_a_sliding_cache_and_assisted_decoding_go_on_working_when_swapped() -> None:
+    for model in (mistral(), llama()):
+        assistant = llama(rope_theta=500.0)
+        plain, assisted = generated(model), generated(model, ids=IDS[:1], assistant_model=assistant)
+        ch.swap(model), ch.swap(assistant)
+        assert torch.equal(generated(model), plain)
+        assert torch.equal(generated(model, ids=IDS[:1], assistant_model=assistant), assisted)
+
+
+def test_continuous_batching_says_in_one_sentence_which_implementations_it_takes() -> None:
+    model = llama()
+    if not hasattr(model, "init_continuous_batching"):
+        pytest.skip("this transformers has no continuous batching")
+    ch.swap(model)
+    with pytest.raises(ValueError, match="clearhead is not supported for continuous batching") as raised:
+        model.init_continuous_batching()
+    assert "\n" not in str(raised.value)
