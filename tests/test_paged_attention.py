@@ -195,3 +195,16 @@ def test_a_table_that_points_outside_is_one_line(change: Any, text: str) -> None
     with pytest.raises(ch.ClearheadError, match=re.escape(text)) as raised:
         paged_attention(**_with(call, **change(call)))
     assert "\n" not in str(raised.value).split("got")[0]
+
+
+def test_varlen_attn_reads_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = paged(lengths=(5, 40, 90))
+    packed, start = torch.randn(27, 4, 64), torch.tensor([0, 2, 2, 27], dtype=torch.int32)
+    arguments = (packed, call.key, call.value, start, None, 25, 90)
+    options: dict[str, Any] = {"seqused_k": call.lengths, "block_table": call.table, "enable_gqa": True}
+    gathered = ch.functional.varlen_attn(
+        packed.clone().requires_grad_(), *arguments[1:], window_size=(-1, 0), **options
+    )
+    monkeypatch.setattr("clearhead.functional.varlen.gather_pages", lambda *_: pytest.fail("pages were copied"))
+    output = ch.functional.varlen_attn(*arguments, window_size=(-1, 0), **options)
+    torch.testing.assert_close(output, gathered.detach(), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import one_of
-from clearhead.errors import MaskError, ShapeError, UnsupportedError
+from clearhead.errors import ClearheadError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional.exact import attention, observe_attention
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
@@ -21,7 +21,7 @@ from clearhead.scores import Alibi, RelativeBias, ScoreRule, Sink, SoftCap, as_r
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Want
 
-__all__ = ["PageTable", "attend_to_pages", "paged_attention", "pages_of"]
+__all__ = ["PageTable", "attend_to_pages", "paged_attention", "pages_of", "reads_pages"]
 
 _NAME: Final = "paged_attention"
 _BACKENDS: Final = ("auto", "native", "tiled", "reference", "sdpa")
@@ -173,6 +173,28 @@ def attend_to_pages(
         _check(function, tensors, table)
         raise UnsupportedError.from_operator(error) from None
     return results
+
+
+def reads_pages(
+    tensors: tuple[Tensor, Tensor, Tensor], table: PageTable, longest: tuple[int | None, int | None]
+) -> bool:
+    """Whether the CPU kernels read the pages where they are: everything fits, and no gradient is wanted.
+
+    Args:
+        tensors: query ``[1, heads, total, head_dim]``, key pages and value pages.
+        table: which pages each sequence reads, with starts of queries.
+        longest: the longest numbers of queries and of keys that are allowed.
+    """
+    if torch.is_grad_enabled() and any(part.requires_grad for part in tensors):
+        return False
+    if not _is_native(tensors, table) or table.query_start is None:
+        return False
+    try:
+        _check("varlen_attn", tensors, table)
+    except ClearheadError:
+        return False
+    most = (int(table.query_start.diff().max()), int(table.lengths.max()))
+    return all(limit is not None and 0 <= count <= limit for count, limit in zip(most, longest, strict=True))
 
 
 def pages_of(pages: Tensor, row: Int[Tensor, " max_blocks"], length: int) -> Float[Tensor, "1 kv_heads length dim"]:

@@ -13,6 +13,7 @@ from clearhead import torch_op
 from clearhead.arguments import FARTHEST, dense, flag, repr_of, whole, whole_number
 from clearhead.dispatch import run
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.functional.paged import PageTable, attend_to_pages, reads_pages
 from clearhead.masks import Causal, Mask, Window
 from clearhead.masks.sequences import RAGGED_ARGUMENTS, Ragged
 from clearhead.problem import Problem
@@ -83,7 +84,8 @@ def varlen_attn(
         UnsupportedError: dtypes or devices do not fit, or heads differ without ``enable_gqa``.
 
     Cost: ``4 * heads * head_dim * sum_s(q_len_s * k_len_s)`` operations; nothing is computed between sequences.
-    Memory grows with the tokens. ``block_table`` copies the pages that it names.
+    Memory grows with the tokens. ``block_table`` with
+    ``seqused_k`` is read where the pages are, on the CPU without gradients; otherwise they are copied.
 
     Paper: Dao 2023, "FlashAttention-2", section 3.
 
@@ -99,8 +101,14 @@ def varlen_attn(
         whole(name, "num_splits", num_splits, low=0)
     before, after = window_of(name, window_size)
     layout = VarlenLayout(cu_seq_q, cu_seq_k, seqused_k, max_q, max_k, block_table)
-    packed = PackedCall.of(name, query, key, value, layout)
     wanted = return_aux is not None and bool(return_aux.lse)
+    table = layout.page_table(query, key, value)
+    if table is not None:
+        heads = query.transpose(0, 1)[None]
+        results = attend_to_pages(name, (heads, key, value), table, mask=band(before, after), scale=scale, lse=wanted)
+        output = results[0][0].transpose(0, 1)
+        return (output, results[1][0]) if wanted else output
+    packed = PackedCall.of(name, query, key, value, layout)
     done = compute(name, *packed.tensors, want_lse=wanted, scale=scale, mask=packed.mask(before, after), query_offset=0)
     output = done.output[0].transpose(0, 1)
     return (output, done.lse[0]) if wanted and done.lse is not None else output
@@ -126,6 +134,22 @@ class VarlenLayout:
     max_q: object
     max_k: object
     block_table: object = None
+
+    def page_table(self, query: Tensor, key: Tensor, value: Tensor) -> PageTable | None:
+        """What the CPU kernels read pages by, where they do and everything fits; ``PackedCall`` says what does not."""
+        given = (self.cu_seq_q, self.used_k, self.block_table)
+        if torch.compiler.is_compiling() or any(type(part) is not Tensor or not part.is_cpu for part in given):
+            return None
+        start, lengths, blocks = given
+        assert isinstance(start, Tensor)
+        assert isinstance(lengths, Tensor)
+        assert isinstance(blocks, Tensor)
+        whole_numbers = all(part.dtype in (torch.int32, torch.int64) for part in (start, lengths, blocks))
+        longest = (whole_number(self.max_q), whole_number(self.max_k))
+        if not whole_numbers or start.dim() != 1 or start.numel() < 2 or None in longest:
+            return None
+        table = PageTable(*(part.to(torch.int32).contiguous() for part in (blocks, lengths, start)))
+        return table if reads_pages((query.transpose(0, 1)[None], key, value), table, longest) else None
 
 
 @dataclass(frozen=True, eq=False)
