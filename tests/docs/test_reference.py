@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTED = re.compile(r"^\.\. (?:auto(?:function|class|data)|py:data):: ([\w.]+)$", re.MULTILINE)
 #: Variables of this project that a program reads.
-READ = re.compile(r"""environ(?:\.get\(|\[|\.setdefault\()\s*["'](CLEARHEAD_\w+)|=\s*["'](CLEARHEAD_\w+)["']""")
+READ = re.compile(
+    r"""(?:environ(?:\.get\(|\[|\.setdefault\()|Variable\()\s*["'](CLEARHEAD_\w+)|=\s*["'](CLEARHEAD_\w+)["']"""
+)
 
 
 def _generated() -> Any:

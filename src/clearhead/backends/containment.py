@@ -138,7 +138,7 @@ def _multiplied(left: Tensor, right: Tensor, allowed: Tensor | None) -> Tensor:
     bad = ~torch.isfinite(right)
     if is_readable(right) and not bool(bad.any()):
         return left @ right
-    return left @ right.masked_fill(bad, 0.0) + not_finite_terms(left.detach(), right.detach(), allowed)
+    return left @ right.masked_fill(bad, 0.0) + not_finite_terms(left, right, allowed)
 
 
 class _Matmul(torch.autograd.Function):
@@ -196,12 +196,14 @@ class Contained:
         spoiled: rows whose scores have a NaN gradient.
         unweighted: those of them whose weights are NaN.
         channels: channels in which a row's gradient to values is NaN.
+        infinite: where the query and where the key had NaN or infinity; None unless one had infinity.
     """
 
     problem: Problem
     spoiled: Bool[Tensor, "batch heads q_len"]
     unweighted: Bool[Tensor, "batch heads q_len"]
     channels: Bool[Tensor, "batch heads q_len value_dim"]
+    infinite: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of_arrived(cls, problem: Problem, grad_output: Tensor) -> Contained:
@@ -212,7 +214,7 @@ class Contained:
 
     def spoil(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of query, key and value with NaN at the places that spoiled rows affect."""
-        query, key, value = grads
+        query, key, value = grads if self.infinite is None else self._beside_infinity(grads, *self.infinite)
         of_values = self.channels | self.unweighted[..., None]
         reached = _reached(self.problem, torch.cat([self.spoiled[..., None], of_values], dim=-1))
         return [
@@ -220,6 +222,17 @@ class Contained:
             key.masked_fill(reached[..., :1], torch.nan),
             value.masked_fill(reached[..., 1:], torch.nan),
         ]
+
+    def _beside_infinity(self, grads: Sequence[Tensor], bad_query: Tensor, bad_key: Tensor) -> list[Tensor]:
+        """Gradients with NaN in the channels in which a row, or a key, meets infinity with a weight of 0."""
+        query, key, value = grads
+        per_head = bad_key.repeat_interleave(self.problem.num_heads // self.problem.num_kv_heads, dim=1)
+        read = torch.zeros_like(query, dtype=torch.bool)
+        for rows, allowed in _strips(self.problem):
+            places = allowed.expand(*per_head.shape[:2], -1, per_head.shape[2])
+            read[:, :, rows] = places.to(torch.float32) @ per_head.to(torch.float32) > 0.0
+        reached = _reached(self.problem, bad_query)
+        return [query.masked_fill(read, torch.nan), key.masked_fill(reached, torch.nan), value]
 
     def spoil_learned(self, rule: ScoreRule, grad: Tensor) -> Tensor:
         """The gradient of a bias tensor with NaN at the elements that spoiled rows read."""
@@ -250,14 +263,20 @@ def contained(
         grad_output: the output's gradient.
         rows: rows at which a gradient of a statistic is NaN or infinite; None for none.
     """
-    query, key, value = (only_finite(tensor) for tensor in (problem.query, problem.key, problem.value))
+    # The largest number in place of infinity: it makes the same weights of 0, and of 1 under a soft cap.
+    query, key = (torch.nan_to_num(tensor, nan=0.0) for tensor in (problem.query, problem.key))
+    value = only_finite(problem.value)
     channels = ~torch.isfinite(grad_output)
     unweighted = ~(torch.isfinite(lse) | (lse == -torch.inf))
     spoiled = unweighted | ~torch.isfinite(output).all(dim=-1) | channels.any(dim=-1)
     spoiled = spoiled if rows is None else spoiled | rows
+    infinite = None
+    if bool(problem.query.isinf().any() or problem.key.isinf().any()):
+        infinite = (~torch.isfinite(problem.query), ~torch.isfinite(problem.key))
+    spoiled = spoiled & _attending(problem)
     # Scores of finite tokens may overflow.
     query = query.masked_fill(unweighted[..., None], 0.0)
-    return Contained(problem.with_tensors(query, key, value), spoiled & _attending(problem), unweighted, channels)
+    return Contained(problem.with_tensors(query, key, value), spoiled, unweighted, channels, infinite)
 
 
 def _attending(problem: Problem) -> Bool[Tensor, "batch heads q_len"]:

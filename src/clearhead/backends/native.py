@@ -280,13 +280,18 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
 
 
 def _meets_infinity(problem: Problem) -> bool:
-    """Whether a row may be finite though it attends to an infinite key: a score of minus infinity has weight 0."""
-    return bool(problem.query.isinf().any() or problem.key.isinf().any())
+    """Whether a query or a key of float16 is infinite: the largest float16 does not make weights of 0."""
+    half = problem.query.dtype == torch.float16
+    return half and bool(problem.query.isinf().any() or problem.key.isinf().any())
 
 
 def _by_tiles(problem: Problem, arrived: Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters, by tiles, which keep infinite scores."""
     leaves = [tensor.detach().requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
+    with torch.enable_grad():
+        if not leaves[0].view_as(leaves[0]).requires_grad:
+            # Within an operator of a graph autograd records nothing.
+            return [torch.full_like(one, torch.nan) for one in (*leaves, *problem.rule_parameters)]
     grads = {"output": arrived.output, **({} if arrived.lse is None else {"lse": arrived.lse}), **arrived.statistics}
     want = replace(arrived.want, lse=True)
     needs = [True] * (3 + len(problem.rule_parameters))
