@@ -73,7 +73,7 @@ class Sampler:
 
     def _check(self, largest: Float[Tensor, "batch 1"]) -> None:
         """Raise if the largest logit of a row is NaN or infinite."""
-        total = largest.float().sum().item()
+        total = largest.item() if largest.numel() == 1 else largest.float().sum().item()
         if not math.isfinite(total):
             must, then = "be finite", "Look for NaN in the model's weights: its training may have diverged."
             raise ShapeError.about(self.function, "logits", must=must, got=repr(total), then=then)
