@@ -197,7 +197,7 @@ class TestRefused:
         (tmp_path / "text.so").write_text("text", encoding="utf-8")
         monkeypatch.setattr(binary, "PATH", tmp_path / "text.so")
         said = native_library.reason() or ""
-        assert said.startswith("was built for another machine")
+        assert said.startswith("is damaged (the file is no library")
         assert "\n" not in said
 
     def test_reason_for_missing_functions(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

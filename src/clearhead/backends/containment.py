@@ -40,8 +40,8 @@ _STRIP: Final = 128
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether the tensor's elements can be read: False for meta and fake tensors and under vmap."""
-    if is_hollow(tensor):
+    """Whether the tensor's elements can be read: False for meta and fake tensors, under vmap and in graphs."""
+    if torch.compiler.is_compiling() or is_hollow(tensor):
         return False
     if has_memory(tensor):
         return True

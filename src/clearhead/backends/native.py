@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from clearhead.backends import tiled
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.recorded import is_recorded, recorded_attention
@@ -287,6 +286,9 @@ def _meets_infinity(problem: Problem) -> bool:
 
 def _by_tiles(problem: Problem, arrived: Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters, by tiles, which keep infinite scores."""
+    # Imported here, since most programs do not need the module.
+    from clearhead.backends import tiled
+
     leaves = [tensor.detach().requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
     with torch.enable_grad():
         if not leaves[0].view_as(leaves[0]).requires_grad:

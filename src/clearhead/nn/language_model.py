@@ -8,7 +8,7 @@ from typing import Final, overload
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import flag
+from clearhead.arguments import flag, repr_of
 from clearhead.cache import in_one_thread
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
@@ -251,7 +251,18 @@ class LanguageModel(nn.Module):
         """
         name = "LanguageModel.generate"
         if not isinstance(ids, Tensor):
+            if not isinstance(ids, (list, tuple)):
+                must, then = "be a tensor, or a list of tensors", "Use torch.as_tensor."
+                raise ShapeError.about(name, "ids", must=must, got=repr_of(ids), then=then)
+            if not flag(name, "cached", cached):
+                raise ShapeError.about(
+                    name, "cached", must="be True for a list of prompts", got="False", then="Pass ids [batch, len]."
+                )
             return self._generate_each(name, ids, max_new_tokens, temperature, top_k, seed, stop, cache)
+        if cache is not None:
+            raise ShapeError.about(
+                name, "cache", must="come with a list of prompts", got="ids in one tensor", then="Pass list(ids)."
+            )
         max_new_tokens = check_prompt(name, "ids", ids, max_new_tokens)
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=ids.device)
         stop = None if stop is None else as_token(name, "stop", stop)
