@@ -143,6 +143,7 @@ class ChoiceRow:
         narrow_forward: paths of ``x @ weight.T + bias`` for a weight of fewer than ``NARROW_WEIGHT`` elements.
         narrow_input_gradient: paths of ``grad @ weight`` for a weight of fewer than ``NARROW_WEIGHT`` elements.
         few_rows: paths of both for fewer than ``TILED_ROWS`` rows; empty if they do not differ.
+        alone: the kinds of GEMM whose path is faster than torch's in a program that has nothing else of clearhead.
         sdpa_from: sizes from which torch's attention runs; None for the kernels at every size.
     """
 
@@ -157,6 +158,7 @@ class ChoiceRow:
     narrow_forward: tuple[str, ...] = _NATIVE
     narrow_input_gradient: tuple[str, ...] = _NATIVE
     few_rows: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ("forward", "input gradient", "weight gradient")
     sdpa_from: SdpaFrom | None = None
 
     def matches(self, dtype: torch.dtype, processor: Processor) -> bool:
@@ -197,6 +199,7 @@ TABLE: Final[tuple[ChoiceRow, ...]] = (
     ChoiceRow(
         processors="Intel with AVX2", vendor=INTEL, needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),
         basis="measured on Emerald Rapids and a Xeon with AMX", narrow_forward=_TORCH, narrow_input_gradient=_TORCH,
+        alone=(),
     ),
     ChoiceRow(
         processors="any with AVX2", needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 import clearhead as ch
+from clearhead import testing
 from clearhead.cli.app import app
 from clearhead.integrations import accelerate as module
 from clearhead.ops import library
 from tests.processes import reported
 
 pytestmark = pytest.mark.skipif(library.reason() is not None, reason="the CPU kernels are not available")
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """Every processor takes the kernels."""
+    with testing.choices(gemm="native", attention="native"):
+        yield
 
 
 def fast() -> tuple[bool, bool]:

@@ -20,6 +20,7 @@ __all__ = [
     "check_variable",
     "choice",
     "choices",
+    "gains_alone",
     "gemm_path",
     "large_enough",
     "layer_gains",
@@ -95,7 +96,7 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
 
 
 def layer_gains(weight: torch.Tensor) -> bool | None:
-    """Whether large calls of a linear layer take another path than torch's.
+    """Whether large calls of a linear layer gain by another path than torch's.
 
     Args:
         weight: ``[out, in]``, or its transpose.
@@ -114,7 +115,12 @@ def layer_gains(weight: torch.Tensor) -> bool | None:
         return None
     if weight.layout is not torch.strided or weight.numel() < _LEAST_LAYER:
         return None
-    return any(each.path != TORCH.name for each in choices(weight.dtype))
+    return any(each.path != TORCH.name and gains_alone(each.kind, weight.dtype) for each in choices(weight.dtype))
+
+
+def gains_alone(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a kind of GEMM gains by its path where torch would compute it otherwise: by the table, or if named."""
+    return _named(dtype) is not None or kind in table.row_for(dtype).alone
 
 
 def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
