@@ -23,12 +23,18 @@ Calls = list[str]
 FUSED = ["attend_with_lse", "attend_with_lse_backward"]
 
 
+def take_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels take calls of every size on every processor."""
+    monkeypatch.setattr(ours, "_LEAST", 0)
+    monkeypatch.setattr(ours, "_LEAST_TRAINING", 0)
+    monkeypatch.setattr(ours, "attention_gains_alone", lambda *sizes, **options: True)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """What the kernels computed; every size is large enough for them."""
     made: Calls = []
-    monkeypatch.setattr(ours, "_LEAST", 0)
-    monkeypatch.setattr(ours, "attention_path", lambda *sizes, **options: "native")
+    take_all(monkeypatch)
 
     def counted(name: str) -> None:
         real = getattr(ours, name)
@@ -213,7 +219,7 @@ def test_dropout_has_torchs_distribution_and_seed(calls: Calls) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_gradient_of_a_learned_mask(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_LEAST", 0)
+    take_all(monkeypatch)
     query, key, value = torch.randn(3, 2, 4, 20, 16)
     bias = torch.randn(1, 4, 20, 20, requires_grad=True)
     with ch.accelerate():
@@ -233,7 +239,7 @@ def test_gradient_of_a_learned_mask(p: float, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("value_dim", [16, 24])
 def test_calls_of_the_unfused_operator(shape: tuple[int, ...], value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three axes, or heads of two widths, which torch's fused kernel refuses."""
-    monkeypatch.setattr(ours, "_LEAST", 0)
+    take_all(monkeypatch)
     query, key = torch.randn(2, *shape)
     value = torch.randn(*shape[:-1], value_dim)
     for options in ({}, {"is_causal": True}, {"attn_mask": torch.rand(33, 33) > 0.3}):
@@ -245,7 +251,7 @@ def test_calls_of_the_unfused_operator(shape: tuple[int, ...], value_dim: int, m
 
 
 def test_unfused_kernel_that_the_user_asks_for_stays_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_LEAST", 0)
+    take_all(monkeypatch)
     query = torch.randn(1, 2, 40, 16)
     with sdpa_kernel(SDPBackend.MATH):
         plain = results((query, query, query), None)

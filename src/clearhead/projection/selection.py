@@ -20,7 +20,7 @@ __all__ = [
     "check_variable",
     "choice",
     "choices",
-    "gains_alone",
+    "gemm_gains_alone",
     "gemm_path",
     "large_enough",
     "layer_gains",
@@ -115,10 +115,10 @@ def layer_gains(weight: torch.Tensor) -> bool | None:
         return None
     if weight.layout is not torch.strided or weight.numel() < _LEAST_LAYER:
         return None
-    return any(each.path != TORCH.name and gains_alone(each.kind, weight.dtype) for each in choices(weight.dtype))
+    return any(each.path != TORCH.name and gemm_gains_alone(each.kind, weight.dtype) for each in choices(weight.dtype))
 
 
-def gains_alone(kind: str, dtype: torch.dtype) -> bool:
+def gemm_gains_alone(kind: str, dtype: torch.dtype) -> bool:
     """Whether a kind of GEMM gains by its path where torch would compute it otherwise: by the table, or if named."""
     return _named(dtype) is not None or kind in table.row_for(dtype).alone
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.native import BACKEND
-from clearhead.choices import attention_path
+from clearhead.choices import attention_gains_alone
 from clearhead.errors import ClearheadError
 from clearhead.integrations.aten.kernel import AtenKernel
 from clearhead.integrations.torch.masks import recognised
@@ -30,8 +30,8 @@ from clearhead.statistics import Want
 
 __all__ = ["ATTENTION"]
 
-#: Multiplications below which torch's kernel runs, whose call costs less.
-_LEAST: Final = 2**22
+#: Multiplications below which torch's kernel runs, whose call costs less; with gradients, those of forward.
+_LEAST, _LEAST_TRAINING = 2**22, 2**24
 _FLOAT32: Final = torch.finfo(torch.float32)
 
 
@@ -46,21 +46,25 @@ class _Call:
     attn_mask: Tensor | None
     scale: float | None
 
-    @property
-    def pays(self) -> bool:
+    def pays(self, *, gradient: bool) -> bool:
         """Whether the kernels can run the call and, by its size and the table of processors, run it faster."""
         query, key, value = self.query, self.key, self.value
         if not (query.dim() == key.dim() == value.dim() == 4 and query.dtype in DTYPES):
             return False
         batch, heads, q_len, head_dim = query.shape
         k_len, value_dim = key.shape[2], value.shape[3]
-        if batch * heads * q_len * k_len * (head_dim + value_dim) < _LEAST or max(head_dim, value_dim) > MAX_HEAD_DIM:
+        least = _LEAST_TRAINING if gradient else _LEAST
+        if batch * heads * q_len * k_len * (head_dim + value_dim) < least or max(head_dim, value_dim) > MAX_HEAD_DIM:
             return False
         if not self._mask_fits(batch, heads, q_len, k_len) or not self._scale_is_normal():
             return False
-        gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        masked = self.is_causal or self.attn_mask is not None
-        return attention_path(query.dtype, q_len, k_len, causal=masked, gradient=gradient) == BACKEND.name
+        return attention_gains_alone(query.dtype, min(q_len, k_len), gradient=gradient)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether autograd records the call."""
+        tensors = (self.query, self.key, self.value)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def _mask_fits(self, *sizes: int) -> bool:
         """Whether there is no mask, or ``is_causal``, or a mask that broadcasts to ``[batch, heads, q_len, k_len]``."""
@@ -121,7 +125,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor] | None:
     """Output, and the log-sum-exp, which is 0 in a row without keys."""
     call = _Call(query, key, value, is_causal, attn_mask, scale)
-    if dropout_p or not call.pays:
+    if dropout_p or not call.pays(gradient=call.is_recorded):
         return None
     try:
         output, lse = attend_with_lse(query, key, value, call.factor, call.options())
@@ -154,7 +158,7 @@ def _fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Gradients of query, key and value."""
     call = _Call(query, key, value, is_causal, attn_mask, scale)
-    if dropout_p or not call.pays:
+    if dropout_p or not call.pays(gradient=True):
         return None
     try:
         grads = attend_with_lse_backward(grad_out, query, key, value, out, logsumexp, call.factor, call.options())
@@ -193,7 +197,7 @@ def _unfused(
     axes = (1,) * (4 - query.dim())
     four = [tensor.reshape(axes + tensor.shape) for tensor in (query, key, value)]
     call = _Call(four[0], four[1], four[2], is_causal, attn_mask, scale)
-    if not call.pays or (not enable_gqa and key.shape[:-2] != query.shape[:-2]):
+    if not call.pays(gradient=call.is_recorded) or (not enable_gqa and key.shape[:-2] != query.shape[:-2]):
         return None
     try:
         output = _attend(call, float(dropout_p))

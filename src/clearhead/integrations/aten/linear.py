@@ -11,7 +11,7 @@ from clearhead import choices
 from clearhead.errors import ClearheadError
 from clearhead.integrations.aten.kernel import AtenKernel
 from clearhead.projection.paths import TORCH, Path
-from clearhead.projection.selection import DTYPES, gains_alone, gemm_path
+from clearhead.projection.selection import DTYPES, gemm_gains_alone, gemm_path
 
 __all__ = ["LINEAR"]
 
@@ -35,7 +35,7 @@ def _choose(left: Tensor, right: Tensor) -> tuple[str, Path] | None:
         path = gemm_path(left.dtype, steps, rows, columns, kind=kind)
     else:
         return None
-    return (kind, path) if path is not TORCH and gains_alone(kind, left.dtype) else None
+    return (kind, path) if path is not TORCH and gemm_gains_alone(kind, left.dtype) else None
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor | None:
