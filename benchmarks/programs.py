@@ -225,6 +225,22 @@ def _torchtune(quick: bool) -> Built:
     return model, (torch.randint(words, (1, length)),)
 
 
+def _transformers(name: str, settings: Mapping[str, Any], quick: bool) -> Built:
+    import transformers
+
+    width, depth, length = (192, 2, 100) if quick else (768, 12, 128)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=1000, hidden_size=width, num_hidden_layers=depth, num_attention_heads=width // 64,
+        intermediate_size=4 * width, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings,
+    )  # fmt: skip
+    return getattr(transformers, f"{name}Model")(config), (torch.randint(3, 1000, (2 if quick else 8, length)),)
+
+
+_DEBERTA_V3 = {
+    "relative_attention": True, "position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm",
+    "pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "type_vocab_size": 0,
+}  # fmt: skip
+
 PROGRAMS = (
     Program("torchvision ViT-B/16", "torchvision", _torchvision_vit, "torchvision"),
     Program("torchvision Swin-T", "torchvision", _torchvision_swin, "torchvision"),
@@ -244,6 +260,10 @@ PROGRAMS = (
     Program("litgpt Pythia, 12 layers", "litgpt", partial(_litgpt, "pythia-410m"), "litgpt"),
     Program("litgpt TinyLlama, 12 layers", "litgpt", partial(_litgpt, "tiny-llama-1.1b"), "litgpt"),
     Program("segment-anything ViT-B encoder", "segment_anything.modeling", _segment_anything, "segment-anything"),
+    Program("transformers MPNet base", "transformers", partial(_transformers, "MPNet", {}), "transformers"),
+    Program(
+        "transformers DeBERTa v3 base", "transformers", partial(_transformers, "DebertaV2", _DEBERTA_V3), "transformers"
+    ),
     Program("torchtune Llama 2, 12 layers", "torchtune.models.llama2", _torchtune, "torchtune"),
 )
 
