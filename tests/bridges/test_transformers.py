@@ -283,6 +283,8 @@ def test_the_attention_implementation_can_be_set_by_name() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_swap_keeps_parameters_and_unswap_restores_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_LEAST_LAYER", 0)
+    # On every processor linear layers gain by themselves.
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
     model = eager(name)
     kinds = [type(module) for module in model.modules()]
     state = {key: value.data_ptr() for key, value in model.state_dict().items()}

@@ -104,7 +104,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     leave_padding_out = flag("swap", "leave_padding_out", leave_padding_out)
     with _LOCK:
         # First, since it may raise.
-        gains = [(name, module, linear_gains(module)) for name, module in model.named_modules()]
+        for module in model.modules():
+            linear_gains(module, alone=True)
         before = {module for _, module in _swapped_linears(model)}
         rows, within = _swap_transformers(model)
         named = [(name, module) for name, module in model.named_modules() if module not in within]
@@ -114,6 +115,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
             for part in _small_parts(module):
                 recast(part, _SMALL_PARTS[class_of(part)])
             recast(module, _REPLACEMENTS[class_of(module)])
+        alone = {module for _, module in _outside_layers(model)}
+        gains = [(name, module, linear_gains(module, alone=module in alone)) for name, module in model.named_modules()]
         for _, module, gain in gains:
             if gain:
                 recast(module, SwappedLinear)
@@ -121,7 +124,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
             replace(_restored(name, nn.Linear), reason=BEFORE if module in before else "")
             for name, module in _swapped_linears(model)
         ]
-        rows += _left_linears([(name, module) for name, module, gain in gains if gain is False])
+        rows += _left_linears([(name, module) for name, module, gain in gains if gain is False and module in alone])
         for module in model.modules():
             if hasattr(type(module), "leaves_padding_out"):
                 vars(module).pop("leaves_padding_out", None)
@@ -174,17 +177,22 @@ def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:
 
 def _swapped_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The swapped linear layers of a model that are not part of a replaced layer."""
-    layers, linears = set[str](), list[tuple[str, nn.Module]]()
+    return [(name, module) for name, module in _outside_layers(model) if class_of(module) is SwappedLinear]
+
+
+def _outside_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a model that are neither a replaced layer nor a part of one."""
+    layers, outside = set[str](), list[tuple[str, nn.Module]]()
     for name, module in model.named_modules():
         # A module comes before its parts.
         parents = name.split(".")[:-1]
         if any(".".join(parents[:count]) in layers for count in range(len(parents) + 1)):
             continue
-        if class_of(module) is SwappedLinear:
-            linears.append((name, module))
-        elif original_of(class_of(module)) in _REPLACEMENTS or fast_of(module) is not None:
+        if original_of(class_of(module)) in _REPLACEMENTS or fast_of(module) is not None:
             layers.add(name)
-    return linears
+        else:
+            outside.append((name, module))
+    return outside
 
 
 def _restored(name: str, original: type[nn.Module]) -> SwapRow:

@@ -95,11 +95,12 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
     return weight >= least and rows > 0 and not training
 
 
-def layer_gains(weight: torch.Tensor) -> bool | None:
-    """Whether large calls of a linear layer gain by another path than torch's.
+def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
+    """Whether large calls of a linear layer take another path than torch's.
 
     Args:
         weight: ``[out, in]``, or its transpose.
+        alone: whether the layer is no part of a fused one, whose bits it has to give, and so has to gain by itself.
 
     Returns:
         True if they do; False if the table names torch's path for the layer; None if there is no choice: the dtype has
@@ -108,14 +109,15 @@ def layer_gains(weight: torch.Tensor) -> bool | None:
     Raises:
         UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
 
-    >>> layer_gains(torch.ones(8, 8)) is layer_gains(torch.ones(512, 512).double()) is None
+    >>> layer_gains(torch.ones(8, 8), alone=True) is layer_gains(torch.ones(512, 512).double(), alone=True) is None
     True
     """
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES or not weight.is_cpu:
         return None
     if weight.layout is not torch.strided or weight.numel() < _LEAST_LAYER:
         return None
-    return any(each.path != TORCH.name and gemm_gains_alone(each.kind, weight.dtype) for each in choices(weight.dtype))
+    paths = [each for each in choices(weight.dtype) if each.path != TORCH.name]
+    return any(not alone or gemm_gains_alone(each.kind, weight.dtype) for each in paths)
 
 
 def gemm_gains_alone(kind: str, dtype: torch.dtype) -> bool:

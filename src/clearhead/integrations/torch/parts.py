@@ -17,8 +17,12 @@ from clearhead.projection import layer_gains, project
 __all__ = ["SwappedDropout", "SwappedLinear", "is_plain", "linear_gains"]
 
 
-def linear_gains(module: nn.Module) -> bool | None:
+def linear_gains(module: nn.Module, *, alone: bool) -> bool | None:
     """Whether a linear layer of any model is to be swapped.
+
+    Args:
+        module: a part of the model.
+        alone: whether it is no part of a replaced layer.
 
     Returns:
         True if it is; False if the table of processors names torch's GEMM for it; None if the module is no plain
@@ -27,7 +31,7 @@ def linear_gains(module: nn.Module) -> bool | None:
     # A parametrized layer has a class of its own, or computes its weight in a hook.
     if type(module) is not nn.Linear or "forward" in vars(module) or not isinstance(module.weight, nn.Parameter):
         return None
-    return layer_gains(module.weight)
+    return layer_gains(module.weight, alone=alone)
 
 
 #: Elements of an input below which the choice of a GEMM takes longer than it saves.

@@ -94,7 +94,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
         recast(module, generating)
         return None
     if kind in REPLACEMENTS:
-        if kind is not Conv1D or layer_gains(module.weight):  # type: ignore[arg-type]
+        if kind is not Conv1D or layer_gains(module.weight, alone=False):  # type: ignore[arg-type]
             recast(module, REPLACEMENTS[kind])
         return None
     trial = attempt(module, interface=interface)
