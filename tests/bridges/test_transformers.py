@@ -160,6 +160,8 @@ def test_packed_position_ids_separate_sequences(name: str, symbolic: list[MaskTe
     lengths = [9, 1, 13]
     places = torch.cat([torch.arange(length) for length in lengths])[None]
     model = ours(name)
+    # The trial of a model's layers makes masks too.
+    symbolic.clear()
     with torch.no_grad():
         truth, textbook, actual = (
             each(input_ids=ids, position_ids=places, use_cache=False).logits
