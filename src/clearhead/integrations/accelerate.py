@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
@@ -112,11 +112,9 @@ def _apply(parts: _Parts) -> _Parts:
     global _PARTS
     with _LOCK:
         before = _PARTS
-        for name, kernels in _KERNELS.items():
-            if getattr(parts, name) and name not in _LIBRARIES:
-                _LIBRARIES[name] = register(kernels)
-            elif not getattr(parts, name):
-                # torch's kernels are back when nothing refers to the registration.
-                _LIBRARIES.pop(name, None)
-            _PARTS = replace(_PARTS, **{name: getattr(parts, name)})
+        # All are made before any is kept, so that an error changes nothing.
+        made = {name: _LIBRARIES.get(name) or register(_KERNELS[name]) for name in _KERNELS if getattr(parts, name)}
+        _LIBRARIES.clear()
+        _LIBRARIES.update(made)
+        _PARTS = parts
         return before

@@ -41,7 +41,9 @@ def register(kernels: Sequence[AtenKernel]) -> Library:
             original = get_kernel(f"aten::{kernel.operator}", key)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_WARNING, category=UserWarning)
-                library.impl(kernel.operator, _with_original(kernel.run, original), key, with_keyset=True)
+                run = _with_original(kernel.run, original)
+                # Another package's replacement is called for what is not taken, and stands again afterwards.
+                library.impl(kernel.operator, run, key, with_keyset=True, allow_override=True)
     return library
 
 
