@@ -21,7 +21,7 @@ from clearhead.integrations.aten.kernel import AtenKernel
 from clearhead.integrations.torch.masks import recognised
 from clearhead.integrations.torch.polarity import from_additive
 from clearhead.masks import Causal, Dense, Mask
-from clearhead.ops.attention import DENSE, attend_with_lse, attend_with_lse_backward
+from clearhead.ops.attention import attend_with_lse, attend_with_lse_backward, rule_options
 from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM
 from clearhead.ops.library import in_memory
 from clearhead.problem import Problem
@@ -96,8 +96,6 @@ class _Call:
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of clearhead's operators; masks and biases are the only ones that torch has."""
-        if self.attn_mask is None:
-            return {"after": 0} if self.is_causal else {}
         mask, bias = self.meaning()
         options: dict[str, Any] = {}
         if isinstance(mask, Dense):
@@ -105,11 +103,7 @@ class _Call:
         elif mask is not None:
             options["after"] = 0
         if bias is not None:
-            table = bias.bias.to(torch.float32)
-            options["rule_kinds"], options["rule_tables"] = (
-                [DENSE],
-                [table if table.stride(3) == 1 else table.contiguous()],
-            )
+            options |= rule_options((bias,), None)
         return options
 
 
