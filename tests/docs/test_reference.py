@@ -102,6 +102,11 @@ def test_links_of_repository_files_lead_to_pages(tmp_path: Path, monkeypatch: py
     assert generated.repository_page("benchmarks/README.md", "evidence/benchmarks.md") == shown
 
 
+def test_repository_files_have_their_page_in_the_site() -> None:
+    pages = _generated().PAGES
+    assert {name: (ROOT / "docs" / page).exists() for name, page in pages.items()} == dict.fromkeys(pages, True)
+
+
 def test_option_table_has_a_row_for_each_field() -> None:
     text = _generated().options("clearhead.train.ClassifierOptions")
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(ClassifierOptions.__dataclass_fields__)
