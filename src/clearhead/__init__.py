@@ -6,7 +6,7 @@ Public names are imported when they are first read, so that ``import clearhead``
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from clearhead import bridges, functional, nn, positions, sparse
+    from clearhead import bridges, distributed, functional, nn, positions, sparse
     from clearhead.cache import KVCache
     from clearhead.errors import CacheFullError, ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
@@ -109,6 +109,7 @@ __all__ = [
     "accelerate",
     "attention",
     "bridges",
+    "distributed",
     "explain",
     "explain_dispatch",
     "functional",

@@ -27,7 +27,7 @@ __all__ = ["lines"]
 PACKAGES: Final = (
     "clearhead", "clearhead.nn", "clearhead.masks", "clearhead.scores", "clearhead.positions", "clearhead.sparse",
     "clearhead.linear", "clearhead.observe", "clearhead.verify", "clearhead.bridges", "clearhead.bridges.transformers",
-    "clearhead.inspector", "clearhead.train", "clearhead.errors", "clearhead.functional",
+    "clearhead.inspector", "clearhead.train", "clearhead.errors", "clearhead.functional", "clearhead.distributed",
 )  # fmt: skip
 
 #: Names without an underscore that only clearhead's modules use; no page or docstring mentions them.

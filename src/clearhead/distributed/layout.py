@@ -1,0 +1,158 @@
+"""Layouts of a sharded sequence: which tokens each rank has, and cutting and joining tensors accordingly.
+
+``"contiguous"`` gives rank ``r`` the tokens ``[r * n, (r + 1) * n)``. ``"zigzag"`` cuts the sequence into two chunks
+for each rank and gives rank ``r`` chunks ``r`` and ``2 * ranks - 1 - r``, so that under a causal mask every rank
+computes the same number of scores. A length that does not divide gives the first chunks one token more.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from clearhead.arguments import repr_of
+from clearhead.errors import ShapeError
+
+__all__ = ["LAYOUTS", "LayoutName", "chunks_of", "positions_of", "shard", "unshard"]
+
+LayoutName: TypeAlias = Literal["contiguous", "zigzag"]
+LAYOUTS: Final = ("contiguous", "zigzag")
+
+
+def chunks_of(length: int, ranks: int, rank: int, layout: str) -> tuple[range, ...]:
+    """The positions that a rank has, as ranges in the order in which its part of a tensor contains them.
+
+    Args:
+        length: tokens of the whole sequence.
+        ranks: number of ranks.
+        rank: the rank, from 0.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+
+    >>> chunks_of(8, 2, 0, "zigzag"), chunks_of(8, 2, 1, "zigzag")
+    ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
+    >>> chunks_of(5, 2, 0, "contiguous")
+    (range(0, 3),)
+    """
+    count = ranks if layout == "contiguous" else 2 * ranks
+    size, longer = divmod(length, count)
+    places = (rank,) if layout == "contiguous" else (rank, count - 1 - rank)
+    starts = [place * size + min(place, longer) for place in places]
+    return tuple(range(start, start + size + (place < longer)) for place, start in zip(places, starts, strict=True))
+
+
+def positions_of(length: int, ranks: int, rank: int, layout: str) -> Tensor:
+    """The positions of a rank's tokens, int64, in the order in which its part of a tensor contains them."""
+    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks_of(length, ranks, rank, layout)])
+
+
+def shard(
+    tensor: Tensor, *, dim: int = -2, layout: LayoutName = "contiguous", group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's part of a tensor that every rank has whole, cut along a sequence axis.
+
+    Args:
+        tensor: any tensor that is equal on all ranks: tokens, ids, labels or positions.
+        dim: the sequence axis, by default the last but one, which is that of queries, keys and values.
+        layout: ``"contiguous"``, or ``"zigzag"``, which balances the work of causal masks.
+        group: the process group; by default all ranks.
+
+    Returns:
+        A contiguous copy of the rank's tokens, in the order of ``layout``. Gradients flow to the rank's tokens alone.
+
+    Raises:
+        ShapeError: ``dim`` or ``layout`` is none that there is.
+
+    Cost: no communication.
+    """
+    axis = _axis("shard", tensor, dim)
+    check_layout("shard", layout)
+    chunks = chunks_of(tensor.shape[axis], dist.get_world_size(group), dist.get_rank(group), layout)
+    return torch.cat([tensor.narrow(axis, chunk.start, len(chunk)) for chunk in chunks], dim=axis)
+
+
+def unshard(
+    tensor: Tensor, *, dim: int = -2, layout: LayoutName = "contiguous", group: ProcessGroup | None = None
+) -> Tensor:
+    """The whole tensor, from the parts of all ranks; the inverse of ``shard``.
+
+    Args:
+        tensor: this rank's part; the others' may be shorter or longer along ``dim``.
+        dim: the sequence axis.
+        layout: the layout of the parts.
+        group: the process group; by default all ranks.
+
+    Returns:
+        The whole tensor on every rank. It has no gradient: compute losses on parts.
+
+    Raises:
+        ShapeError: ``dim`` or ``layout`` is none that there is, or the parts' lengths are not those of the layout.
+
+    Cost: one gathering of all parts.
+    """
+    axis = _axis("unshard", tensor, dim)
+    check_layout("unshard", layout)
+    ranks = dist.get_world_size(group)
+    lengths = gather_lengths(tensor.shape[axis], group)
+    total = sum(lengths)
+    chunks = [chunks_of(total, ranks, rank, layout) for rank in range(ranks)]
+    expected = [sum(map(len, pieces)) for pieces in chunks]
+    if lengths != expected:
+        raise ShapeError.about(
+            "unshard",
+            "tensor",
+            must=f"have parts of the lengths {expected} of layout {layout!r}",
+            got=f"lengths {lengths}",
+            then="Cut the whole tensor by ch.distributed.shard.",
+        )
+    pieces: dict[int, Tensor] = {}
+    for part, places in zip(gather_parts(tensor.detach(), axis, lengths, group), chunks, strict=True):
+        for chunk, piece in zip(places, part.split([len(one) for one in places], dim=axis), strict=True):
+            if len(chunk):
+                pieces[chunk.start] = piece
+    return torch.cat([pieces[start] for start in sorted(pieces)], dim=axis) if pieces else tensor.detach()
+
+
+def gather_parts(part: Tensor, axis: int, lengths: list[int], group: ProcessGroup | None) -> list[Tensor]:
+    """The parts of all ranks, whose lengths along ``axis`` may differ; without a gradient."""
+    # gloo gathers tensors of one shape.
+    longest = max(lengths)
+    padded = part.new_empty(*part.shape[:axis], longest, *part.shape[axis + 1 :])
+    padded.narrow(axis, 0, part.shape[axis]).copy_(part)
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=group)
+    return [one.narrow(axis, 0, length) for one, length in zip(received, lengths, strict=True)]
+
+
+def gather_lengths(length: int, group: ProcessGroup | None) -> list[int]:
+    """The lengths of all ranks' parts."""
+    lengths: list[int | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lengths, length, group=group)
+    return [int(one or 0) for one in lengths]
+
+
+def check_layout(function: str, layout: object) -> None:
+    """Raise ``ShapeError`` unless the layout is one of ``LAYOUTS``."""
+    if layout not in LAYOUTS:
+        raise ShapeError.about(
+            function,
+            "layout",
+            must="be 'contiguous' or 'zigzag'",
+            got=repr_of(layout),
+            then="'zigzag' balances causal masks.",
+        )
+
+
+def _axis(function: str, tensor: Tensor, dim: int) -> int:
+    if not isinstance(tensor, Tensor) or not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+        raise ShapeError.about(
+            function,
+            "dim",
+            must="be an axis of a tensor",
+            got=f"{dim!r} for {repr_of(tensor)}",
+            then="Pass the sequence axis.",
+        )
+    return dim % tensor.ndim
