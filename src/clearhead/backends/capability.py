@@ -119,9 +119,9 @@ class ByRows(Protocol):
         """Rows for backward, from a float32 or float64 output and log-sum-exp that were merged from parts."""
 
     def backward(
-        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None
+        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None, *, partial: bool
     ) -> list[Tensor]:
-        """Gradients of query, key, value and the rules' parameters of a problem without a sink."""
+        """Gradients of query, key, value and the rules' parameters; ``partial`` if the rows have other keys besides."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,7 +267,7 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
         # A row maximum of infinity and a reciprocal sum of 0 make all weights of the row 0.
         gone = rows.softmax.new_tensor([torch.inf, 0.0])
         softmax = torch.where(clean.unweighted[..., None], gone, rows.softmax)
-        finite = Saved(None if rows.output is None else only_finite(rows.output), rows.lse, softmax)
+        finite = replace(rows, output=None if rows.output is None else only_finite(rows.output), softmax=softmax)
         arrived = arrived.finite()
         grads = _backward(clean.problem, finite, arrived.output, _Pulls.of(problem, rows, arrived).finite())
         assert grads is not None
@@ -407,7 +407,7 @@ class _ByRows:
         return [output, lse, torch.stack((largest, torch.ones_like(lse)), dim=-1)]
 
     def backward(
-        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None
+        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None, *, partial: bool
     ) -> list[Tensor]:
         output, lse, softmax = (part.contiguous() for part in rows)
         # NaN of keys that the problem does not have spoils its rows too.
@@ -415,7 +415,7 @@ class _ByRows:
         if bool(spoiled.any()):
             grad_lse = (torch.zeros_like(lse) if grad_lse is None else grad_lse).masked_fill(spoiled, torch.nan)
         arrived = Arrived(grad_output, None if grad_lse is None else grad_lse.contiguous())
-        return gradients(problem.with_traced_rules, Saved(output, lse, softmax), arrived)
+        return gradients(problem.with_traced_rules, Saved(output, lse, softmax, partial), arrived)
 
 
 BACKEND = Backend(

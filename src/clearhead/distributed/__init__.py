@@ -3,10 +3,17 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from clearhead.distributed.layout import shard, unshard
+    from clearhead.distributed.layout import ShardLayout, shard, unshard
+    from clearhead.distributed.plan import Plan, plan_attention
 else:
     from clearhead.lazy import lazy_names
 
-    __getattr__, __dir__ = lazy_names(__name__, {"clearhead.distributed.layout": "shard unshard"})
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "clearhead.distributed.layout": "ShardLayout shard unshard",
+            "clearhead.distributed.plan": "Plan plan_attention",
+        },
+    )
 
-__all__ = ["shard", "unshard"]
+__all__ = ["Plan", "ShardLayout", "plan_attention", "shard", "unshard"]

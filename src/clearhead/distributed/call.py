@@ -130,7 +130,7 @@ class Call:
         """
         output, lse = rows
         if (by_rows := self.backend.by_rows) is not None:
-            return by_rows.backward(problem, by_rows.rows(problem, output, lse), grad_output, grad_lse)
+            return by_rows.backward(problem, by_rows.rows(problem, output, lse), grad_output, grad_lse, partial=True)
         leaves = [tensor.detach().requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
         inputs = [*leaves, *problem.rule_parameters]
         with torch.enable_grad():

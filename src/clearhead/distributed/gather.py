@@ -161,7 +161,7 @@ class _Backward:
                 sliced = problem.rule_parameters
             rows = [part[:, :, where] for part in self.rows]
             grads = self.grad_output[:, :, where].contiguous(), self.grad_lse[:, :, where].contiguous()
-            of_query[:, :, where], _, _, *of_sliced = by_rows.backward(problem, rows, *grads)
+            of_query[:, :, where], _, _, *of_sliced = by_rows.backward(problem, rows, *grads, partial=False)
             add_learned(of_learned, learned, sliced, of_sliced)
         call.exchange.sum(of_learned)
         rows = [self._whole_rows(part) for part in self.rows]
@@ -170,7 +170,8 @@ class _Backward:
             part = chunk if len(keys) > _ONE_TILE else keys
             key, value = (tensor[:, :, part.start : part.stop] for tensor in self.whole[1:])
             problem = self._part(queries, part, self.whole[0], key, value)
-            _, *both, = by_rows.backward(problem, rows, self.whole_grad, self.whole_grad_lse)[:3]
+            partial = len(part) < len(keys)
+            _, *both = by_rows.backward(problem, rows, self.whole_grad, self.whole_grad_lse, partial=partial)[:3]
             mine = slice(chunk.start - part.start, chunk.stop - part.start)
             of_key[:, :, where], of_value[:, :, where] = (grad[:, :, mine] for grad in both)
         return [of_query, of_key, of_value, *of_learned]
