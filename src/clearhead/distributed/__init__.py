@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from clearhead.distributed.balance import balanced
     from clearhead.distributed.layout import ShardLayout, shard, unshard
     from clearhead.distributed.plan import Plan, plan_attention
 else:
@@ -11,9 +12,10 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "clearhead.distributed.balance": "balanced",
             "clearhead.distributed.layout": "ShardLayout shard unshard",
             "clearhead.distributed.plan": "Plan plan_attention",
         },
     )
 
-__all__ = ["Plan", "ShardLayout", "plan_attention", "shard", "unshard"]
+__all__ = ["Plan", "ShardLayout", "balanced", "plan_attention", "shard", "unshard"]
