@@ -23,11 +23,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from clearhead.distributed.exchange import traffic
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.distributed import AttentionSizes, Link, Machine, plan_attention, simulate
-from clearhead.distributed.exchange import traffic
 from clearhead.distributed.launch import run_ranks
 from clearhead.masks import Mask
 
@@ -70,8 +70,8 @@ def median(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median([timed(call)[0] for _ in range(repeats)])
 
 
-def computing(call: Call, repeats: int) -> tuple[float, float, float]:
-    """On a rank: seconds of the whole call forward and backward, and of a call of 64 tokens."""
+def computing(call: Call, repeats: int) -> tuple[float, float, float, float]:
+    """On a rank: seconds of the whole call, forward and backward, and of a call of 64 tokens; bytes merged per second."""
     query, key, value, grad = call.tensors()
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     mask = call.whole()
@@ -82,8 +82,16 @@ def computing(call: Call, repeats: int) -> tuple[float, float, float]:
         passes.append((forward, backward))
     short = [tensor[:, :, :64].detach() for tensor in leaves]
     small = median(lambda: ch.attention(*short), 20)
+    rows, factor = query.detach()[:, :, : call.length // 4], torch.rand(call.length // 4, 1)
+    total = torch.zeros_like(rows)
+
+    def merge() -> None:
+        total.mul_(factor).add_(rows * factor)
+
+    # Seven passes over the rows: two reads and a write of each result, but that of mul_ reads one.
+    memory = 7 * rows.numel() * 4 / median(merge, 20)
     forward, backward = (statistics.median(times) for times in zip(*passes, strict=True))
-    return forward, backward, small
+    return forward, backward, small, memory
 
 
 def pass_round(size: int) -> Callable[[], None]:
@@ -148,9 +156,8 @@ def measured(call: Call, methods: list[str], repeats: int) -> dict[str, list[tup
 def machine_of(call: Call, ranks: int, repeats: int) -> Machine:
     """The machine's figures, by probes with as many ranks as will run."""
     together = min(ranks, CORES)
-    forward, backward, small = (
-        max(times) for times in zip(*run_ranks(computing, together, call, repeats, timeout=LIMIT), strict=True)
-    )
+    by_rank = run_ranks(computing, together, call, repeats, timeout=LIMIT)
+    forward, backward, small, memory = (statistics.median(values) for values in zip(*by_rank, strict=True))
     bandwidth, latency, overlap = (
         statistics.median(values)
         for values in zip(*run_ranks(messages, ranks, call, repeats, timeout=LIMIT), strict=True)
@@ -161,6 +168,7 @@ def machine_of(call: Call, ranks: int, repeats: int) -> Machine:
         backward_flops=10 * operations / backward,
         link=Link(bandwidth, latency),
         overlap=overlap,
+        memory=memory,
         call=small,
         cores=CORES,
     )

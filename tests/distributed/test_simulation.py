@@ -74,23 +74,41 @@ def test_heads_that_do_not_divide_leave_ranks_idle() -> None:
 
 
 def test_ring_hides_messages_that_are_shorter_than_computing() -> None:
-    done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(4.0, 1.0)))
-    assert done.forward.seconds == pytest.approx(4 * 16)
+    done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(4.0, 1.0)))
+    assert done.forward.seconds == pytest.approx(4 * 1536**2)
     assert done.forward.idle == 0.0
-    # Backward waits for the gradients that each step but the first returns.
-    assert done.backward.seconds == pytest.approx(4 * 40 + 3 * 9)
+    # Backward waits for the gradients that each of nine pieces returns.
+    assert done.backward.seconds == pytest.approx(2.5 * 4 * 1536**2 + 9 * (1 + 512 * 8 / 4))
 
 
 def test_ring_waits_for_messages_that_are_longer_than_computing() -> None:
-    done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(1.0, 1.0)))
-    assert done.forward.seconds == pytest.approx(3 * 33 + 16)
-    assert done.forward.critical_compute == pytest.approx(16)
+    piece = 1536**2 / 3
+    done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(512 * 8, 4 * piece)))
+    assert done.forward.seconds == pytest.approx(9 * (4 * piece + 1) + piece)
+    assert done.forward.critical_compute == pytest.approx(piece)
 
 
 def test_ring_without_overlap_adds_messages_to_computing() -> None:
-    done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(4.0, 1.0), overlap=0.0))
-    assert done.forward.seconds == pytest.approx(4 * 16 + 3 * 9)
-    assert done.forward.idle == pytest.approx(27 / 91)
+    done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(0.5, 1.0), overlap=0.0))
+    compute, messages = 4 * 1536**2, 9 * (1 + 512 * 8 / 0.5)
+    assert done.forward.seconds == pytest.approx(compute + messages)
+    assert done.forward.idle == pytest.approx(messages / (compute + messages))
+
+
+def test_ring_of_few_keys_sends_them_at_once() -> None:
+    done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(4.0, 1.0)))
+    # The first message passes while the rank's own keys are computed.
+    assert done.forward.seconds == pytest.approx(4 * 16 + 2 * 9)
+    assert done.forward.sent.tolist() == [3 * 32] * 4
+
+
+def test_ring_merges_partial_outputs_at_the_speed_of_memory() -> None:
+    free, slow = (
+        simulate(plan_attention(None, 6144, ranks=4, layout=layout), SIZES, _machine(memory=memory)).forward.seconds  # type: ignore[arg-type]
+        for layout, memory in (("contiguous", None), ("contiguous", 28.0))
+    )
+    # Ten pieces, each merged into 1536 rows of one channel, which take a second.
+    assert slow == pytest.approx(free + 10 * 1536)
 
 
 def test_ring_sends_what_the_plan_says() -> None:
@@ -142,10 +160,9 @@ def test_links_between_nodes_carry_what_leaves_a_node() -> None:
 def test_rank_without_tokens_computes_nothing() -> None:
     layout = ShardLayout(((range(0, 8),), (), (range(8, 16),)))
     plan = plan_attention(None, 16, ranks=3, layout=layout)
-    for method in ("gather", "ring"):
-        done = simulate(plan, SIZES, _machine(), method=method)  # type: ignore[arg-type]
-        assert done.forward.compute.tolist() == [128.0, 0.0, 128.0]
-        assert done.forward.idle == pytest.approx(1 / 3)
+    gather, ring = (simulate(plan, SIZES, _machine(), method=method) for method in ("gather", "ring"))  # type: ignore[arg-type]
+    assert gather.forward.compute.tolist() == ring.forward.compute.tolist() == [128.0, 0.0, 128.0]
+    assert gather.forward.idle == pytest.approx(1 / 3)
 
 
 def test_empty_call_takes_no_time() -> None:

@@ -49,6 +49,7 @@ class Machine:
         ranks_per_node: how many consecutive ranks are a node; by default all are one.
         overlap: the share of a message's time during which its ranks can compute: 1 for a network card that moves data
             alone, 0 if the processor copies it.
+        memory: bytes per second of memory, for merging the partial outputs of a ring; by default merging takes no time.
         call: seconds of a kernel's start, for each block that a rank computes.
         cores: processors that all ranks share, each rank using one at a time; by default each rank has its own.
 
@@ -65,13 +66,15 @@ class Machine:
     outer: Link | None = None
     ranks_per_node: int | None = None
     overlap: float = 1.0
+    memory: float | None = None
     call: float = 0.0
     cores: int | None = None
 
     def __post_init__(self) -> None:
         _positive("Machine", "flops", self.flops)
-        if self.backward_flops is not None:
-            _positive("Machine", "backward_flops", self.backward_flops)
+        for name in ("backward_flops", "memory"):
+            if (value := getattr(self, name)) is not None:
+                _positive("Machine", name, value)
         for name in ("ranks_per_node", "cores"):
             if (value := getattr(self, name)) is not None:
                 whole("Machine", name, value, low=1)

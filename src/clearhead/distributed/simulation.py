@@ -27,6 +27,11 @@ METHODS: Final = get_args(SimulatedMethod)
 #: Floating-point operations per pair and channel: two products forward, five backward, each of a multiply and an add.
 _FORWARD: Final = 4
 _BACKWARD: Final = 10
+#: Bytes read and written for each channel of a query when a partial output is merged: seven passes over float32.
+_MERGED: Final = 28
+#: The ring passes a block of keys on in so many pieces, unless it has few keys.
+_PIECES: Final = 3
+_FEW_KEYS: Final = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +99,10 @@ def simulate(plan: Plan, sizes: AttentionSizes, machine: Machine, *, method: Sim
     A rank computes ``pairs * heads * 4 * head_dim / flops`` seconds forward and ``10 / 4`` of that backward. A message
     takes ``latency + bytes / bandwidth``. With ``n`` tokens per rank, ``"gather"`` sends ``n`` keys and values to every
     rank and computes then; its backward also gathers queries, outputs and their gradients and computes twice as much.
-    ``"ring"`` sends the keys and values that the plan says to one rank after the other, each while it computes with
-    those that came before; backward returns their gradients. ``"heads"`` exchanges queries, keys, values and outputs by
-    all-to-all, and each rank computes its heads for all tokens.
+    ``"ring"`` sends the keys and values that the plan says to one rank after the other, in three pieces each, while it
+    computes with those that came before, and merges partial outputs; its backward returns the keys' gradients.
+    ``"heads"`` exchanges queries, keys, values and outputs by all-to-all, and each rank computes its heads for all
+    tokens.
 
     Args:
         plan: of ``plan_attention``: mask, length, layout and number of ranks.
@@ -110,7 +116,7 @@ def simulate(plan: Plan, sizes: AttentionSizes, machine: Machine, *, method: Sim
     Raises:
         UnsupportedError: ``method`` is none of them, or there are fewer key heads than ranks for ``"heads"``.
 
-    Cost: O(ranks^2) time and memory; a second for 1,024 ranks.
+    Cost: O(ranks^2) time and memory; some seconds for 1,024 ranks.
 
     Papers: Liu et al. 2023, "Ring attention with blockwise transformers", section 3; Jacobs et al. 2023, "DeepSpeed
     Ulysses", section 3.
@@ -151,6 +157,7 @@ class _Ranks:
         self.plan, self.sizes, self.machine = plan, sizes, machine
         self.rank = torch.arange(plan.ranks)
         self.tokens = torch.tensor([sum(map(len, chunks)) for chunks in plan.layout.chunks], dtype=torch.float64)
+        self.chunks = torch.tensor([len(chunks) for chunks in plan.layout.chunks], dtype=torch.float64)
         #: The time of each rank, and how much of its critical path is computing.
         self.time = torch.zeros(plan.ranks, dtype=torch.float64)
         self.path = torch.zeros_like(self.time)
@@ -164,19 +171,29 @@ class _Ranks:
         variants = max(1, self.plan.variants)
         return pairs.double() * (sizes.batch * sizes.heads / variants * operations / flops) + machine.call * (pairs > 0)
 
+    def merging(self, owner: Tensor) -> Tensor:
+        """Seconds of adding the partial results of a piece of ``owner``'s keys to the rows of all queries."""
+        if self.machine.memory is None:
+            return torch.zeros_like(self.time)
+        sizes = self.sizes
+        # A piece of several chunks of keys is computed chunk by chunk.
+        blocks = 1.0 + (self.chunks[owner] - 1.0).clamp(min=0.0) / _PIECES
+        merged = self.tokens * blocks * (sizes.batch * sizes.heads * sizes.head_dim * _MERGED)
+        return merged / self.machine.memory
+
     def compute(self, seconds: Tensor) -> None:
         """Every rank computes for some seconds."""
         done = _finished(self.time, seconds, self.machine.cores)
         self.path = self.path + done - self.time
         self.time = done
-        self.computed += seconds
+        self.computed = self.computed + seconds
 
     def collective(self, sent: Float[Tensor, "ranks ranks"]) -> None:
         """All ranks wait for each other and exchange ``sent[sender, receiver]`` bytes."""
         last = int(self.time.argmax())
         self.time = self.time[last] + self.machine.collective(sent)
         self.path = self.path[last].expand_as(self.path).clone()
-        self.sent += sent.sum(dim=1) - sent.diagonal()
+        self.sent = self.sent + sent.sum(dim=1) - sent.diagonal()
 
     def passed(self) -> PassTime:
         last = int(self.time.argmax())
@@ -246,48 +263,59 @@ def _heads(ranks: _Ranks, backward: bool) -> _Ranks:
 
 
 def _ring(ranks: _Ranks, backward: bool) -> _Ranks:
-    plan, machine, rank, count = ranks.plan, ranks.machine, ranks.rank, ranks.plan.ranks
-    bytes_of = plan.tokens.double() * ranks.sizes.key_value_bytes
-    work = ranks.seconds(plan.work, backward)
-    for step in range(count):
-        owner = (rank - step) % count
-        incoming = (rank - step - 1) % count
-        begin, path = ranks.time, ranks.path
-        if step + 1 < count:
-            sent = bytes_of[rank, incoming]
-            message = machine.message(sent, incoming, rank)
-            ranks.sent += bytes_of[(rank + step + 1) % count, rank]
-        else:
-            message = torch.zeros_like(begin)
-        # A message begins when both ranks have begun the step, and holds both until it has arrived.
-        first = torch.where(begin[incoming] > begin, incoming, rank)
-        arrival = torch.where(message > 0, begin[first] + message, 0.0)
-        busy = (1.0 - machine.overlap) * message
-        ranks.compute(work[rank, owner])
-        ranks.time = ranks.time + busy
-        _wait(ranks, arrival, path[first])
-        receiver = (rank + step + 1) % count
-        _wait(ranks, arrival[receiver], path[first][receiver])
-        if backward and step:
-            _return_gradients(ranks, bytes_of[rank, owner], owner, (rank + step) % count)
+    rank, count, tokens = ranks.rank, ranks.plan.ranks, ranks.plan.tokens
+    visits = [(0, 0), *((step, piece) for step in range(1, count) for piece in range(_PIECES))]
+    following: list[tuple[int, int] | None] = [*visits[1:], None]
+    for visit, upcoming in zip(visits, following, strict=True):
+        owner = (rank - visit[0]) % count
+        coming = None
+        if upcoming is not None:
+            receiver = (rank + upcoming[0]) % count
+            coming = _Messages(ranks, upcoming[0], _in_piece(tokens[receiver, rank], upcoming))
+        share = _in_piece(tokens[rank, owner], visit) / tokens[rank, owner].clamp(min=1)
+        pairs = ranks.plan.work[rank, owner].double() * share
+        ranks.compute(ranks.seconds(pairs, backward) + ranks.merging(owner) * (pairs > 0))
+        if coming is not None:
+            ranks.time = ranks.time + coming.busy
+            coming.wait()
+        if backward and visit[0]:
+            # Gradients of keys return to their rank, and every rank waits for those of its own keys.
+            _Messages(ranks, -visit[0], _in_piece(tokens[rank, owner], visit)).wait()
     return ranks
 
 
-def _return_gradients(ranks: _Ranks, sent: Tensor, owner: Tensor, sender: Tensor) -> None:
-    """Each rank sends gradients to the owner of the keys, and waits for those of its own keys from ``sender``."""
-    message = ranks.machine.message(sent, ranks.rank, owner)
-    begin, path = ranks.time, ranks.path
-    first = torch.where(begin[owner] > begin, owner, ranks.rank)
-    arrival = torch.where(message > 0, begin[first] + message, 0.0)
-    ranks.sent += sent
-    _wait(ranks, arrival, path[first])
-    _wait(ranks, arrival[sender], path[first][sender])
+def _in_piece(tokens: Tensor, visit: tuple[int, int]) -> Tensor:
+    """How many of a step's keys are in one piece of it."""
+    step, piece = visit
+    whole = (tokens < _FEW_KEYS) | (step == 0)
+    return torch.where(whole, tokens.double() * (piece == 0), tokens.double() / _PIECES)
 
 
-def _wait(ranks: _Ranks, until: Tensor, path: Tensor) -> None:
-    """Each rank waits until a time whose critical path has ``path`` seconds of computing."""
-    later = until > ranks.time
-    ranks.time, ranks.path = torch.where(later, until, ranks.time), torch.where(later, path, ranks.path)
+class _Messages:
+    """A message of each rank, of some keys and values, to the rank ``shift`` places after it.
+
+    It begins when both ranks have come so far, and holds both until it has arrived.
+    """
+
+    def __init__(self, ranks: _Ranks, shift: int, tokens: Tensor) -> None:
+        rank, count = ranks.rank, ranks.plan.ranks
+        self.ranks, self.sender, receiver = ranks, (rank - shift) % count, (rank + shift) % count
+        sent = tokens * ranks.sizes.key_value_bytes
+        seconds = ranks.machine.message(sent, rank, receiver)
+        first = torch.where(ranks.time[receiver] > ranks.time, receiver, rank)
+        #: By sending rank: when the message arrives, and how much of the critical path to that is computing.
+        self.arrival = torch.where(seconds > 0, ranks.time[first] + seconds, 0.0)
+        self.path = ranks.path[first]
+        #: For how long the messages of each rank keep it from computing.
+        self.busy = (1.0 - ranks.machine.overlap) * torch.maximum(seconds, seconds[self.sender])
+        ranks.sent = ranks.sent + sent
+
+    def wait(self) -> None:
+        """Each rank waits for the message that it sends and the one that it receives."""
+        ranks = self.ranks
+        for until, path in ((self.arrival, self.path), (self.arrival[self.sender], self.path[self.sender])):
+            later = until > ranks.time
+            ranks.time, ranks.path = torch.where(later, until, ranks.time), torch.where(later, path, ranks.path)
 
 
 _METHODS: Final[dict[str, Callable[[_Ranks, bool], _Ranks]]] = {"gather": _gather, "ring": _ring, "heads": _heads}
