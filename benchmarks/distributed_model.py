@@ -71,7 +71,7 @@ def median(call: Callable[[], Any], repeats: int) -> float:
 
 
 def computing(call: Call, repeats: int) -> tuple[float, float, float, float]:
-    """On a rank: seconds of the whole call, forward and backward, and of a call of 64 tokens; bytes merged per second."""
+    """On a rank: seconds of the call forward and backward, and of one of 64 tokens; bytes merged per second."""
     query, key, value, grad = call.tensors()
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     mask = call.whole()
