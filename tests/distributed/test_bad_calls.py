@@ -26,7 +26,7 @@ def _other_heads(rank: int) -> dict[str, Any]:
 WRONG = {
     "no tensor": (lambda rank: _call(rank, query=[torch.zeros(2, 8), "no"][rank]), "on rank 1"),
     "other heads": (_other_heads, "agree on shapes"),
-    "other dtypes": (lambda rank: _call(rank, query=torch.zeros(1, 2, 4, 8).to((torch.float32, torch.float64)[rank])), ""),
+    "other dtypes": (lambda rank: _call(rank, query=torch.zeros(1, 2, 4, 8).to([torch.float32, torch.half][rank])), ""),
     "other layouts": (lambda rank: _call(rank, layout=("contiguous", "zigzag")[rank]), "agree on shapes"),
     "no layout": (lambda rank: _call(rank, layout="spiral"), "must be 'contiguous'"),
     "other methods": (lambda rank: _call(rank, method=("ring", "gather")[rank]), "agree on shapes"),
