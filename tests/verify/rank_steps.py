@@ -26,9 +26,10 @@ __all__ = [
     "RankSteps",
     "Sharding",
     "in_parts",
+    "index",
     "take_allowed",
     "take_drop",
-    "take_learned",
+    "take_places",
     "take_softmax",
     "take_whole",
 ]
@@ -41,7 +42,8 @@ class Sharding:
     places: list[Tensor]
 
     @property
-    def own(self) -> Tensor:
+    def queries(self) -> Tensor:
+        """The positions of this rank's queries."""
         return self.places[dist.get_rank()]
 
     @property
@@ -67,7 +69,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, sharding: Sharding) -> Tensor:
-        ctx.own = sharding.own
+        ctx.queries = sharding.queries
         parts = gather_parts(part, 2, [len(positions) for positions in sharding.places], None)
         return torch.cat(parts, dim=2)[:, :, torch.cat(sharding.places).argsort()]
 
@@ -75,7 +77,7 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].contiguous()
         dist.all_reduce(total)
-        return total[:, :, ctx.own], None
+        return total[:, :, ctx.queries], None
 
 
 def take_whole(key: Tensor, value: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +92,7 @@ def index(query: Tensor, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def take_allowed(mask: Mask, query: Tensor, k_pos: Tensor, sharding: Sharding) -> Tensor:
-    allowed = mask.allows(*index(query, sharding.own, k_pos))
+    allowed = mask.allows(*index(query, sharding.queries, k_pos))
     return allowed.expand(query.shape[0], query.shape[1], query.shape[2], len(k_pos))
 
 
@@ -129,7 +131,7 @@ def take_softmax(scores: Tensor, sink: Tensor | None, k_ranks: Tensor) -> Tensor
 
 def take_drop(weights: Tensor, p: float, sharding: Sharding) -> Tensor:
     """Random numbers for the whole sequence, of which a rank takes the rows of its queries."""
-    drawn = torch.rand(*weights.shape[:2], sharding.length, weights.shape[3])[:, :, sharding.own]
+    drawn = torch.rand(*weights.shape[:2], sharding.length, weights.shape[3])[:, :, sharding.queries]
     return weights * (drawn >= p) / (1.0 - p)
 
 
@@ -170,7 +172,7 @@ class RankSteps:
             if isinstance(rule, Sink):
                 sink = rule.logits
             else:
-                score = rule.apply(score, *index(query, sharding.own, k_pos))
+                score = rule.apply(score, *index(query, sharding.queries, k_pos))
         if allowed is not None:
             score = score.masked_fill(~allowed, -torch.inf)
         # A padded sequence has more keys than positions.

@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any, Final, Self
 
 import torch
@@ -19,10 +21,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["LocalRanks", "RankError", "run_ranks"]
 
-#: Each rank is forked from a server that has imported torch and clearhead and started no thread.
-_SERVER: Final = multiprocessing.get_context("forkserver")
+#: Seconds in which the end of a process is seen after other ranks lost their connection to it.
+_GRACE: Final = 0.2
 #: Modules that the server imports.
 _PRELOADED: Final = ["clearhead.distributed", "clearhead.functional.exact", "torch._dynamo"]
+
+
+@cache
+def _server() -> ForkServerContext:
+    """The server from which each rank is forked; it has imported torch and clearhead and started no thread."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_PRELOADED)
+    return server
 
 
 class RankError(RuntimeError):
@@ -58,15 +68,14 @@ class LocalRanks:
     """
 
     def __init__(self, ranks: int, *, threads: int = 1, timeout: float = 60.0) -> None:
-        _SERVER.set_forkserver_preload(_PRELOADED)
         self._timeout = timeout
         self._store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(ranks):
-            ours, theirs = _SERVER.Pipe()
+            ours, theirs = _server().Pipe()
             options = (rank, ranks, self._store.port, threads, timeout)
-            process = _SERVER.Process(target=_rank, args=(theirs, options), daemon=True)
+            process = _server().Process(target=_rank, args=(theirs, options), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -122,8 +131,14 @@ class LocalRanks:
                 except (EOFError, OSError):
                     raise self._death(rank) from None
                 if (error := outcomes[rank].error) is not None:
-                    raise RankError(f"rank {rank} raised:\n{error}", raised=True)
+                    raise self._first_death() or RankError(f"rank {rank} raised:\n{error}", raised=True)
         return [outcomes[rank].result for rank in range(len(self._pipes))]
+
+    def _first_death(self) -> RankError | None:
+        """The death of a rank, of which the others' errors are the consequence."""
+        sentinels: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(self._processes)}
+        ended = wait(list(sentinels), _GRACE)
+        return self._death(sentinels[ended[0]]) if ended else None
 
     def _death(self, rank: int) -> RankError:
         process = self._processes[rank]

@@ -28,8 +28,8 @@ __all__ = ["Distributed"]
 
 #: Parameters of a distributed function that do not come from the calling convention.
 _OF_RANKS: Final = ("group", "layout", "method")
-#: Options whose last but one axis is that of the queries, so that a rank gets the rows of its queries.
-_CUT: Final = ("attn_mask",)
+#: Options about the queries of a call: a rank gets the rows of its queries, along the axis -2.
+_OF_QUERIES: Final = ("attn_mask",)
 #: Names of the probability of dropout in the calling conventions.
 _DROPOUT: Final = ("dropout", "dropout_p")
 #: Forward calls whose graphs a rank keeps for backward.
@@ -51,6 +51,7 @@ class _RankCall:
         message: the arguments, pickled without their tensors.
         tensors: query, key, value and the tensors in the options, whole.
         cut: for each tensor whether ranks get the rows of their tokens, along the axis -2, or all of it.
+        local: for each tensor whether a rank's gradient is its share of the whole; else it must be the whole gradient.
         seed: the random seed, which is the same on all ranks; None without dropout.
         delays: seconds that ranks wait before the call.
     """
@@ -61,6 +62,7 @@ class _RankCall:
     message: bytes
     tensors: tuple[Tensor, ...]
     cut: tuple[bool, ...]
+    local: tuple[bool, ...]
     seed: int | None
     delays: dict[int, float]
 
@@ -141,10 +143,12 @@ class Distributed:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Run the function on every rank and join the parts of its result."""
         message, tensors = _packed((query, key, value, options))
-        rows = [options[name] for name in _CUT if isinstance(options.get(name), Tensor)]
+        rows = [options.get(name) for name in _OF_QUERIES]
+        local = tuple(place < 3 or any(tensor is one for one in rows) for place, tensor in enumerate(tensors))
+        # A mask of one row for all queries is each rank's mask as it is.
         cut = tuple(
-            place < 3 or (any(tensor is one for one in rows) and tensor.ndim > 1 and tensor.shape[-2] > 1)
-            for place, tensor in enumerate(tensors)
+            mine and (place < 3 or (tensor.ndim > 1 and tensor.shape[-2] > 1))
+            for place, (mine, tensor) in enumerate(zip(local, tensors, strict=True))
         )
         drops = any(options.get(name) for name in _DROPOUT)
         self._calls += 1
@@ -155,6 +159,7 @@ class Distributed:
             message=message,
             tensors=tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors),
             cut=cut,
+            local=local,
             seed=int(torch.randint(2**62, (1,))) if drops else None,
             delays=self._delays,
         )
@@ -196,15 +201,15 @@ class Distributed:
         """The gradients of a call's tensors, each for the whole sequence."""
         of_ranks: list[list[Tensor | None]] = self._run(_backward, call.number, grad)
         sums: list[Tensor | None] = []
-        for place, (tensor, cut) in enumerate(zip(call.tensors, call.cut, strict=True)):
+        for place, (tensor, local) in enumerate(zip(call.tensors, call.local, strict=True)):
             if not tensor.requires_grad:
                 sums.append(None)
                 continue
             grads = [torch.zeros_like(tensor) if one[place] is None else one[place] for one in of_ranks]
             parts = [one for one in grads if one is not None]
-            if not cut:
+            if not local:
                 _check_same(parts)
-            sums.append(torch.stack(parts).sum(dim=0) if cut else parts[0])
+            sums.append(torch.stack(parts).sum(dim=0) if local else parts[0])
         return sums
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -343,7 +348,7 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, pid: Any) -> Tensor:
+    def persistent_load(self, pid: int) -> Tensor:
         return self._tensors[pid]
 
 

@@ -94,6 +94,9 @@ def verify(
         raise UnsupportedError.about(
             "verify", "fn", must="be callable", got=type(fn).__name__, then="Pass an attention function."
         )
+    ranks = isinstance(fn, Distributed)
+    if ranks:
+        _check_distributed(signature, torch.device(device))
     how = convention.refused(fn)
     if how is not None:
         raise UnsupportedError.about(
@@ -110,13 +113,11 @@ def verify(
     subject = Subject(
         fn=fn, signature=convention, dtype=dtype, device=torch.device(device), linear_memory=linear_memory
     )
-    ranks = isinstance(fn, Distributed)
-    if ranks:
-        _check_distributed(signature, subject.device)
     searched = examples > 0 and can_search() and not ranks
     chosen = _chosen(laws, RANK_LAWS if ranks else LAWS)
     findings: list[Finding] = []
-    with fn if isinstance(fn, Distributed) else nullcontext(), undisturbed(), undrawn(subject.device), torch.enable_grad():
+    processes = fn if isinstance(fn, Distributed) else nullcontext()
+    with processes, undisturbed(), undrawn(subject.device), torch.enable_grad():
         for law in chosen:
             if progress is not None:
                 progress(law.name)

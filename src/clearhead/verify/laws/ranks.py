@@ -1,7 +1,7 @@
 """Laws of attention over a sequence that is sharded over ranks.
 
-Most are laws of any attention, on cases that rank boundaries cut: a ``Distributed`` function is called on whole tensors.
-Sequences are as long in queries as in keys, since each rank has both of its tokens.
+Most are laws of any attention on cases that the boundaries of ranks cut, as a ``Distributed`` function is called on
+whole tensors. Sequences are as long in queries as in keys, since each rank has both of its tokens.
 """
 
 from __future__ import annotations
