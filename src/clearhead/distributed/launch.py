@@ -43,19 +43,19 @@ class RankError(RuntimeError):
         raised: whether a rank raised an exception; else it died or did not end in time.
     """
 
-    def __init__(self, text: str, *, raised: bool = False) -> None:
+    def __init__(self, text: str, *, reason: str | None = None, raised: bool = False) -> None:
         super().__init__(text)
-        first, *others = text.strip().splitlines()
-        self.reason = f"{first.rstrip(':')} {others[-1].strip()}" if others else first
+        self.reason = text if reason is None else reason
         self.raised = raised
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank sends back: its result, or the text of its exception."""
+    """What a rank sends back: its result, or the traceback of its exception and the reason in one line."""
 
     result: Any = None
     error: str | None = None
+    reason: str = ""
 
 
 class LocalRanks:
@@ -131,7 +131,8 @@ class LocalRanks:
                 except (EOFError, OSError):
                     raise self._death(rank) from None
                 if (error := outcomes[rank].error) is not None:
-                    raise self._first_death() or RankError(f"rank {rank} raised:\n{error}", raised=True)
+                    reason = f"rank {rank} raised {outcomes[rank].reason}"
+                    raise self._first_death() or RankError(f"rank {rank} raised:\n{error}", reason=reason, raised=True)
         return [outcomes[rank].result for rank in range(len(self._pipes))]
 
     def _first_death(self) -> RankError | None:
@@ -190,6 +191,15 @@ def _rank(connection: Connection, options: tuple[int, int, int, int, float]) -> 
                 joined = True
             function, arguments = pickle.loads(message)
             outcome = pickle.dumps(_Outcome(function(*arguments)))
-        except BaseException:  # Any failure of the function is the caller's to see.
-            outcome = pickle.dumps(_Outcome(error=traceback.format_exc()))
+        except BaseException as error:  # Any failure of the function is the caller's to see.
+            outcome = pickle.dumps(_Outcome(error=traceback.format_exc(), reason=_reason(error)))
         connection.send_bytes(outcome)
+
+
+def _reason(error: BaseException) -> str:
+    """The exception in one line; the place where it was raised if it has no text."""
+    text = " ".join(str(error).split())
+    if not text:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"at {place.filename}:{place.lineno}"
+    return f"{type(error).__name__}: {text}"
