@@ -94,7 +94,8 @@ class Distributed:
     and the gradient of a learned tensor of a score rule must be the sum over all ranks on every rank.
 
     Args:
-        function: a function of a module that other processes can import, or a ``functools.partial`` of one. It is
+        function: a function of a module that other processes can import, or a ``functools.partial`` of one; a script
+            needs ``if __name__ == "__main__":``, as for ``multiprocessing``. The function is
             called on each rank with parts ``[batch, heads, len / ranks, head_dim]``, the options of the calling
             convention, and ``layout=`` if it has this parameter; ``torch.distributed`` is initialised with gloo.
             Masks and score rules speak of positions in the whole sequence. An ``attn_mask`` has the rows of the rank's
@@ -197,7 +198,7 @@ class Distributed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def gradients(self, call: _RankCall, grad: Tensor) -> list[Tensor | None]:
+    def _gradients(self, call: _RankCall, grad: Tensor) -> list[Tensor | None]:
         """The gradients of a call's tensors, each for the whole sequence."""
         of_ranks: list[list[Tensor | None]] = self._run(_backward, call.number, grad)
         sums: list[Tensor | None] = []
@@ -244,7 +245,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *ctx.subject.gradients(ctx.call, grad))
+        return (None, None, None, *ctx.subject._gradients(ctx.call, grad))
 
 
 # On the ranks -----------------------------------------------------------------------------------------------------
