@@ -1,4 +1,4 @@
-"""Check attention over a sharded sequence with ``ch.verify``: a function that gathers keys, and the same with two faults.
+"""Check attention over a sharded sequence with ``ch.verify``: a function that gathers keys, and one with two faults.
 
     python examples/verify_on_ranks.py
 

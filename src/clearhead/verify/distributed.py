@@ -95,11 +95,11 @@ class Distributed:
 
     Args:
         function: a function of a module that other processes can import, or a ``functools.partial`` of one; a script
-            needs ``if __name__ == "__main__":``, as for ``multiprocessing``. The function is
-            called on each rank with parts ``[batch, heads, len / ranks, head_dim]``, the options of the calling
-            convention, and ``layout=`` if it has this parameter; ``torch.distributed`` is initialised with gloo.
-            Masks and score rules speak of positions in the whole sequence. An ``attn_mask`` has the rows of the rank's
-            queries, and the columns of all keys in the order of the sequence.
+            needs ``if __name__ == "__main__":``, as for ``multiprocessing``. The function is called on each rank with
+            parts ``[batch, heads, len / ranks, head_dim]``, the options of the calling convention, and ``layout=`` if
+            it has this parameter; ``torch.distributed`` is initialised with gloo. Masks and score rules speak of
+            positions in the whole sequence. An ``attn_mask`` has the rows of the rank's queries, and the columns of all
+            keys in the order of the sequence.
         ranks: number of processes, by default 2.
         layout: ``"contiguous"``, or ``"zigzag"``, in which rank ``r`` has chunks ``r`` and ``2 * ranks - 1 - r``.
         timeout: seconds that one call may take on all ranks. A law fails if a rank takes longer or dies.
