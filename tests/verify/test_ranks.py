@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,3 +121,27 @@ def test_laws_of_ranks_have_names_of_their_own_list() -> None:
     assert len(set(names)) == len(names)
     assert {broken.law for broken in BROKEN_ON_RANKS.values()} <= set(names)
     assert len(BROKEN_ON_RANKS) >= 12
+
+
+METHODS = ("gather", "ring", "heads")
+
+
+def ours(method: str) -> Callable[..., Any]:
+    """``ch.distributed.attention`` by one method."""
+    module = pytest.importorskip("clearhead.distributed.attention")
+    return partial(module.attention, method=method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_distributed_attention_breaks_no_law_of_a_few(method: str) -> None:
+    report = report_on(ours(method), QUICK, layout="zigzag")
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_distributed_attention_breaks_no_law(ranks: int, method: str, layout: str) -> None:
+    report = report_on(ours(method), ranks=ranks, layout=layout)
+    assert report.ok, report
