@@ -152,7 +152,7 @@ class _Local:
 
     def __init__(self, module: nn.Module, places: Sequence[Place]) -> None:
         self._module, self._places = module, places
-        self._exchanged: list[list[tuple[dict[str, Any], str, Tensor]]] = []
+        self._exchanged: list[list[tuple[dict[str, Any], str, DTensor]]] = []
 
     def attach(self) -> None:
         self._module.register_forward_pre_hook(self._before, with_kwargs=True)
