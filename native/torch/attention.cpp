@@ -299,6 +299,8 @@ AttentionOptions read_options(Arguments& arguments, double scale) {
   Rules& rules = options.rules;
   rules.kinds = arguments.integers(), rules.values = arguments.numbers(), rules.tables = arguments.tensors();
   rules.sink = arguments.optional_tensor();
+  options.first_batch = arguments.integer(), options.first_head = arguments.integer();
+  options.first_key = arguments.integer();
   return options;
 }
 
@@ -308,6 +310,7 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
     fail(function, "dropout", "be a probability below 1", std::to_string(options.dropout), "0 switches dropout off.");
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
   work.query_offset = options.query_offset;
+  work.first_batch = options.first_batch, work.first_head = options.first_head, work.first_key = options.first_key;
   describe_mask(function, work, options.mask);
   describe_rules(function, work, options.rules);
 }
@@ -344,6 +347,7 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const std::vector<Tensor> statistics = arguments.optional_tensors();
   const int64_t sink_keys = arguments.integer();
   const std::vector<int64_t> rule_slots = arguments.integers();
+  const bool partial_rows = arguments.flag();
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
@@ -360,6 +364,9 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
     work.output = view_of(output);
     if (query.dtype() != Dtype::float32) work.output32 = output.as<float>();
   }
+  if (partial_rows && (!output || !statistics.empty()))
+    fail(name, "partial_rows", "come with the output and without statistics", "others", "Pass the whole rows' output.");
+  work.partial_rows = partial_rows;
   ch_statistics given = {};
   if (!statistics.empty()) {
     if (statistics.size() != 6)

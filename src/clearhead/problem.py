@@ -44,6 +44,8 @@ class Problem:
     seed: int
     query_offset: int
     leading: int
+    #: Places of the first batch entry, head and key in the whole that the call is a part of. Dropout draws by place.
+    origin: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(
@@ -167,6 +169,14 @@ class Problem:
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Index tensors batch, head, q_pos and k_pos of the whole call, which broadcast to its scores."""
         return index_tensors(self.batch, self.num_heads, self.q_len, self.k_len, self.query_offset, self.query.device)
+
+    def drawn_at(self, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The places at which dropout draws for these indices of the call: batch, head, query and key."""
+        if self.origin == (0, 0, 0):
+            return indices
+        batch, head, q_pos, k_pos = indices
+        first_batch, first_head, first_key = self.origin
+        return batch + first_batch, head + first_head, q_pos + first_key, k_pos + first_key
 
     @cached_property
     def mask_parts(self) -> Parts:

@@ -63,6 +63,8 @@ def options_of(problem: Problem) -> tuple[dict[str, Any], Tensor | None]:
     options: dict[str, Any] = {}
     if problem.dropout:
         options.update(dropout=problem.dropout, seed=_signed(problem.seed))
+        places = zip(("first_batch", "first_head", "first_key"), problem.origin, strict=True)
+        options.update({name: place for name, place in places if place})
     if problem.query_offset:
         options["query_offset"] = problem.query_offset
     written = _add_mask(options, problem, problem.mask_parts) if problem.mask is not None else None
@@ -299,6 +301,8 @@ def attend_backward(
     learned = _add_learned(options, problem)
     if row_sums is not None:
         options["grad_lse"] = row_sums.to(torch.float32).contiguous()
+    if saved.partial:
+        options["partial_rows"] = True
     if statistics is not None:
         options.update(statistics=statistics.tensors, sink_keys=statistics.sink_keys)
     results, finite = torch.ops.clearhead.attention_gradients.default(
@@ -329,11 +333,15 @@ def _add_learned(options: dict[str, Any], problem: Problem) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Saved:
-    """What forward saves for backward: the float32 output and log-sum-exp where something needs them, and the rows."""
+    """What forward saves for backward: the float32 output and log-sum-exp where something needs them, and the rows.
+
+    With ``partial`` the rows have keys besides those of the problem, and the output is that of all.
+    """
 
     output: Tensor | None
     lse: Tensor | None
     softmax: Float[Tensor, "batch heads q_len 2"]
+    partial: bool = False
 
 
 class StatisticGradients:
