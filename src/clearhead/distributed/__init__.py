@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from clearhead.distributed.attention import attention, observe_attention
+    from clearhead.distributed.exchange import Traffic, traffic
     from clearhead.distributed.layout import ShardLayout, shard, unshard
     from clearhead.distributed.parallelize import parallelize
     from clearhead.distributed.plan import Plan, plan_attention
@@ -12,10 +14,23 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "clearhead.distributed.attention": "attention observe_attention",
+            "clearhead.distributed.exchange": "Traffic traffic",
             "clearhead.distributed.layout": "ShardLayout shard unshard",
             "clearhead.distributed.parallelize": "parallelize",
             "clearhead.distributed.plan": "Plan plan_attention",
         },
     )
 
-__all__ = ["Plan", "ShardLayout", "parallelize", "plan_attention", "shard", "unshard"]
+__all__ = [
+    "Plan",
+    "ShardLayout",
+    "Traffic",
+    "attention",
+    "observe_attention",
+    "parallelize",
+    "plan_attention",
+    "shard",
+    "traffic",
+    "unshard",
+]

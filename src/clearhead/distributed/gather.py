@@ -1,7 +1,7 @@
 """Attention with gathered keys and values: each rank computes its queries as one process would, with the same bits.
 
-Backward gathers the queries' rows too, and computes the gradients of this rank's queries over all keys and those of this
-rank's keys over all queries, each in the order of one process.
+Backward gathers the queries' rows too, and computes the gradients of this rank's queries over all keys and those of
+this rank's keys over all queries, each in the order of one process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Extent
-from clearhead.distributed.call import Call, add_learned
+from clearhead.distributed.call import Call
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
 from clearhead.distributed.statistics import AXES
@@ -35,30 +35,32 @@ def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> t
     return results
 
 
-def observe_gathered(call: Call, want: Want, query: Tensor, key: Tensor, value: Tensor) -> Observation:
+def observe_gathered(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Observation:
     """This rank's rows of the output, and statistics without a gradient.
 
     Statistics that are sums over queries are computed on each rank for the whole call.
     """
+    want = call.want
     whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
     by_chunk = all(AXES[name].sharded == "queries" for name in want.shapes(1, 1))
     queries = slices_of(call.queries, call.exchange.rank)
     if by_chunk and queries:
         done = [
-            call.run(_rows_of(call, chunk, query[:, :, where], whole_key, whole_value), want) for chunk, where in queries
+            call.run(_rows_of(call, chunk, query[:, :, where], whole_key, whole_value), want)
+            for chunk, where in queries
         ]
         names = [name for name in AXES if getattr(done[0], name) is not None]
-        return Observation(**{
-            name: torch.cat([getattr(one, name) for one in done], dim=2) for name in names
-        })
+        return Observation(**{name: torch.cat([getattr(one, name) for one in done], dim=2) for name in names})
     everything = call.part(
         Extent(call.heads, range(call.whole.q_len), range(call.whole.k_len)),
-        _whole(call, call.queries, query), whole_key, whole_value,
+        _whole(call, call.queries, query),
+        whole_key,
+        whole_value,
     )
-    done = call.run(everything, want)
-    results = {}
+    observation = call.run(everything, want)
+    results: dict[str, Any] = {}
     for name, axes in AXES.items():
-        field: Tensor | None = getattr(done, name)
+        field: Tensor | None = getattr(observation, name)
         if field is not None and axes.sharded is not None:
             layout = call.queries if axes.sharded == "queries" else call.keys
             field = axes.restored(cut(layout, axes.tokens_first(field), call.exchange.rank))
@@ -100,7 +102,7 @@ class _GatherAttention(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         query, key, value, *rows = ctx.saved_tensors
@@ -155,14 +157,13 @@ class _Backward:
         of_learned = [torch.zeros_like(one, dtype=call.whole.work_dtype) for one in learned]
         keys = range(call.whole.k_len)
         for chunk, where in slices_of(call.queries, rank):
-            with torch.enable_grad():
-                # Slices of parameters are views, through which gradients reach the parameters.
-                problem = self._part(chunk, keys, self.tensors[0][:, :, where].detach(), *self.whole[1:])
-                sliced = problem.rule_parameters
+            problem = self._part(chunk, keys, self.tensors[0][:, :, where].detach(), *self.whole[1:])
             rows = [part[:, :, where] for part in self.rows]
             grads = self.grad_output[:, :, where].contiguous(), self.grad_lse[:, :, where].contiguous()
-            of_query[:, :, where], _, _, *of_sliced = by_rows.backward(problem, rows, *grads, partial=False)
-            add_learned(of_learned, learned, sliced, of_sliced)
+            computed = by_rows.backward(problem, rows, grads, partial=False, learned=learned)
+            of_query[:, :, where] = computed[0]
+            for total, grad in zip(of_learned, computed[3:], strict=True):
+                total += grad
         call.exchange.sum(of_learned)
         rows = [self._whole_rows(part) for part in self.rows]
         queries = range(call.whole.q_len)
@@ -171,7 +172,8 @@ class _Backward:
             key, value = (tensor[:, :, part.start : part.stop] for tensor in self.whole[1:])
             problem = self._part(queries, part, self.whole[0], key, value)
             partial = len(part) < len(keys)
-            _, *both = by_rows.backward(problem, rows, self.whole_grad, self.whole_grad_lse, partial=partial)[:3]
+            grads = self.whole_grad, self.whole_grad_lse
+            _, *both = by_rows.backward(problem, rows, grads, partial=partial, learned=[])
             mine = slice(chunk.start - part.start, chunk.stop - part.start)
             of_key[:, :, where], of_value[:, :, where] = (grad[:, :, mine] for grad in both)
         return [of_query, of_key, of_value, *of_learned]

@@ -1,7 +1,7 @@
 """Ring attention: keys and values pass from rank to rank, and partial results are merged by their log-sum-exp.
 
-At step ``s`` a rank computes with the keys of the rank ``s`` places before it, while those of the next step are on their
-way. Only keys that a query of the receiver may attend to are sent. With partial outputs ``o_i`` and log-sum-exps
+At step ``s`` a rank computes with the keys of the rank ``s`` places before it, while those of the next step are on
+their way. Only keys that a query of the receiver may attend to are sent. With partial outputs ``o_i`` and log-sum-exps
 ``l_i`` the result is ``sum_i exp(l_i - l) o_i`` with ``l = log sum_i exp(l_i)``, added up in the order of steps.
 
 Liu et al. 2023, "Ring attention with blockwise transformers for near-infinite context", section 3.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Extent
-from clearhead.distributed.call import Call, add_learned
+from clearhead.distributed.call import Call
 from clearhead.distributed.parts import slices_of
 from clearhead.distributed.plan import plan_of
 from clearhead.problem import Problem
@@ -103,7 +103,11 @@ class _Ring:
     def visits(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """For each step the rank whose keys are there, and its tensors, cut to what this rank needs."""
         exchange = self.call.exchange
-        waiting: tuple[int, list[Tensor], list[Any]] = (exchange.rank, _picked(tensors, self.sent_to(exchange.rank)), [])
+        waiting: tuple[int, list[Tensor], list[Any]] = (
+            exchange.rank,
+            _picked(tensors, self.sent_to(exchange.rank)),
+            [],
+        )
         for step in range(exchange.ranks):
             sender, here, works = waiting
             exchange.finish(works)
@@ -188,7 +192,7 @@ class _RingAttention(torch.autograd.Function):
         return rows.output.to(query.dtype), rows.lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         if grad_output is None:
@@ -222,7 +226,7 @@ class _Backward:
                 self._add_block(block, tensors, grads)
             if step:
                 narrow = [grad.to(self.tensors[0].dtype) for grad in grads]
-                grads = ring.return_to(sender, step, narrow, key_value)
+                grads = ring.return_to(sender, step, narrow, (self.tensors[1], self.tensors[2]))
             self._add_returned(ring.sent_to((exchange.rank + step) % exchange.ranks), grads)
         self._add_sink()
         exchange.sum(list(self.of_parameters.values()))
@@ -236,17 +240,14 @@ class _Backward:
         output, lse = (part[:, :, rows].contiguous() for part in self.rows)
         grad_output, grad_lse = (None if grad is None else grad[:, :, rows].contiguous() for grad in self.grads)
         assert grad_output is not None
-        with torch.enable_grad():
-            # Slices of parameters are views, through which gradients reach the parameters.
-            problem = _problem(call, block, self.tensors[0], tensors)
-            sliced = problem.rule_parameters
-        of_query, of_key, of_value, *of_sliced = call.partial_gradients(
-            problem, (output, lse), grad_output, grad_lse
-        )
+        problem = _problem(call, block, self.tensors[0], tensors)
+        computed = call.partial_gradients(problem, (output, lse), (grad_output, grad_lse), self.ring.parameters)
+        of_query, of_key, of_value, *of_learned = computed
         self.sums[0][:, :, rows] += of_query
         for grad, part in zip(grads, (of_key, of_value), strict=True):
             grad[:, :, block.keys] += part
-        add_learned([*self.of_parameters.values()], self.ring.parameters, sliced, of_sliced)
+        for one, part in zip(self.ring.parameters, of_learned, strict=True):
+            self.of_parameters[id(one)] += part
 
     def _add_returned(self, where: list[slice], grads: list[Tensor]) -> None:
         """Add gradients of keys and values that another rank computed."""
@@ -282,7 +283,9 @@ def _problem(call: Call, block: _Block, query: Tensor, key_value: list[Tensor]) 
 
 def _picked(tensors: tuple[Tensor, ...], where: list[slice]) -> list[Tensor]:
     """Some rows of each tensor, one range after the other, contiguous."""
-    return [torch.cat([tensor[:, :, part] for part in where], dim=2) if where else tensor[:, :, :0] for tensor in tensors]
+    return [
+        torch.cat([tensor[:, :, part] for part in where], dim=2) if where else tensor[:, :, :0] for tensor in tensors
+    ]
 
 
 def _rows_like(tensor: Tensor, count: int) -> Tensor:
