@@ -107,7 +107,7 @@ def _errors(run: Run) -> dict[str, float]:
     mesh = init_device_mesh("cpu", run.shape, mesh_dim_names=run.names)
     ch.distributed.parallelize(model, mesh, layout=run.layout)  # type: ignore[arg-type]
     if run.compiled:
-        model.compile_blocks("aot_eager")
+        model.compile_blocks("eager")
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, expected)]
     errors = {"loss": 0.0, "norm": 0.0, "gradient": 0.0}
     mask = _mask(run.mask)
@@ -115,9 +115,7 @@ def _errors(run: Run) -> dict[str, float]:
         torch.manual_seed(10 + step)
         tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
         ids, labels = tokens[:, :-1], tokens[:, 1:]
-        loss, norm, gradients = _step(
-            model, optimizers[0], _part(run, mesh, ids), _part(run, mesh, labels), mask
-        )
+        loss, norm, gradients = _step(model, optimizers[0], _part(run, mesh, ids), _part(run, mesh, labels), mask)
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
         whole_loss, whole_norm, whole_gradients = _step(expected, optimizers[1], ids, labels, mask)
@@ -145,3 +143,76 @@ AXES = ["data", "shard", "tensor", "context"]
 @pytest.mark.parametrize("axis", AXES)
 def test_two_ranks_learn_as_one_process(axis: str) -> None:
     _check(Run((axis,), (2,)))
+
+
+def _seq2seq_errors(names: tuple[str, ...], shape: tuple[int, ...], layout: str) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    run, models = Run(names, shape, layout), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(ch.nn.EncoderDecoder(40, 50, 32, 4, 1, max_len=20, dropout=0.0, positions="sinusoidal").double())
+    model, expected = ch.distributed.parallelize(models[0], mesh, layout=layout), models[1]  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    source, target = torch.randint(0, 40, (BATCH, 14)), torch.randint(0, 50, (BATCH, 10))
+    source_lengths, target_lengths = torch.tensor([14, 9, 3, 12]), torch.tensor([10, 2, 7, 10])
+    whole = expected(source, target, source_lengths=source_lengths, target_lengths=target_lengths)
+    whole_loss = (whole * whole.detach().cos()).sum() / BATCH
+    rows = _part(Run(names, shape), mesh, torch.arange(BATCH)) if "context" not in names else torch.arange(BATCH)
+    logits = model(
+        _part(run, mesh, source), _part(run, mesh, target),
+        source_lengths=source_lengths[rows], target_lengths=target_lengths[rows],
+    )  # fmt: skip
+    loss = ch.distributed.mean_loss(
+        (logits * logits.detach().cos()).sum(), len(rows) / (2 if "context" in names else 1), mesh
+    )
+    whole_loss.backward(), loss.backward()
+    return {
+        "logits": float((logits - _part(run, mesh, whole)).detach().abs().max()),
+        "loss": float((loss - whole_loss).detach().abs() / whole_loss.detach().abs()),
+        "gradient": _gradient_error(model, expected),
+    }
+
+
+def _gradient_error(model: nn.Module, expected: nn.Module) -> float:
+    errors = [0.0]
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert other.grad is not None
+        scale = max(float(other.grad.abs().max()), 1e-3)
+        errors.append(float((_whole(one.grad) - other.grad).abs().max()) / scale)
+    return max(errors)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_padded_encoder_decoder_is_equal(axis: str) -> None:
+    for errors in run_ranks(_seq2seq_errors, 2, (axis,), (2,), "zigzag"):
+        assert max(errors.values()) < 1e-10, errors
+
+
+def _classifier_errors(axis: str, pooling: str, dropout: float) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    run, models = Run((axis,), (2,), "zigzag"), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(
+            ch.nn.SequenceClassifier(
+                VOCABULARY, 32, 4, 2, 3, pooling=pooling, dropout=dropout, scores=[ch.DenseBias(torch.zeros(1, 1))]
+            ).double()
+        )
+    model, expected = ch.distributed.parallelize(models[0], mesh, layout="zigzag"), models[1]
+    torch.manual_seed(1)
+    ids, lengths = torch.randint(0, VOCABULARY, (BATCH, 15)), torch.tensor([15, 9, 0, 3])
+    rows = torch.arange(BATCH) if axis in ("context", "tensor") else _part(run, mesh, torch.arange(BATCH))
+    torch.manual_seed(2)
+    whole = expected(ids, lengths=lengths)
+    torch.manual_seed(2)
+    logits = model(_part(run, mesh, ids), lengths=lengths[rows])
+    (whole.square().sum() / BATCH).backward()
+    (logits.square().sum() / len(rows)).backward()
+    return {"logits": float((logits - whole[rows]).detach().abs().max()), "gradient": _gradient_error(model, expected)}
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(("pooling", "dropout"), [("mean_max", 0.2), ("first", 0.0)])
+def test_padded_classifier_is_equal(axis: str, pooling: str, dropout: float) -> None:
+    for errors in run_ranks(_classifier_errors, 2, axis, pooling, dropout):
+        assert max(errors.values()) < 1e-10, errors

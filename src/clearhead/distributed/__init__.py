@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from clearhead.distributed.attention import attention, observe_attention
     from clearhead.distributed.exchange import Traffic, traffic
     from clearhead.distributed.layout import ShardLayout, shard, unshard
+    from clearhead.distributed.loss import mean_loss
     from clearhead.distributed.parallelize import parallelize
     from clearhead.distributed.plan import Plan, plan_attention
 else:
@@ -17,6 +18,7 @@ else:
             "clearhead.distributed.attention": "attention observe_attention",
             "clearhead.distributed.exchange": "Traffic traffic",
             "clearhead.distributed.layout": "ShardLayout shard unshard",
+            "clearhead.distributed.loss": "mean_loss",
             "clearhead.distributed.parallelize": "parallelize",
             "clearhead.distributed.plan": "Plan plan_attention",
         },
@@ -27,6 +29,7 @@ __all__ = [
     "ShardLayout",
     "Traffic",
     "attention",
+    "mean_loss",
     "observe_attention",
     "parallelize",
     "plan_attention",

@@ -129,7 +129,8 @@ def _shard(model: nn.Module, axes: MeshAxes, reshard_after_forward: bool) -> Non
     mesh = axes.working["replicate", "shard"]
     for blocks in _grouped(model, _blocks(model)):
         fully_shard(blocks, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # What the whole model has stays gathered until backward, as methods that forward calls read it too.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for name in _METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
