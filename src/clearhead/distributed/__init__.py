@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from clearhead.distributed.attention import attention, observe_attention
+    from clearhead.distributed.sharded_attention import attention, observe_attention
     from clearhead.distributed.exchange import Traffic, traffic
     from clearhead.distributed.layout import ShardLayout, shard, unshard
     from clearhead.distributed.loss import mean_loss
-    from clearhead.distributed.parallelize import parallelize
+    from clearhead.distributed.parallel import parallelize
     from clearhead.distributed.plan import Plan, plan_attention
 else:
     from clearhead.lazy import lazy_names
@@ -15,11 +15,11 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "clearhead.distributed.attention": "attention observe_attention",
+            "clearhead.distributed.sharded_attention": "attention observe_attention",
             "clearhead.distributed.exchange": "Traffic traffic",
             "clearhead.distributed.layout": "ShardLayout shard unshard",
             "clearhead.distributed.loss": "mean_loss",
-            "clearhead.distributed.parallelize": "parallelize",
+            "clearhead.distributed.parallel": "parallelize",
             "clearhead.distributed.plan": "Plan plan_attention",
         },
     )

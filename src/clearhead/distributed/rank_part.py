@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from clearhead.cut import Extent, cut_mask
 from clearhead.dispatch import run
-from clearhead.distributed.attention import Method, attention
 from clearhead.distributed.layout import LayoutName, chunks_of, positions_of
+from clearhead.distributed.sharded_attention import Method, attention
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Causal, Documents, Mask, Padding, Prefix, Strided, Window
 from clearhead.masks.base import Carrying, Combined

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from clearhead.arguments import flag, one_of, repr_of
-from clearhead.distributed.attention import METHODS, Method
 from clearhead.distributed.layout import LayoutName, check_layout
 from clearhead.distributed.mesh import MeshAxes, agreed
 from clearhead.distributed.rank_part import RankPart, SequenceShard, check_sequence_parallel
+from clearhead.distributed.sharded_attention import METHODS, Method
 from clearhead.distributed.tensor_parallel import check_tensor_parallel, split_over_tensor
 from clearhead.errors import UnsupportedError
 from clearhead.nn import Decoder, Encoder, FeedForward, MultiHeadAttention, SequenceClassifier
