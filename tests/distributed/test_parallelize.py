@@ -216,3 +216,60 @@ def _classifier_errors(axis: str, pooling: str, dropout: float) -> dict[str, flo
 def test_padded_classifier_is_equal(axis: str, pooling: str, dropout: float) -> None:
     for errors in run_ranks(_classifier_errors, 2, axis, pooling, dropout):
         assert max(errors.values()) < 1e-10, errors
+
+
+def _refusals() -> list[str]:
+    """What each wrong call says on this rank."""
+    torch.manual_seed(0)
+    mesh = {axis: init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)) for axis in AXES}
+    odd = init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",))
+    small = {"vocab_size": 20, "embed_dim": 12, "num_layers": 1, "max_len": 8}
+    rule = ch.ScoreFunction(lambda score, batch, head, q_pos, k_pos: score * head)
+    rank = dist.get_rank()
+
+    def language_model(num_heads: int = 2, **options: Any) -> nn.Module:
+        return ch.nn.LanguageModel(num_heads=num_heads, **{**small, **options})
+
+    sharded = ch.distributed.parallelize(language_model(), mesh["context"])
+    split = ch.distributed.parallelize(language_model(), mesh["tensor"])
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    parallelize = ch.distributed.parallelize
+    calls = [
+        lambda: parallelize(language_model(), odd),
+        lambda: parallelize(language_model(), "cpu"),
+        lambda: parallelize(language_model(num_heads=3), mesh["tensor"]),
+        lambda: parallelize(language_model(feedforward_dim=7), mesh["tensor"]),
+        lambda: parallelize(language_model(scores=[rule]), mesh["tensor"]),
+        lambda: parallelize(nn.Linear(2, 2), mesh["tensor"]),
+        lambda: parallelize(nn.TransformerEncoderLayer(8, 2), mesh["context"]),
+        lambda: parallelize(language_model(max_len=8 + rank), mesh["data"]),
+        lambda: parallelize(language_model(), mesh["data"] if rank else odd),
+        lambda: parallelize(language_model(), mesh["data"], layout="stripes"),
+        lambda: sharded(torch.zeros(1, 3 + 3 * rank, dtype=torch.int64)),
+        lambda: sharded(torch.zeros(1, 5, dtype=torch.int64)),
+        lambda: sharded.generate(ids, 2),
+        lambda: ch.observe(sharded.eval(), ids),
+        lambda: ch.observe(split.eval(), ids),
+        lambda: ch.distributed.mean_loss(torch.zeros(2), 1, mesh["data"]),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except ch.ClearheadError as error:
+            said.append(str(error))
+    return said
+
+
+def test_wrong_calls_are_refused_in_one_line_on_every_rank() -> None:
+    words = [
+        "name its axes", "be a DeviceMesh", "divides num_heads", "divides feedforward_dim", "score rules of the library",
+        "have a tp_plan", "with 'context'", "the same on every rank", "name its axes", "contiguous", "parts of the lengths",
+        "at most 8 tokens long", "sharded over ranks", "while a model is observed", "while a model is observed",
+        "one floating point number",
+    ]  # fmt: skip
+    for said in run_ranks(_refusals, 2):
+        for word, line in zip(words, said, strict=True):
+            assert word in line, line
+            assert "\n" not in line
