@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
@@ -133,7 +136,7 @@ def _errors(run: Run) -> dict[str, float]:
 
 def _check(run: Run, budget: float = 2e-5) -> None:
     for errors in run_ranks(_errors, prod(run.shape), run, timeout=200):
-        assert errors["loss"] < 1e-6 or budget > 1e-3, errors
+        assert errors["loss"] < 1e-6, errors
         assert max(errors.values()) < budget, errors
 
 
@@ -218,6 +221,15 @@ def test_padded_classifier_is_equal(axis: str, pooling: str, dropout: float) -> 
         assert max(errors.values()) < 1e-10, errors
 
 
+def _observed(model: nn.Module, ids: Tensor) -> Tensor:
+    """The entropy of each row of the first layer."""
+    with ch.observe(model, ch.Want(entropy=True)) as seen, torch.no_grad():
+        model(ids)
+    entropy = next(iter(seen.values())).entropy
+    assert entropy is not None
+    return entropy
+
+
 def _refusals() -> list[str]:
     """What each wrong call says on this rank."""
     torch.manual_seed(0)
@@ -248,8 +260,8 @@ def _refusals() -> list[str]:
         lambda: sharded(torch.zeros(1, 3 + 3 * rank, dtype=torch.int64)),
         lambda: sharded(torch.zeros(1, 5, dtype=torch.int64)),
         lambda: sharded.generate(ids, 2),
-        lambda: ch.observe(sharded.eval(), ids),
-        lambda: ch.observe(split.eval(), ids),
+        lambda: _observed(sharded.eval(), ids),
+        lambda: _observed(split.eval(), ids),
         lambda: ch.distributed.mean_loss(torch.zeros(2), 1, mesh["data"]),
     ]
     said = []
@@ -264,12 +276,104 @@ def _refusals() -> list[str]:
 
 def test_wrong_calls_are_refused_in_one_line_on_every_rank() -> None:
     words = [
-        "name its axes", "be a DeviceMesh", "divides num_heads", "divides feedforward_dim", "score rules of the library",
-        "have a tp_plan", "with 'context'", "the same on every rank", "name its axes", "contiguous", "parts of the lengths",
-        "at most 8 tokens long", "sharded over ranks", "while a model is observed", "while a model is observed",
-        "one floating point number",
+        "name its axes", "be a DeviceMesh", "divides num_heads", "divides feedforward_dim", "rules of the library",
+        "have a tp_plan", "with 'context'", "the same on every rank", "name its axes", "contiguous",
+        "parts of the lengths", "at most 8 tokens long", "sharded over ranks", "while a model is observed",
+        "while a model is observed", "one floating point number",
     ]  # fmt: skip
     for said in run_ranks(_refusals, 2):
         for word, line in zip(words, said, strict=True):
             assert word in line, line
             assert "\n" not in line
+
+
+def _observed_difference(axis: str) -> float:
+    torch.manual_seed(0)
+    expected = _model(Run((axis,), (2,))).eval()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    model = ch.distributed.parallelize(_model(Run((axis,), (2,))).eval(), mesh)
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+    rows = _part(Run((axis,), (2,)), mesh, torch.arange(BATCH))
+    return float((_observed(model, ids[rows]) - _observed(expected, ids)[rows]).abs().max())
+
+
+@pytest.mark.parametrize("axis", ["data", "shard"])
+def test_each_rank_observes_its_sequences(axis: str) -> None:
+    assert max(run_ranks(_observed_difference, 2, axis)) < 1e-6
+
+
+def _saved_on_one_mesh_and_loaded_on_another(folder: str, names: tuple[str, str]) -> bool:
+    """Whether a trained model and its optimizer, saved along one axis, go on equally along another."""
+    one, other = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in names)
+    results = []
+    model = ch.distributed.parallelize(_model(Run(names, (2, 1), scores="learned")), one)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+
+    def learn(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    learn(model, optimizer)
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    second = ch.distributed.parallelize(_model(Run(names, (2, 1), scores="learned")), other)
+    second_optimizer = torch.optim.AdamW(second.parameters(), 0.01)
+    learn(second, second_optimizer)
+    state = _state(second, second_optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(second, second_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for each, its_optimizer in ((model, optimizer), (second, second_optimizer)):
+        learn(each, its_optimizer)
+        results.append([_whole(parameter) for parameter in each.parameters()])
+    return all(torch.allclose(left, right, atol=1e-5) for left, right in zip(*results, strict=True))
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+@pytest.mark.parametrize("names", [("tensor", "shard"), ("data", "tensor")])
+def test_checkpoint_loads_on_another_mesh(names: tuple[str, str], tmp_path: Path) -> None:
+    assert all(run_ranks(_saved_on_one_mesh_and_loaded_on_another, 2, str(tmp_path), names))
+
+
+#: Runs that two ranks or four make, each of which a quick test covers in part.
+SLOW = [
+    Run(("data",), (4,), dropout=0.2, attention_dropout=0.2),
+    Run(("shard",), (4,), dropout=0.2, attention_dropout=0.2),
+    Run(("tensor",), (4,), dropout=0.2, attention_dropout=0.2),
+    Run(("context",), (4,), "zigzag", dropout=0.2, attention_dropout=0.2),
+    Run(("data", "shard"), (2, 2), scores="learned"),
+    Run(("tensor", "data"), (2, 2), dropout=0.2, attention_dropout=0.2, scores="alibi"),
+    Run(("data", "context"), (2, 2), "zigzag", dropout=0.2, mask="window"),
+    Run(("shard", "tensor"), (2, 2), scores="learned", mask="dense heads"),
+    Run(("shard", "context"), (2, 2), "zigzag", scores="learned"),
+    Run(("context", "tensor"), (2, 2), scores="shared", mask="function"),
+    Run(("tensor",), (2,), options=(("checkpoint_activations", True),), dropout=0.2),
+    Run(("shard",), (2,), options=(("checkpoint_activations", True),), dropout=0.2),
+    Run(("context",), (2,), options=(("checkpoint_activations", True),), dropout=0.2),
+    Run(("data",), (2,), compiled=True),
+    Run(("shard",), (2,), compiled=True),
+    Run(("tensor",), (2,), compiled=True),
+    Run(("context",), (2,), compiled=True),
+    Run(("tensor",), (2,), steps=50),
+    Run(("context",), (2,), "zigzag", steps=50),
+    Run(("shard",), (2,), steps=50),
+]
+#: Options of Llama's blocks.
+LLAMA = (("positions", "rotary"), ("num_kv_heads", 2), ("gated", True), ("activation", "silu"), ("norm", "rms"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", SLOW, ids=repr)
+def test_ranks_learn_as_one_process(run: Run) -> None:
+    _check(run)
+
+
+@pytest.mark.parametrize("axis", ["shard", "tensor", "context"])
+def test_llama_blocks_with_learned_rules_learn_as_in_one_process(axis: str) -> None:
+    _check(Run((axis,), (2,), "zigzag", options=LLAMA, scores="learned", dropout=0.2, attention_dropout=0.2))
