@@ -128,8 +128,7 @@ METHODS = ("gather", "ring", "heads")
 
 def ours(method: str) -> Callable[..., Any]:
     """``ch.distributed.attention`` by one method."""
-    module = pytest.importorskip("clearhead.distributed.attention")
-    return partial(module.attention, method=method)
+    return partial(ch.distributed.attention, method=method)
 
 
 @pytest.mark.parametrize("method", METHODS)
