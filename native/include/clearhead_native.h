@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 21
+#define CH_ABI 22
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -141,6 +141,9 @@ typedef struct ch_attention {
   double scale;
   double dropout;       /* probability; 0 switches it off; rounded to a multiple of 1 / CH_LEVELS           */
   uint64_t seed;
+  /* Dropout draws by place: these are the places of the call's first batch entry, head and key in the whole that the call
+     is a part of, and its first query is at first_key + query_offset. 0 for a whole call.                 */
+  int64_t first_batch, first_head, first_key;
 
   ch_tensor query, key, value, output;
   float* output32;      /* [batch, heads, q_len, value_dim] contiguous, or null: the output before rounding */
@@ -262,6 +265,7 @@ typedef struct ch_projection {
   int32_t dropped;      /* dropout probability times CH_LEVELS, 0 to CH_LEVELS - 1; the other elements are scaled
                            by CH_LEVELS / (CH_LEVELS - dropped)                                             */
   uint64_t seed;        /* of dropout                                                                       */
+  int64_t first_row;    /* dropout's index of the first row: that in the whole that the call is a part of   */
   int64_t rows, columns;
   ch_term terms[CH_MAX_TERMS];
   const void* bias;     /* [columns] contiguous; null for none                                              */
@@ -294,6 +298,7 @@ typedef struct ch_dropout {
   int32_t dtype;        /* ch_dtype of all tensors; computed in float32 and rounded once                    */
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
+  int64_t first_row;    /* as in ch_projection                                                              */
   int64_t rows, columns;
   const void* input;
   const void* added;    /* null for none                                                                    */
@@ -347,6 +352,7 @@ typedef struct ch_norm {
   int32_t dtype;        /* ch_dtype of all tensors except moments, which are float32                        */
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
+  int64_t first_row;    /* as in ch_projection                                                              */
   int64_t rows, columns; /* columns: at least 1 if there are rows                                           */
   double epsilon;       /* at least 0                                                                       */
   int32_t kind;         /* ch_norm_kind                                                                     */

@@ -48,14 +48,14 @@ template <class M, class IO> CH_INLINE bool has_packed_layout(const ch_tensor& t
 // A call, or a part of one that is processed like a call.
 struct Task : ch_attention {
   int64_t head_stride;  // from head to head, in buffers with an element per row
-  int64_t first_batch, first_query, first_key;  // dropout's indices of the first ones
+  int64_t first_query;  // dropout's index of the first one
   int64_t units;  // key heads of the whole call, in parts that are independent of each other
   const int32_t* page_table;  // the pages of the only batch entry; null: keys are one after the other
   int64_t page_size;
   int64_t total_keys;  // that the call reads, of all sequences
 
   explicit Task(const ch_attention& call)
-      : ch_attention(call), head_stride(call.q_len), first_batch(0), first_query(call.query_offset), first_key(0),
+      : ch_attention(call), head_stride(call.q_len), first_query(call.first_key + call.query_offset),
         units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {}
 };
 
@@ -65,7 +65,7 @@ CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {
 
 // The Philox inputs of one query's weights.
 CH_INLINE PhiloxRow philox_row(const Task& w, const Dropout& dropout, int64_t b, int64_t h, int64_t i) {
-  return PhiloxRow{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
+  return PhiloxRow{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)(w.first_head + h), (uint32_t)(w.first_batch + b)};
 }
 
 // Threads that `operations` are worth: waking another one costs a few microseconds.

@@ -299,6 +299,8 @@ AttentionOptions read_options(Arguments& arguments, double scale) {
   Rules& rules = options.rules;
   rules.kinds = arguments.integers(), rules.values = arguments.numbers(), rules.tables = arguments.tensors();
   rules.sink = arguments.optional_tensor();
+  options.first_batch = arguments.integer(), options.first_head = arguments.integer();
+  options.first_key = arguments.integer();
   return options;
 }
 
@@ -308,6 +310,7 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
     fail(function, "dropout", "be a probability below 1", std::to_string(options.dropout), "0 switches dropout off.");
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
   work.query_offset = options.query_offset;
+  work.first_batch = options.first_batch, work.first_head = options.first_head, work.first_key = options.first_key;
   describe_mask(function, work, options.mask);
   describe_rules(function, work, options.rules);
 }

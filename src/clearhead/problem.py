@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import dense, probability, real_number, repr_of, seed_of
+from clearhead.batch_part import origin_of
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
@@ -44,6 +45,8 @@ class Problem:
     seed: int
     query_offset: int
     leading: int
+    #: Places of the first batch entry, head and key in the whole that the call is a part of. Dropout draws by place.
+    origin: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(
@@ -92,6 +95,7 @@ class Problem:
             seed=draw_seed(dropout) if seed is None else seed_of(function, seed),
             query_offset=offset,
             leading=leading,
+            origin=origin_of(query.shape) if dropout else (0, 0, 0),
         )
 
     def _check_parts(self, function: str) -> None:
@@ -167,6 +171,14 @@ class Problem:
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Index tensors batch, head, q_pos and k_pos of the whole call, which broadcast to its scores."""
         return index_tensors(self.batch, self.num_heads, self.q_len, self.k_len, self.query_offset, self.query.device)
+
+    def drawn_at(self, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The places at which dropout draws for these indices of the call: batch, head, query and key."""
+        if self.origin == (0, 0, 0):
+            return indices
+        batch, head, q_pos, k_pos = indices
+        first_batch, first_head, first_key = self.origin
+        return batch + first_batch, head + first_head, q_pos + first_key, k_pos + first_key
 
     @cached_property
     def mask_parts(self) -> Parts:

@@ -63,7 +63,7 @@ def steps(problem: Problem) -> Steps:
     weights = torch.exp(logs).masked_fill(~allowed, 0.0)
     dropped = weights
     if problem.dropout > 0.0:
-        dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
+        dropped = weights * keep_scale(problem.seed, problem.dropout, problem.drawn_at(indices), dtype)
     output = matmul(dropped, value, allowed)
     return Steps(
         raw=raw,

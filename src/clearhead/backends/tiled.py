@@ -83,7 +83,7 @@ def _forward_tile(
     shrink = exponential(largest - base)
     total.mul_(shrink).add_(weights.sum(dim=-1))
     if problem.dropout > 0.0:
-        weights *= keep_scale(problem.seed, problem.dropout, tile.indices, weights.dtype)
+        weights *= keep_scale(problem.seed, problem.dropout, problem.drawn_at(tile.indices), weights.dtype)
     output *= shrink[..., None]
     kv_heads, value = problem.num_kv_heads, layout.clean[2][:, :, tile.keys].flatten(0, 1)
     stacked(output, kv_heads).baddbmm_(stacked(weights, kv_heads), value)
@@ -286,7 +286,7 @@ class _BackwardStrip:
         grad = torch.bmm(upstream, layout.clean[2][:, :, tile.keys].flatten(0, 1).mT).view(weighed.weights.shape)
         dropped = weighed.weights
         if problem.dropout > 0.0:
-            keep = keep_scale(problem.seed, problem.dropout, tile.indices, dropped.dtype)
+            keep = keep_scale(problem.seed, problem.dropout, problem.drawn_at(tile.indices), dropped.dtype)
             dropped, grad = dropped * keep, grad.mul_(keep)
         add_product(self.grad_value[:, :, tile.keys], stacked(dropped, problem.num_kv_heads).mT, upstream)
         if rows.arrived is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clearhead.batch_part import current
 from clearhead.errors import MaskError
 from clearhead.masks import Documents, Mask, Padding
 from clearhead.masks.base import conjuncts
@@ -82,7 +83,9 @@ class BatchLayout:
         counts = as_lengths(function, lengths, batch=size[0], longest=size[1])
         # An exported program keeps the padding: the number of real tokens is not known to it.
         exported = torch.compiler.is_exporting()
-        if not exported and bool((counts == size[1]).all()):
+        # A part of a batch has the layout of the whole batch.
+        part = current()
+        if not exported and not (part is not None and part.packed) and bool((counts == size[1]).all()):
             return cls(size, None, False, rest)
         packed = may_pack and not exported and (rest is None or rest.relative)
         confined: Mask = Documents(lengths=counts.to(device)) if packed else Padding(counts.to(device))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead.batch_part import first_row
 from clearhead.nn.linear import looked_at
 from clearhead.ops.dropout import LEVELS, dropped, takes
 from clearhead.problem import draw_seed
@@ -92,27 +93,27 @@ def drop(
         levels: how many of ``LEVELS`` elements are dropped on average.
         residual: of the same shape and dtype.
     """
-    seed = draw_seed(levels)
+    seed, row = draw_seed(levels), first_row(x.shape)
     if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
-        output: Tensor = _Dropped.apply(x, levels, seed, residual)  # type: ignore[no-untyped-call]
+        output: Tensor = _Dropped.apply(x, levels, seed, residual, row)  # type: ignore[no-untyped-call]
         return output
-    return dropped(x, levels, seed, residual)
+    return dropped(x, levels, seed, residual, row)
 
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None) -> Tensor:
-        ctx.drop = levels, seed
-        return dropped(x, levels, seed, residual)
+    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None, row: int) -> Tensor:
+        ctx.drop = levels, seed, row
+        return dropped(x, levels, seed, residual, row)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, _, _, needs_residual = ctx.needs_input_grad
+        needs_x, _, _, needs_residual, _ = ctx.needs_input_grad
         of_x = _dropped_gradient(grad, *ctx.drop) if needs_x else None
-        return of_x, None, None, grad if needs_residual else None
+        return of_x, None, None, grad if needs_residual else None, None
 
 
-def _dropped_gradient(grad: Tensor, levels: int, seed: int) -> Tensor:
+def _dropped_gradient(grad: Tensor, levels: int, seed: int, row: int) -> Tensor:
     if recorded(grad):
-        return grad * dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed)
-    return dropped(grad, levels, seed)
+        return grad * dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed, None, row)
+    return dropped(grad, levels, seed, None, row)

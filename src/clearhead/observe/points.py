@@ -253,6 +253,8 @@ def _weighted(problem: Problem, weights: Tensor) -> Tensor:
     """``weights @ value`` with dropout, and with the leading axes of the call."""
     value = problem.value.repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
     if problem.dropout > 0.0:
-        weights = weights * keep_scale(problem.seed, problem.dropout, problem.indices(), weights.dtype)
+        weights = weights * keep_scale(
+            problem.seed, problem.dropout, problem.drawn_at(problem.indices()), weights.dtype
+        )
     output = (weights @ value.to(weights.dtype)).to(problem.query.dtype)
     return output.reshape(output.shape[2 - problem.leading :])
