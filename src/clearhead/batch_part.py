@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-
 __all__ = ["BatchPart", "batch_part", "current", "first_row", "origin_of"]
 
 
@@ -80,7 +79,7 @@ def first_row(shape: Sequence[int]) -> int:
 
 
 def origin_of(size: Sequence[int]) -> tuple[int, int, int]:
-    """The first batch entry, head and key in the whole batch of attention over ``[batch, ...]``; zeros without a part."""
+    """The first batch entry, head and key, in the whole batch, of attention over ``[batch, ...]``."""
     part = _PART.get()
     if part is None:
         return 0, 0, 0

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.batch_part import first_row
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
-from clearhead.batch_part import first_row
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
 from clearhead.projection.linear import are_plain, kernels_take
