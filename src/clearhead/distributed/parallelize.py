@@ -1,0 +1,113 @@
+"""``parallelize``: a model on the ranks of a device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from clearhead.arguments import flag, repr_of
+from clearhead.distributed.layout import LayoutName, check_layout
+from clearhead.distributed.mesh import MeshAxes, agreed
+from clearhead.errors import UnsupportedError
+from clearhead.nn.blocks import Block
+
+__all__ = ["parallelize"]
+
+_NAME: Final = "parallelize"
+#: Methods of the library's models, besides ``forward``, that read parameters of the whole model.
+_METHODS: Final = ("generate", "encode", "decode")
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def parallelize(
+    model: _Model, mesh: DeviceMesh, *, layout: LayoutName = "contiguous", reshard_after_forward: bool = True
+) -> _Model:
+    """Run a model on all ranks of a device mesh, in place.
+
+    Args:
+        model: any module, on every rank the same; its parameters and buffers become those of rank 0.
+        mesh: of all ranks, with axes named ``data``, ``shard``, ``tensor`` or ``context``, in any order. The batch is
+            divided over ``data`` and ``shard``; along ``shard`` (FSDP2) a rank has a part of each parameter.
+        layout: of sequences along ``context``, ``"contiguous"`` or ``"zigzag"``.
+        reshard_after_forward: whether a block's gathered parameters are freed between forward and backward.
+
+    Returns:
+        The model itself. Its parameters are DTensors: build the optimizer afterwards. Gradients are those of the mean
+        of the losses of all ranks.
+
+    Raises:
+        UnsupportedError: the mesh has an unknown axis or lacks ranks, or ranks differ; on every rank.
+
+    Cost: parameters are sent once from rank 0. Along ``shard`` each step gathers parameters twice and scatters
+    gradients; along ``data`` each step sums gradients.
+    """
+
+    def check() -> tuple[MeshAxes, Any]:
+        if not isinstance(model, nn.Module):
+            then = "Pass a model of clearhead.nn, of torch or of transformers."
+            raise UnsupportedError.about(_NAME, "model", must="be a module", got=repr_of(model), then=then)
+        check_layout(_NAME, layout)
+        flag(_NAME, "reshard_after_forward", reshard_after_forward)
+        axes = MeshAxes.of(_NAME, mesh)
+        return axes, (dict(axes.sizes), layout, reshard_after_forward, _description(model))
+
+    axes = agreed(_NAME, check)
+    _send_from_first_rank(model)
+    if axes.copies > 1:
+        _shard(model, axes, reshard_after_forward)
+    return model
+
+
+def _description(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+    """Names, shapes and dtypes, which must be equal on all ranks."""
+    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def _send_from_first_rank(model: nn.Module) -> None:
+    """Parameters and buffers of rank 0 on every rank."""
+    for _, tensor in _tensors(model):
+        data = tensor.detach()
+        dist.broadcast(data, 0)
+
+
+def _shard(model: nn.Module, axes: MeshAxes, reshard_after_forward: bool) -> None:
+    """FSDP2 of each block, and of what remains of the model."""
+    mesh = axes.working["replicate", "shard"]
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    for name in _METHODS:
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's layers: ours, or in other libraries' models the elements of module lists."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    return blocks or list(_listed(model))
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _listed(child)
+            continue
+        for element in child:
+            # A container without a forward of its own cannot gather parameters for it.
+            if isinstance(element, nn.ModuleList | nn.ModuleDict):
+                yield from _listed(element)
+            elif any(parameter.requires_grad for parameter in element.parameters()):
+                yield element
