@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-__all__ = ["BatchPart", "batch_part", "current", "first_row", "origin_of"]
+import torch
+from torch import Tensor
+
+__all__ = ["BatchPart", "batch_part", "current", "drawn_for_part", "first_row", "origin_of"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,14 @@ class BatchPart:
     Attributes:
         first: index of the first sequence in the whole batch.
         count: number of sequences.
+        whole: number of sequences of the whole batch.
         packed: whether models remove the padding of the whole batch, because it has some.
         tokens_before: real tokens of the sequences before the first one.
     """
 
     first: int
     count: int
+    whole: int
     packed: bool
     tokens_before: int
 
@@ -45,7 +50,7 @@ def batch_part(part: BatchPart | None) -> Iterator[None]:
     >>> from clearhead.nn import Dropout
     >>> drop = Dropout(0.5)
     >>> whole = torch.manual_seed(0) and drop(torch.ones(4, 64))
-    >>> with batch_part(BatchPart(2, 2, packed=False, tokens_before=0)):
+    >>> with batch_part(BatchPart(2, 2, 4, packed=False, tokens_before=0)):
     ...     part = torch.manual_seed(0) and drop(torch.ones(2, 64))
     >>> torch.equal(part, whole[2:])
     True
@@ -60,6 +65,14 @@ def batch_part(part: BatchPart | None) -> Iterator[None]:
 def current() -> BatchPart | None:
     """The part that this process computes; None for a whole batch."""
     return _PART.get()
+
+
+def drawn_for_part(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Uniform numbers of ``shape``, ``[batch, ...]``, from torch's generator: the part's rows of the whole batch's."""
+    part = _PART.get()
+    if part is None:
+        return torch.rand(*shape, device=device)
+    return torch.rand(part.whole, *shape[1:], device=device)[part.first : part.first + part.count]
 
 
 def first_row(shape: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ PARTS = [range(2), range(1, 3), range(3, 5), range(4, 5)]
 
 def _part(rows: range, lengths: Tensor | None) -> BatchPart:
     before = 0 if lengths is None else int(lengths[: rows.start].sum())
-    return BatchPart(rows.start, len(rows), packed=lengths is not None, tokens_before=before)
+    return BatchPart(rows.start, len(rows), len(IDS), packed=lengths is not None, tokens_before=before)
 
 
 def _run(model: nn.Module, ids: Tensor, lengths: Tensor | None, part: BatchPart | None) -> tuple[Tensor, Tensor]:
@@ -66,6 +66,6 @@ def test_classifier_drops_what_the_whole_batch_drops(rows: range, attention_drop
 def test_attention_drops_what_the_whole_batch_drops(backend: str) -> None:
     query, key, value = torch.randn(3, 4, 2, 20, 16)
     whole = attention(query, key, value, dropout=0.4, seed=5, backend=backend)
-    with batch_part(BatchPart(2, 2, packed=False, tokens_before=0)):
+    with batch_part(BatchPart(2, 2, 4, packed=False, tokens_before=0)):
         part = attention(query[2:], key[2:], value[2:], dropout=0.4, seed=5, backend=backend)
     torch.testing.assert_close(part, whole[2:])

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clearhead.batch_part import drawn_for_part
 from clearhead.errors import DataError
 from clearhead.nn import SequenceClassifier
 from clearhead.train.batches import Batch, Sequences, batch_of, bucketed, packed_by_size, split
@@ -93,7 +94,7 @@ class ClassifierTask:
         """Cross-entropy with label smoothing and token dropout."""
         ids = batch.ids
         if self._unknown_id is not None and self._options.token_dropout:
-            hidden = torch.rand(ids.shape, device=ids.device) < self._options.token_dropout
+            hidden = drawn_for_part(ids.shape, ids.device) < self._options.token_dropout
             ids = ids.masked_fill(hidden, self._unknown_id)
         logits = model(ids, lengths=batch.lengths).float()
         loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._options.label_smoothing)

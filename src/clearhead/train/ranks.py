@@ -1,0 +1,199 @@
+"""The processes of one training: their mesh, what each computes of a batch, and what they agree on.
+
+A training without torchrun has one rank, and nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from clearhead.batch_part import BatchPart
+from clearhead.distributed.layout import chunks_of
+from clearhead.distributed.mesh import MeshAxes
+from clearhead.distributed.parallelize import parallelize
+from clearhead.errors import ClearheadError, DataError
+from clearhead.train.batches import Batch
+from clearhead.train.options import ParallelOptions
+
+__all__ = ["BatchShare", "Ranks", "opened"]
+
+_Result = TypeVar("_Result")
+#: A collective that takes longer raises. A rank that died is found earlier (``heartbeat``).
+_TIMEOUT: Final = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """What one process computes of a batch at once.
+
+    Attributes:
+        batch: the sequences, padded as the whole batch is.
+        part: their place in the whole batch; None for all of it.
+        counts: False for a sequence that stands in where there are fewer than processes: it is computed, as the others
+            wait for this process, and counts nothing.
+    """
+
+    batch: Batch
+    part: BatchPart | None
+    counts: bool = True
+
+
+class Ranks:
+    """The processes of one training, seen from one of them.
+
+    Args:
+        options: degrees, whose product is the number of processes.
+        device: the type of device, ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, options: ParallelOptions, device: str = "cpu") -> None:
+        self.options = options
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if self.size > 1 else 0
+        self._axes = _axes_of(options, device) if self.size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files and shows progress."""
+        return self.rank == 0
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a batch."""
+        return self.options.data_parallel * self.options.shard if self.size > 1 else 1
+
+    @property
+    def mean_over(self) -> int:
+        """Over how many processes the gradients are averaged."""
+        return 1 if self._axes is None else self._axes.copies
+
+    def parallelized(self, model: nn.Module) -> nn.Module:
+        """The model on the mesh; itself for one process."""
+        return model if self._axes is None else parallelize(model, self._axes.mesh)
+
+    def shares(self, batch: Batch, accumulate: int) -> Iterator[BatchShare]:
+        """What this process computes of a batch, one after the other.
+
+        Args:
+            batch: the whole batch.
+            accumulate: number of shares.
+        """
+        count = self.parts * accumulate
+        if count == 1:
+            yield BatchShare(batch, None)
+            return
+        index = 0 if self._axes is None else self._axes.batch_part[0]
+        for place in range(index * accumulate, (index + 1) * accumulate):
+            yield _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums over the parts of a batch, in float64."""
+        if self.size == 1:
+            return list(values)
+        summed = torch.tensor(values, dtype=torch.float64, device=self._device())
+        dist.all_reduce(summed)
+        # Processes along "tensor" compute the same part.
+        return (summed / self.options.tensor_parallel).tolist()
+
+    def agreed(self, work: Callable[[], _Result]) -> _Result:
+        """The result of ``work``, done by the first process alone; its error is raised by every process."""
+        if self.size == 1:
+            return work()
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = work()
+            except ClearheadError as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: _Result = outcome[0]
+        return result
+
+    def check_same(self, function: str, what: str, value: object) -> None:
+        """Raise ``DataError`` on every process unless all have an equal value."""
+        if self.size == 1:
+            return
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+        if other is not None:
+            must, got = "be the same on every rank", f"another on rank {other}"
+            raise DataError.about(function, what, must=must, got=got, then="Give every process the same files.")
+
+    def barrier(self) -> None:
+        """Wait for every process."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1, device=self._device()))
+
+    def _device(self) -> str:
+        assert self._axes is not None
+        return self._axes.mesh.device_type
+
+
+def _axes_of(options: ParallelOptions, device: str) -> MeshAxes:
+    sizes = {
+        "data": options.data_parallel,
+        "context": options.context_parallel,
+        "shard": options.shard,
+        "tensor": options.tensor_parallel,
+    }
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return MeshAxes.of("train", mesh)
+
+
+def _share(batch: Batch, rows: range) -> BatchShare:
+    """Some rows of a batch."""
+    counts = len(rows) > 0
+    if not counts:
+        rows = range(1)
+    lengths = batch.lengths
+    part = BatchPart(
+        rows.start,
+        len(rows),
+        len(batch.ids),
+        packed=bool((lengths < batch.ids.shape[1]).any()),
+        tokens_before=int(lengths[: rows.start].sum()),
+    )
+    chosen = slice(rows.start, rows.stop)
+    return BatchShare(Batch(batch.ids[chosen], lengths[chosen], batch.targets[chosen]), part, counts)
+
+
+@contextmanager
+def opened(options: ParallelOptions | None, device: torch.device, function: str) -> Iterator[Ranks]:
+    """The processes that torchrun started, in one process group for the time of a ``with`` block.
+
+    A group that exists already is used, and stays.
+
+    Args:
+        options: the degrees; by default data parallel.
+        device: where the model is trained.
+        function: name of the caller in error texts.
+
+    Raises:
+        ShapeError: the degrees do not multiply to the number of processes.
+    """
+    options = options or ParallelOptions()
+    starts = not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
+    if starts:
+        # gloo looks up the host's name otherwise, which need not resolve.
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=_TIMEOUT)
+    try:
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        yield Ranks(options.checked(function, size), device.type)
+    finally:
+        if starts:
+            dist.destroy_process_group()
