@@ -92,7 +92,7 @@ template <class M, class IO> struct Backward {
     dropout = dropout_of(w);
     diagonals = count_diagonal(w);
     observed = has_gradients(w.statistics) ? w.statistics : nullptr;
-    single_tile = tiles == 1 && observed == nullptr;
+    single_tile = tiles == 1 && observed == nullptr && !w.partial_rows;
     learned_diagonals = 0;
     capped = share_batch = share_heads = false;
     for (int r = 0; r < w.num_rules; r++) {

@@ -347,6 +347,7 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const std::vector<Tensor> statistics = arguments.optional_tensors();
   const int64_t sink_keys = arguments.integer();
   const std::vector<int64_t> rule_slots = arguments.integers();
+  const bool partial_rows = arguments.flag();
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
@@ -363,6 +364,9 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
     work.output = view_of(output);
     if (query.dtype() != Dtype::float32) work.output32 = output.as<float>();
   }
+  if (partial_rows && (!output || !statistics.empty()))
+    fail(name, "partial_rows", "come with the output and without statistics", "others", "Pass the whole rows' output.");
+  work.partial_rows = partial_rows;
   ch_statistics given = {};
   if (!statistics.empty()) {
     if (statistics.size() != 6)

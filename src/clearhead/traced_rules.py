@@ -108,7 +108,7 @@ def _holds(rule: ScoreFunction, rules: Sequence[ScoreRule], mask: Mask | None, e
             score = one.apply(score, *places)
         score = score if mask is None else score.masked_fill(~mask.allows(*places), -torch.inf)
     # Functions may convert positions to float32 before they subtract them.
-    near = 1e-6 * (extent.query_offset + extent.q_len + extent.k_len) + 1e-5
+    near = 1e-6 * (abs(extent.query_offset) + extent.q_len + extent.k_len) + 1e-5
     return torch.allclose(score, right, rtol=1e-4, atol=near, equal_nan=True)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from clearhead.masks.base import does_as
 from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Observation, Want
 
-__all__ = ["ALL_STATISTICS", "Backend", "Capability"]
+__all__ = ["ALL_STATISTICS", "Backend", "Capability", "ByRows"]
 
 ALL_STATISTICS = frozenset(
     {"lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows"}
@@ -104,6 +106,24 @@ def _listed(names: frozenset[str]) -> str:
     return ", ".join(sorted(names))
 
 
+class ByRows(Protocol):
+    """Forward and backward passes of a backend by rows, of which a backward call may have some queries or keys only.
+
+    Rows are tensors ``[batch, heads, q_len, ...]``, which callers may slice and concatenate along queries.
+    """
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The output, the log-sum-exp, and rows for backward."""
+
+    def rows(self, problem: Problem, output: Tensor, lse: Tensor) -> list[Tensor]:
+        """Rows for backward, from a float32 or float64 output and log-sum-exp that were merged from parts."""
+
+    def backward(
+        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None, *, partial: bool
+    ) -> list[Tensor]:
+        """Gradients of query, key, value and the rules' parameters; ``partial`` if the rows have other keys besides."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """A backend of attention.
@@ -113,9 +133,11 @@ class Backend:
         summary: a description in a few words.
         capability: what it supports.
         run: computes a problem's output and statistics.
+        by_rows: its passes by rows; None if it has none.
     """
 
     name: str
     summary: str
     capability: Capability
     run: Callable[[Problem, Want], Observation]
+    by_rows: ByRows | None = None

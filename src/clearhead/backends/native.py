@@ -267,7 +267,7 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
         # A row maximum of infinity and a reciprocal sum of 0 make all weights of the row 0.
         gone = rows.softmax.new_tensor([torch.inf, 0.0])
         softmax = torch.where(clean.unweighted[..., None], gone, rows.softmax)
-        finite = Saved(None if rows.output is None else only_finite(rows.output), rows.lse, softmax)
+        finite = replace(rows, output=None if rows.output is None else only_finite(rows.output), softmax=softmax)
         arrived = arrived.finite()
         grads = _backward(clean.problem, finite, arrived.output, _Pulls.of(problem, rows, arrived).finite())
         assert grads is not None
@@ -391,6 +391,33 @@ def run(problem: Problem, want: Want) -> Observation:
     return Observation(output=output, lse=lse if want.lse else None, **statistics)
 
 
+class _ByRows:
+    """Passes by rows: the float32 output, the log-sum-exp, and each row's maximum and reciprocal normaliser."""
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
+        done = attend(problem.with_traced_rules, Want(lse=True), for_backward=True)
+        assert done.lse is not None
+        assert done.softmax is not None
+        exact = done.output.to(torch.float32) if done.exact is None else done.exact
+        return done.output, done.lse, [exact, done.lse, done.softmax]
+
+    def rows(self, problem: Problem, output: Tensor, lse: Tensor) -> list[Tensor]:
+        # Without score rules the kernels scale a score in the exponential, so a row's maximum is not scaled.
+        largest = lse if problem.with_traced_rules.elementwise else lse / problem.scale
+        return [output, lse, torch.stack((largest, torch.ones_like(lse)), dim=-1)]
+
+    def backward(
+        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None, *, partial: bool
+    ) -> list[Tensor]:
+        output, lse, softmax = (part.contiguous() for part in rows)
+        # NaN of keys that the problem does not have spoils its rows too.
+        spoiled = torch.isnan(lse) | torch.isnan(output).any(dim=-1)
+        if bool(spoiled.any()):
+            grad_lse = (torch.zeros_like(lse) if grad_lse is None else grad_lse).masked_fill(spoiled, torch.nan)
+        arrived = Arrived(grad_output, None if grad_lse is None else grad_lse.contiguous())
+        return gradients(problem.with_traced_rules, Saved(output, lse, softmax, partial), arrived)
+
+
 BACKEND = Backend(
     name="native",
     summary="clearhead's own CPU kernels",
@@ -404,4 +431,5 @@ BACKEND = Backend(
         also=_also,
     ),
     run=run,
+    by_rows=_ByRows(),
 )

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from clearhead.arguments import flag, repr_of
 from clearhead.distributed.layout import LayoutName, check_layout
 from clearhead.distributed.mesh import MeshAxes, agreed
+from clearhead.distributed.tensor_parallel import check_tensor_parallel, split_over_tensor
 from clearhead.errors import UnsupportedError
 from clearhead.nn.blocks import Block
 
@@ -56,10 +57,14 @@ def parallelize(
         check_layout(_NAME, layout)
         flag(_NAME, "reshard_after_forward", reshard_after_forward)
         axes = MeshAxes.of(_NAME, mesh)
+        if axes.sizes["tensor"] > 1:
+            check_tensor_parallel(_NAME, model, axes.sizes["tensor"])
         return axes, (dict(axes.sizes), layout, reshard_after_forward, _description(model))
 
     axes = agreed(_NAME, check)
     _send_from_first_rank(model)
+    if axes.sizes["tensor"] > 1:
+        split_over_tensor(model, axes.working["tensor"])
     if axes.copies > 1:
         _shard(model, axes, reshard_after_forward)
     return model
@@ -96,7 +101,7 @@ def _shard(model: nn.Module, axes: MeshAxes, reshard_after_forward: bool) -> Non
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The model's layers: ours, or in other libraries' models the elements of module lists."""
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
     return blocks or list(_listed(model))
 
 

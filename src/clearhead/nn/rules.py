@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.record import Record
-from clearhead.scores import ScoreRule, as_rules
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap, as_rules
 from clearhead.torch_private import base_of
 
-__all__ = ["RuleList"]
+__all__ = ["RuleHolder", "RuleList"]
+
+
+#: The axis of heads in the one tensor of a rule; of a rule without tensors any.
+_HEAD_AXES: Final[Mapping[type[ScoreRule], int]] = {Alibi: 0, RelativeBias: 0, Sink: 0, DenseBias: 1, SoftCap: 0}
 
 
 class RuleHolder(nn.Module):
@@ -57,6 +61,25 @@ class RuleHolder(nn.Module):
             ]
         )
         return self._form.mapped(lambda tensor: next(values))
+
+    def head_axes(self) -> dict[str, int] | None:
+        """For each tensor with one entry per head, the axis of heads; None for a rule whose tensors are unknown."""
+        rule = self.rule()
+        if type(rule) not in _HEAD_AXES or not self._names:
+            return {} if type(rule) in _HEAD_AXES else None
+        (name,) = self._names
+        tensor, axis = getattr(self, name), _HEAD_AXES[type(rule)]
+        # DenseBias adds axes in front of those of its parameter.
+        axis += tensor.ndim - len(self._shapes[0])
+        return {name: axis} if axis >= 0 and tensor.shape[axis] > 1 else {}
+
+    def divide_heads(self, ranks: int) -> None:
+        """Expect a rank's part of each tensor with one entry per head."""
+        for place, name in enumerate(self._names):
+            if name in (self.head_axes() or {}):
+                shape, axis = [*self._shapes[place]], _HEAD_AXES[type(self.rule())]
+                shape[axis] //= ranks
+                self._shapes[place] = torch.Size(shape)
 
     def extra_repr(self) -> str:
         return repr(self.rule())

@@ -301,6 +301,8 @@ def attend_backward(
     learned = _add_learned(options, problem)
     if row_sums is not None:
         options["grad_lse"] = row_sums.to(torch.float32).contiguous()
+    if saved.partial:
+        options["partial_rows"] = True
     if statistics is not None:
         options.update(statistics=statistics.tensors, sink_keys=statistics.sink_keys)
     results, finite = torch.ops.clearhead.attention_gradients.default(
@@ -331,11 +333,15 @@ def _add_learned(options: dict[str, Any], problem: Problem) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Saved:
-    """What forward saves for backward: the float32 output and log-sum-exp where something needs them, and the rows."""
+    """What forward saves for backward: the float32 output and log-sum-exp where something needs them, and the rows.
+
+    With ``partial`` the rows have keys besides those of the problem, and the output is that of all.
+    """
 
     output: Tensor | None
     lse: Tensor | None
     softmax: Float[Tensor, "batch heads q_len 2"]
+    partial: bool = False
 
 
 class StatisticGradients:

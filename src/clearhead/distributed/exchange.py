@@ -1,0 +1,176 @@
+"""Messages between the ranks of a group, which are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from clearhead.distributed.layout import gather_parts
+from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
+
+__all__ = ["Exchange", "Traffic", "traffic"]
+
+
+@dataclass
+class Traffic:
+    """What this rank sent within ``with traffic():``.
+
+    Attributes:
+        bytes: bytes of tensors sent to other ranks.
+        messages: tensors sent to other ranks.
+    """
+
+    bytes: int = 0
+    messages: int = 0
+
+    def add(self, tensor: Tensor, receivers: int = 1) -> None:
+        """Count a tensor that goes to so many ranks."""
+        self.bytes += tensor.numel() * tensor.element_size() * receivers
+        self.messages += receivers
+
+
+_COUNTED: ContextVar[tuple[Traffic, ...]] = ContextVar("counted", default=())
+
+
+@contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Count the bytes that this rank sends to others in ``clearhead.distributed``.
+
+    Returns:
+        A context manager that gives a ``Traffic``, whose ``bytes`` and ``messages`` grow with each message. Gradients
+        computed within it count too. Lengths and other numbers that ranks compare are not counted.
+
+    >>> with traffic() as sent:
+    ...     pass
+    >>> sent.bytes
+    0
+    """
+    counter = Traffic()
+    token = _COUNTED.set((*_COUNTED.get(), counter))
+    try:
+        yield counter
+    finally:
+        _COUNTED.reset(token)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A process group as this rank sees it.
+
+    Attributes:
+        group: the group; None for all ranks.
+        rank: this rank in the group.
+        ranks: number of ranks.
+    """
+
+    group: ProcessGroup | None
+    rank: int
+    ranks: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None) -> Exchange:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def numbers(self, given: Sequence[int]) -> list[list[int]]:
+        """Whole numbers of every rank."""
+        own = torch.tensor(given, device=self._device())
+        every = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(every, own, group=self.group)
+        return [one.tolist() for one in every]
+
+    def first(self, number: int) -> int:
+        """Rank 0's number, below 2**63."""
+        return self.numbers([number])[0][0]
+
+    def agree(self, function: str, names: Sequence[str], facts: Sequence[int], error: ClearheadError | None) -> None:
+        """Raise on every rank if one of them has an error, or if two have different facts.
+
+        Args:
+            function: the public function's name.
+            names: what each fact stands for.
+            facts: this rank's facts.
+            error: this rank's error, which it raises; the others name the rank.
+        """
+        every = self.numbers([int(error is not None), *facts])
+        if error is not None:
+            raise error
+        refused = [rank for rank, (failed, *_) in enumerate(every) if failed]
+        if refused:
+            raise UnsupportedError.about(
+                function,
+                "the call",
+                must="be possible on every rank",
+                got=f"an error on rank {', '.join(map(str, refused))}",
+                then="Read the error of that rank.",
+            )
+        for place, name in enumerate(names, start=1):
+            differing = [rank for rank, one in enumerate(every) if one[place] != every[0][place]]
+            if differing:
+                raise ShapeError.about(
+                    function,
+                    "the ranks",
+                    must=f"agree on {name}",
+                    got=f"others on rank {differing[0]} than on rank 0",
+                    then="Pass equal arguments on every rank, but for the tensors' parts.",
+                )
+
+    def _device(self) -> torch.device | None:
+        """The device of small tensors: NCCL takes those of a GPU alone."""
+        return torch.device("cuda") if dist.get_backend(self.group) == "nccl" else None
+
+    def gather(self, part: Tensor, axis: int, lengths: list[int]) -> list[Tensor]:
+        """The parts of all ranks, of these lengths along an axis."""
+        self._count(part, self.ranks - 1)
+        return gather_parts(part, axis, lengths, self.group)
+
+    def swap(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Send ``parts[r]`` to each rank r, and receive from each rank a tensor of ``shapes[r]``."""
+        for rank, part in enumerate(parts):
+            if rank != self.rank:
+                self._count(part)
+        sizes = [part.numel() for part in parts]
+        received_sizes = [torch.Size(shape).numel() for shape in shapes]
+        packed = torch.cat([part.reshape(-1) for part in parts])
+        received = packed.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, packed, received_sizes, sizes, group=self.group)
+        pieces = received.split(received_sizes)
+        return [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def start(
+        self, sent: Sequence[Tensor], receiver: int, received: Sequence[Tensor], sender: int
+    ) -> list[Any]:
+        """Begin to send tensors to one rank and to receive others from one; ``finish`` waits for them."""
+        world = dist.group.WORLD if self.group is None else self.group
+        operations = []
+        for tensor in sent:
+            self._count(tensor)
+            operations.append(dist.P2POp(dist.isend, tensor, dist.get_global_rank(world, receiver), self.group))
+        for tensor in received:
+            operations.append(dist.P2POp(dist.irecv, tensor, dist.get_global_rank(world, sender), self.group))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    @staticmethod
+    def finish(works: Sequence[Any]) -> None:
+        """Wait for messages that ``start`` began."""
+        for work in works:
+            work.wait()
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over ranks, in a fixed order."""
+        for tensor in tensors:
+            parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+            self._count(tensor, self.ranks - 1)
+            dist.all_gather(parts, tensor.contiguous(), group=self.group)
+            tensor.copy_(torch.stack(parts).sum(dim=0))
+
+    def _count(self, tensor: Tensor, receivers: int = 1) -> None:
+        for counter in _COUNTED.get():
+            counter.add(tensor, receivers)

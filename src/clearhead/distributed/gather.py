@@ -1,0 +1,185 @@
+"""Attention with gathered keys and values: each rank computes its queries as one process would, with the same bits.
+
+Backward gathers the queries' rows too, and computes the gradients of this rank's queries over all keys and those of this
+rank's keys over all queries, each in the order of one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clearhead.cut import Extent
+from clearhead.distributed.call import Call, add_learned
+from clearhead.distributed.layout import ShardLayout
+from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
+from clearhead.distributed.statistics import AXES
+from clearhead.problem import Problem
+from clearhead.statistics import Observation, Want
+
+__all__ = ["gather_attention", "observe_gathered"]
+
+#: Up to so many keys backward needs no output, and sums over all keys at once.
+_ONE_TILE: Final = 256
+_LSE: Final = Want(lse=True)
+
+
+def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's output and log-sum-exp, ``[batch, heads, len, value_dim]`` and ``[batch, heads, len]``."""
+    results: tuple[Tensor, Tensor] = _GatherAttention.apply(  # type: ignore[no-untyped-call]
+        call, query, key, value, *call.whole.rule_parameters
+    )
+    return results
+
+
+def observe_gathered(call: Call, want: Want, query: Tensor, key: Tensor, value: Tensor) -> Observation:
+    """This rank's rows of the output, and statistics without a gradient.
+
+    Statistics that are sums over queries are computed on each rank for the whole call.
+    """
+    whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
+    by_chunk = all(AXES[name].sharded == "queries" for name in want.shapes(1, 1))
+    queries = slices_of(call.queries, call.exchange.rank)
+    if by_chunk and queries:
+        done = [
+            call.run(_rows_of(call, chunk, query[:, :, where], whole_key, whole_value), want) for chunk, where in queries
+        ]
+        names = [name for name in AXES if getattr(done[0], name) is not None]
+        return Observation(**{
+            name: torch.cat([getattr(one, name) for one in done], dim=2) for name in names
+        })
+    everything = call.part(
+        Extent(call.heads, range(call.whole.q_len), range(call.whole.k_len)),
+        _whole(call, call.queries, query), whole_key, whole_value,
+    )
+    done = call.run(everything, want)
+    results = {}
+    for name, axes in AXES.items():
+        field: Tensor | None = getattr(done, name)
+        if field is not None and axes.sharded is not None:
+            layout = call.queries if axes.sharded == "queries" else call.keys
+            field = axes.restored(cut(layout, axes.tokens_first(field), call.exchange.rank))
+        results[name] = field
+    return Observation(**results)
+
+
+def _whole(call: Call, layout: ShardLayout, part: Tensor) -> Tensor:
+    """A tensor of all ranks, in the order of positions."""
+    return joined(layout, call.exchange.gather(part.detach(), 2, lengths_of(layout)))
+
+
+def _rows_of(call: Call, queries: range, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+    """Some queries with all keys as a problem."""
+    return call.part(Extent(call.heads, queries, range(call.whole.k_len)), query.detach(), key, value)
+
+
+class _GatherAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+        lse = query.new_empty(query.shape[:3], dtype=call.whole.work_dtype)
+        saved: list[list[Tensor]] = []
+        for chunk, where in slices_of(call.queries, call.exchange.rank):
+            problem = _rows_of(call, chunk, query[:, :, where], whole_key, whole_value)
+            if call.backend.by_rows is not None and any(ctx.needs_input_grad):
+                output[:, :, where], lse[:, :, where], rows = call.backend.by_rows.forward(problem)
+                saved.append(rows)
+            else:
+                done = call.run(problem, _LSE)
+                assert done.lse is not None
+                output[:, :, where], lse[:, :, where] = done.output, done.lse
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, *(torch.cat(parts, dim=2) for parts in zip(*saved, strict=True)))
+        return output, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        query, key, value, *rows = ctx.saved_tensors
+        if grad_output is None:
+            grad_output = query.new_zeros(*query.shape[:3], value.shape[3])
+        backward = _Backward(call, (query, key, value), rows, grad_output, grad_lse)
+        grads = backward.by_rows() if call.backend.by_rows is not None else backward.at_once()
+        return None, *(grad.to(like.dtype) for grad, like in zip(grads, backward.inputs, strict=True))
+
+
+class _Backward:
+    """One backward pass: all tensors are gathered again, since saved ones would take the memory of the whole."""
+
+    def __init__(
+        self,
+        call: Call,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        rows: list[Tensor],
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+    ) -> None:
+        self.call, self.tensors, self.rows, self.grad_output = call, tensors, rows, grad_output
+        self.grad_lse = torch.zeros_like(tensors[0][..., 0]) if grad_lse is None else grad_lse
+        self.inputs = [*tensors, *call.whole.rule_parameters]
+        layouts = (call.queries, call.keys, call.keys)
+        self.whole = [_whole(call, layout, tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
+        self.whole_grad = _whole(call, call.queries, grad_output)
+        self.whole_grad_lse = _whole(call, call.queries, self.grad_lse[..., None])[..., 0]
+
+    def at_once(self) -> list[Tensor]:
+        """Gradients by autograd of the whole call, on each rank."""
+        call = self.call
+        leaves = [tensor.requires_grad_() for tensor in self.whole]
+        inputs = [*leaves, *call.whole.rule_parameters]
+        with torch.enable_grad():
+            done = call.run(self._part(range(call.whole.q_len), range(call.whole.k_len), *leaves), _LSE)
+        assert done.lse is not None
+        grads = self.whole_grad, self.whole_grad_lse.to(done.lse.dtype)
+        computed = torch.autograd.grad([done.output, done.lse], inputs, grads, allow_unused=True)
+        filled = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, computed, strict=True)]
+        layouts = (call.queries, call.keys, call.keys)
+        mine = [cut(layout, grad, call.exchange.rank) for layout, grad in zip(layouts, filled, strict=False)]
+        return [*mine, *filled[3:]]
+
+    def by_rows(self) -> list[Tensor]:
+        """Gradients of this rank's queries and the rules over all keys, and of its keys over all queries."""
+        call, rank = self.call, self.call.exchange.rank
+        by_rows = call.backend.by_rows
+        assert by_rows is not None
+        learned = call.whole.rule_parameters
+        of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in self.tensors)
+        of_learned = [torch.zeros_like(one, dtype=call.whole.work_dtype) for one in learned]
+        keys = range(call.whole.k_len)
+        for chunk, where in slices_of(call.queries, rank):
+            with torch.enable_grad():
+                # Slices of parameters are views, through which gradients reach the parameters.
+                problem = self._part(chunk, keys, self.tensors[0][:, :, where].detach(), *self.whole[1:])
+                sliced = problem.rule_parameters
+            rows = [part[:, :, where] for part in self.rows]
+            grads = self.grad_output[:, :, where].contiguous(), self.grad_lse[:, :, where].contiguous()
+            of_query[:, :, where], _, _, *of_sliced = by_rows.backward(problem, rows, *grads, partial=False)
+            add_learned(of_learned, learned, sliced, of_sliced)
+        call.exchange.sum(of_learned)
+        rows = [self._whole_rows(part) for part in self.rows]
+        queries = range(call.whole.q_len)
+        for chunk, where in slices_of(call.keys, rank):
+            part = chunk if len(keys) > _ONE_TILE else keys
+            key, value = (tensor[:, :, part.start : part.stop] for tensor in self.whole[1:])
+            problem = self._part(queries, part, self.whole[0], key, value)
+            partial = len(part) < len(keys)
+            _, *both = by_rows.backward(problem, rows, self.whole_grad, self.whole_grad_lse, partial=partial)[:3]
+            mine = slice(chunk.start - part.start, chunk.stop - part.start)
+            of_key[:, :, where], of_value[:, :, where] = (grad[:, :, mine] for grad in both)
+        return [of_query, of_key, of_value, *of_learned]
+
+    def _whole_rows(self, part: Tensor) -> Tensor:
+        if part.ndim == 3:
+            return _whole(self.call, self.call.queries, part[..., None])[..., 0].contiguous()
+        return _whole(self.call, self.call.queries, part)
+
+    def _part(self, queries: range, keys: range, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        return self.call.part(Extent(self.call.heads, queries, keys), query, key, value)

@@ -1,0 +1,111 @@
+"""Attention by heads: an all-to-all gives each rank some heads of the whole sequence, and another one undoes it.
+
+Each rank computes its heads as one process would, with the same bits. A rank gets whole groups of query heads, those of
+some key heads, so ``kv_heads`` must be at least the number of ranks.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.cut import Extent
+from clearhead.distributed.call import Call
+from clearhead.distributed.exchange import Exchange
+from clearhead.distributed.layout import ShardLayout
+from clearhead.distributed.parts import cut, joined, lengths_of
+from clearhead.distributed.statistics import AXES
+from clearhead.statistics import Observation, Want
+
+__all__ = ["observe_by_heads", "split_heads"]
+
+
+def split_heads(heads: int, ranks: int) -> list[range]:
+    """The heads of each rank; the first ranks get one more if they do not divide.
+
+    >>> split_heads(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    size, longer = divmod(heads, ranks)
+    starts = [rank * size + min(rank, longer) for rank in range(ranks)]
+    return [range(start, start + size + (rank < longer)) for rank, start in enumerate(starts)]
+
+
+def observe_by_heads(call: Call, want: Want, query: Tensor, key: Tensor, value: Tensor) -> Observation:
+    """This rank's rows of the output, and statistics: of rows those of this rank, of keys those of this rank's keys.
+
+    Args:
+        call: the call.
+        want: statistics of the whole call.
+        query: this rank's part, as ``key`` and ``value``.
+    """
+    whole, exchange = call.whole, call.exchange
+    kv_heads = split_heads(whole.num_kv_heads, exchange.ranks)
+    group = whole.num_heads // whole.num_kv_heads
+    heads = [range(part.start * group, part.stop * group) for part in kv_heads]
+    mine = heads[exchange.rank]
+    routes = (_Route(call.queries, heads), _Route(call.keys, kv_heads), _Route(call.keys, kv_heads))
+    tensors = _ToHeads.apply(exchange, routes, query, key, value)  # type: ignore[no-untyped-call]
+    if want.row_weights is not None and want.row_weights.shape[1] > 1:
+        want = replace(want, row_weights=want.row_weights[:, mine.start : mine.stop])
+    done = call.run(call.part(Extent(mine, range(whole.q_len), range(whole.k_len)), *tensors), want)
+    given = {name: getattr(done, name) for name in AXES if getattr(done, name) is not None}
+    sharded = {name: tensor for name, tensor in given.items() if AXES[name].sharded}
+    back = [_Route(call.queries if AXES[name].sharded == "queries" else call.keys, heads) for name in sharded]
+    shaped = [AXES[name].tokens_first(tensor) for name, tensor in sharded.items()]
+    returned = _ToTokens.apply(exchange, back, *shaped)  # type: ignore[no-untyped-call]
+    results = {name: AXES[name].restored(part) for name, part in zip(sharded, returned, strict=True)}
+    lengths = [len(part) for part in heads]
+    for name in given.keys() - sharded.keys():
+        results[name] = torch.cat(exchange.gather(given[name].detach().contiguous(), 1, lengths), dim=1)
+    return Observation(**results)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A tensor's way between tokens and heads: where its tokens are, and which heads each rank gets."""
+
+    layout: ShardLayout
+    heads: list[range]
+
+    def to_heads(self, exchange: Exchange, part: Tensor) -> Tensor:
+        """``[batch, heads of this rank, len, channels]``, from this rank's tokens of all heads."""
+        sent = [part[:, one.start : one.stop] for one in self.heads]
+        mine = len(self.heads[exchange.rank])
+        shapes = [(part.shape[0], mine, length, part.shape[3]) for length in lengths_of(self.layout)]
+        return joined(self.layout, exchange.swap(sent, shapes))
+
+    def to_tokens(self, exchange: Exchange, whole: Tensor) -> Tensor:
+        """``[batch, heads, tokens of this rank, channels]``, from the whole sequence of this rank's heads."""
+        sent = [cut(self.layout, whole, rank) for rank in range(exchange.ranks)]
+        mine = lengths_of(self.layout)[exchange.rank]
+        shapes = [(whole.shape[0], len(one), mine, whole.shape[3]) for one in self.heads]
+        return torch.cat(exchange.swap(sent, shapes), dim=1)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, routes: Sequence[_Route], *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.routes = exchange, routes
+        return tuple(route.to_heads(exchange, part) for route, part in zip(routes, parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_ToTokens.apply(ctx.exchange, ctx.routes, *grads)  # type: ignore[no-untyped-call]
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, routes: Sequence[_Route], *wholes: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.routes = exchange, routes
+        return tuple(route.to_tokens(exchange, whole) for route, whole in zip(routes, wholes, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_ToHeads.apply(ctx.exchange, ctx.routes, *grads)  # type: ignore[no-untyped-call]

@@ -1,0 +1,290 @@
+"""Ring attention: keys and values pass from rank to rank, and partial results are merged by their log-sum-exp.
+
+At step ``s`` a rank computes with the keys of the rank ``s`` places before it, while those of the next step are on their
+way. Only keys that a query of the receiver may attend to are sent. With partial outputs ``o_i`` and log-sum-exps
+``l_i`` the result is ``sum_i exp(l_i - l) o_i`` with ``l = log sum_i exp(l_i)``, added up in the order of steps.
+
+Liu et al. 2023, "Ring attention with blockwise transformers for near-infinite context", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clearhead.cut import Extent
+from clearhead.distributed.call import Call, add_learned
+from clearhead.distributed.parts import slices_of
+from clearhead.distributed.plan import plan_of
+from clearhead.problem import Problem
+from clearhead.scores import Sink
+from clearhead.statistics import Want
+
+__all__ = ["ring_attention"]
+
+_LSE = Want(lse=True)
+
+
+def ring_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's output and log-sum-exp, ``[batch, heads, len, value_dim]`` and ``[batch, heads, len]``."""
+    ring = _Ring.of(call)
+    tensors = (query, key, value)
+    output, lse = _RingAttention.apply(ring, *tensors, *call.whole.rule_parameters)  # type: ignore[no-untyped-call]
+    return output, lse
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Keys of another rank that a chunk of this rank's queries needs.
+
+    Attributes:
+        extent: heads, queries and keys by position.
+        queries: where the queries are in this rank's part.
+        keys: where the keys are among those that were sent.
+    """
+
+    extent: Extent
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """A sharded call without a sink, which is added after all keys, and the keys that each pair of ranks exchanges."""
+
+    call: Call
+    sink: Sink | None
+    parameters: list[Tensor]
+    needed: dict[tuple[int, int], tuple[range, ...]]
+
+    @classmethod
+    def of(cls, call: Call) -> _Ring:
+        whole, rank = call.whole, call.exchange.rank
+        others = range(call.exchange.ranks)
+        if whole.q_len == whole.k_len:
+            plan = plan_of(whole.mask, call.queries)
+            pairs = {*((rank, other) for other in others), *((other, rank) for other in others)}
+            needed = {pair: plan.needs(*pair) for pair in pairs}
+        else:
+            needed = {(one, other): call.keys.chunks[other] for one in others for other in others}
+        without = replace(call, whole=whole.with_scores(whole.elementwise))
+        return cls(without, whole.sink, whole.rule_parameters, needed)
+
+    def sent(self, sender: int, receiver: int) -> list[tuple[range, slice]]:
+        """The positions of the keys that one rank sends to another, and where they are in the sender's part."""
+        return [
+            (keys, slice(where.start + keys.start - chunk.start, where.start + keys.stop - chunk.start))
+            for keys in self.needed[receiver, sender]
+            for chunk, where in slices_of(self.call.keys, sender)
+            if len(keys) and keys.start in chunk
+        ]
+
+    def sent_to(self, receiver: int) -> list[slice]:
+        """Where the keys that another rank needs are in this rank's part."""
+        return [where for _, where in self.sent(self.call.exchange.rank, receiver)]
+
+    def blocks(self, sender: int) -> list[_Block]:
+        """What this rank computes with keys of another rank, which were sent one range after the other."""
+        exchange = self.call.exchange
+        blocks: list[_Block] = []
+        for chunk, where in slices_of(self.call.queries, exchange.rank):
+            start = 0
+            for keys, _ in self.sent(sender, exchange.rank):
+                extent = Extent(self.call.heads, chunk, keys)
+                blocks.append(_Block(extent, where, slice(start, start + len(keys))))
+                start += len(keys)
+        return blocks
+
+    def visits(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """For each step the rank whose keys are there, and its tensors, cut to what this rank needs."""
+        exchange = self.call.exchange
+        waiting: tuple[int, list[Tensor], list[Any]] = (exchange.rank, _picked(tensors, self.sent_to(exchange.rank)), [])
+        for step in range(exchange.ranks):
+            sender, here, works = waiting
+            exchange.finish(works)
+            if step + 1 < exchange.ranks:
+                waiting = self._begin(step + 1, tensors)
+            yield sender, here
+
+    def _begin(self, step: int, tensors: tuple[Tensor, ...]) -> tuple[int, list[Tensor], list[Any]]:
+        exchange = self.call.exchange
+        receiver, sender = (exchange.rank + step) % exchange.ranks, (exchange.rank - step) % exchange.ranks
+        where = self.sent_to(receiver)
+        sent = _picked(tensors, where) if where else []
+        count = sum(len(keys) for keys, _ in self.sent(sender, exchange.rank))
+        received = [_rows_like(tensor, count) for tensor in tensors] if count else []
+        works = exchange.start(sent, receiver, received, sender)
+        # What is sent must live until it has arrived.
+        return sender, received, [*works, *([_Alive(sent)] if sent else [])]
+
+    def return_to(self, owner: int, step: int, grads: list[Tensor], like: tuple[Tensor, ...]) -> list[Tensor]:
+        """Send gradients of keys back to their rank, and receive those of this rank's keys, as they were sent."""
+        exchange = self.call.exchange
+        sender = (exchange.rank + step) % exchange.ranks
+        count = sum(part.stop - part.start for part in self.sent_to(sender))
+        received = [_rows_like(tensor, count) for tensor in like] if count else []
+        exchange.finish(exchange.start(grads, owner, received, sender))
+        return received
+
+
+@dataclass(frozen=True)
+class _Alive:
+    """Keeps tensors alive among messages."""
+
+    tensors: list[Tensor]
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class _Rows:
+    """Output and log-sum-exp of this rank's rows, in float32 or float64, to which partial results are added."""
+
+    def __init__(self, call: Call, query: Tensor, value: Tensor) -> None:
+        dtype = call.whole.work_dtype
+        self.output = query.new_zeros(*query.shape[:3], value.shape[3], dtype=dtype)
+        self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+
+    def add(self, rows: slice, output: Tensor, lse: Tensor) -> None:
+        """Merge the partial output ``[batch, heads, rows, value_dim]`` and log-sum-exp of some rows."""
+        here = self.lse[:, :, rows]
+        total = torch.logaddexp(here, lse)
+        self.output[:, :, rows] *= _share(here, total)
+        self.output[:, :, rows] += output * _share(lse, total)
+        self.lse[:, :, rows] = total
+
+    def add_sink(self, sink: Sink) -> None:
+        """Add a logit without a value to the sums."""
+        logits = sink.logits.detach().to(self.lse.dtype).view(1, -1, 1).expand(self.lse.shape)
+        self.add(slice(None), torch.zeros_like(self.output), logits)
+
+
+def _share(lse: Tensor, total: Tensor) -> Tensor:
+    """A part's share in a row's sum, ``[..., 1]``; 0 if the row has no key."""
+    return torch.exp(lse - total).masked_fill(lse == -torch.inf, 0.0)[..., None]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = _Rows(ring.call, query, value)
+        for sender, tensors in ring.visits(key, value):
+            for block in ring.blocks(sender):
+                done = ring.call.run(_problem(ring.call, block, query, tensors), _LSE)
+                assert done.lse is not None
+                rows.add(block.queries, done.output, done.lse)
+        if ring.sink is not None:
+            rows.add_sink(ring.sink)
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, rows.output, rows.lse)
+        ctx.set_materialize_grads(False)
+        return rows.output.to(query.dtype), rows.lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        if grad_output is None:
+            grad_output = torch.zeros_like(output, dtype=query.dtype)
+        backward = _Backward(ctx.ring, (query, key, value), (output, lse), (grad_output, grad_lse))
+        return None, *backward.run()
+
+
+class _Backward:
+    """One backward pass of the ring: gradients of queries stay, those of keys return to their rank."""
+
+    def __init__(
+        self,
+        ring: _Ring,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        rows: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+    ) -> None:
+        self.ring, self.tensors, self.rows, self.grads = ring, tensors, rows, grads
+        dtype = ring.call.whole.work_dtype
+        self.sums = [torch.zeros_like(tensor, dtype=dtype) for tensor in tensors]
+        self.of_parameters = {id(one): torch.zeros_like(one, dtype=dtype) for one in ring.parameters}
+
+    def run(self) -> list[Tensor]:
+        """Gradients of query, key, value and the rules' parameters."""
+        ring, exchange = self.ring, self.ring.call.exchange
+        _, *key_value = self.tensors
+        for step, (sender, tensors) in enumerate(ring.visits(*key_value)):
+            grads = [torch.zeros_like(tensor, dtype=self.sums[0].dtype) for tensor in tensors]
+            for block in ring.blocks(sender):
+                self._add_block(block, tensors, grads)
+            if step:
+                narrow = [grad.to(self.tensors[0].dtype) for grad in grads]
+                grads = ring.return_to(sender, step, narrow, key_value)
+            self._add_returned(ring.sent_to((exchange.rank + step) % exchange.ranks), grads)
+        self._add_sink()
+        exchange.sum(list(self.of_parameters.values()))
+        summed = [(total, tensor) for total, tensor in zip(self.sums, self.tensors, strict=True)]
+        learned = [(self.of_parameters[id(one)], one) for one in ring.parameters]
+        return [total.to(like.dtype) for total, like in [*summed, *learned]]
+
+    def _add_block(self, block: _Block, tensors: list[Tensor], grads: list[Tensor]) -> None:
+        """Add a block's gradients of queries, of the keys and values that are here, and of parameters."""
+        call, rows = self.ring.call, block.queries
+        output, lse = (part[:, :, rows].contiguous() for part in self.rows)
+        grad_output, grad_lse = (None if grad is None else grad[:, :, rows].contiguous() for grad in self.grads)
+        assert grad_output is not None
+        with torch.enable_grad():
+            # Slices of parameters are views, through which gradients reach the parameters.
+            problem = _problem(call, block, self.tensors[0], tensors)
+            sliced = problem.rule_parameters
+        of_query, of_key, of_value, *of_sliced = call.partial_gradients(
+            problem, (output, lse), grad_output, grad_lse
+        )
+        self.sums[0][:, :, rows] += of_query
+        for grad, part in zip(grads, (of_key, of_value), strict=True):
+            grad[:, :, block.keys] += part
+        add_learned([*self.of_parameters.values()], self.ring.parameters, sliced, of_sliced)
+
+    def _add_returned(self, where: list[slice], grads: list[Tensor]) -> None:
+        """Add gradients of keys and values that another rank computed."""
+        if grads:
+            for total, grad in zip(self.sums[1:], grads, strict=True):
+                start = 0
+                for part in where:
+                    count = part.stop - part.start
+                    total[:, :, part] += grad[:, :, start : start + count]
+                    start += count
+
+    def _add_sink(self) -> None:
+        """A sink's weight is ``exp(logit - lse)`` and its value 0, so its gradient is ``-weight * delta``."""
+        sink = self.ring.sink
+        if sink is None or not sink.logits.requires_grad:
+            return
+        output, lse = self.rows
+        grad_output, grad_lse = self.grads
+        logits = sink.logits.detach().to(lse.dtype).view(1, -1, 1)
+        weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
+        delta = (output * grad_output).sum(dim=-1)
+        delta = delta if grad_lse is None else delta - grad_lse
+        per_head = -(weight * delta).sum(dim=(0, 2))
+        shape = sink.logits.shape
+        self.of_parameters[id(sink.logits)] += per_head if per_head.shape == shape else per_head.sum().view(shape)
+
+
+def _problem(call: Call, block: _Block, query: Tensor, key_value: list[Tensor]) -> Problem:
+    """A block as a problem; ``key_value`` are the keys and values that are here."""
+    key, value = (tensor[:, :, block.keys].detach() for tensor in key_value)
+    return call.part(block.extent, query[:, :, block.queries].detach(), key, value)
+
+
+def _picked(tensors: tuple[Tensor, ...], where: list[slice]) -> list[Tensor]:
+    """Some rows of each tensor, one range after the other, contiguous."""
+    return [torch.cat([tensor[:, :, part] for part in where], dim=2) if where else tensor[:, :, :0] for tensor in tensors]
+
+
+def _rows_like(tensor: Tensor, count: int) -> Tensor:
+    """An empty ``[batch, heads, count, channels]``."""
+    return tensor.new_empty(*tensor.shape[:2], count, tensor.shape[3])
