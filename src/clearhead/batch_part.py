@@ -7,6 +7,7 @@ sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BatchPart", "batch_part", "current", "drawn_for_part", "first_row", "origin_of"]
+__all__ = ["BatchPart", "batch_part", "current", "drawn_for_part", "first_row", "origin_of", "rows_of_whole"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class BatchPart:
         whole: number of sequences of the whole batch.
         packed: whether models remove the padding of the whole batch, because it has some.
         tokens_before: real tokens of the sequences before the first one.
+        tokens: real tokens of the whole batch.
     """
 
     first: int
@@ -35,6 +37,7 @@ class BatchPart:
     whole: int
     packed: bool
     tokens_before: int
+    tokens: int
 
 
 _PART: ContextVar[BatchPart | None] = ContextVar("clearhead_batch_part", default=None)
@@ -50,7 +53,7 @@ def batch_part(part: BatchPart | None) -> Iterator[None]:
     >>> from clearhead.nn import Dropout
     >>> drop = Dropout(0.5)
     >>> whole = torch.manual_seed(0) and drop(torch.ones(4, 64))
-    >>> with batch_part(BatchPart(2, 2, 4, packed=False, tokens_before=0)):
+    >>> with batch_part(BatchPart(2, 2, 4, packed=False, tokens_before=0, tokens=0)):
     ...     part = torch.manual_seed(0) and drop(torch.ones(2, 64))
     >>> torch.equal(part, whole[2:])
     True
@@ -85,10 +88,16 @@ def first_row(shape: Sequence[int]) -> int:
         return 0
     if _is_packed(part, shape):
         return part.tokens_before
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return part.first * (rows // part.count)
+    return part.first * (math.prod(shape[:-1]) // part.count)
+
+
+def rows_of_whole(shape: Sequence[int]) -> int:
+    """How many rows activations ``[*batch, width]`` of this shape have in the whole batch."""
+    part = _PART.get()
+    assert part is not None
+    if _is_packed(part, shape):
+        return part.tokens
+    return part.whole * (math.prod(shape[:-1]) // part.count)
 
 
 def origin_of(size: Sequence[int]) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ PARTS = [range(2), range(1, 3), range(3, 5), range(4, 5)]
 
 def _part(rows: range, lengths: Tensor | None) -> BatchPart:
     before = 0 if lengths is None else int(lengths[: rows.start].sum())
-    return BatchPart(rows.start, len(rows), len(IDS), packed=lengths is not None, tokens_before=before)
+    return BatchPart(rows.start, len(rows), len(IDS), packed=lengths is not None, tokens_before=before, tokens=int(LENGTHS.sum()))
 
 
 def _run(model: nn.Module, ids: Tensor, lengths: Tensor | None, part: BatchPart | None) -> tuple[Tensor, Tensor]:
@@ -62,10 +62,20 @@ def test_classifier_drops_what_the_whole_batch_drops(rows: range, attention_drop
     assert rows.start == 0 or not torch.allclose(alone, whole[rows], atol=1e-3), "dropout would be that of any rows"
 
 
+def test_dropout_without_kernels_drops_what_the_whole_batch_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clearhead.nn.dropout.takes", lambda x: False)
+    torch.manual_seed(0)
+    model = SequenceClassifier(50, 64, 4, 1, 3, max_len=33, dropout=0.3, attention_dropout=0.0).double()
+    whole, _ = _run(model, IDS, LENGTHS, None)
+    for rows in PARTS:
+        part, _ = _run(model, IDS[rows], LENGTHS[rows], _part(rows, LENGTHS))
+        torch.testing.assert_close(part, whole[rows])
+
+
 @pytest.mark.parametrize("backend", ["native", tiled.BACKEND.name, "reference"])
 def test_attention_drops_what_the_whole_batch_drops(backend: str) -> None:
     query, key, value = torch.randn(3, 4, 2, 20, 16)
     whole = attention(query, key, value, dropout=0.4, seed=5, backend=backend)
-    with batch_part(BatchPart(2, 2, 4, packed=False, tokens_before=0)):
+    with batch_part(BatchPart(2, 2, 4, packed=False, tokens_before=0, tokens=0)):
         part = attention(query[2:], key[2:], value[2:], dropout=0.4, seed=5, backend=backend)
     torch.testing.assert_close(part, whole[2:])

@@ -93,7 +93,8 @@ def _shard(model: nn.Module, axes: MeshAxes, reshard_after_forward: bool) -> Non
     mesh = axes.working["replicate", "shard"]
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # What remains is gathered until backward, as it is for a root: forward may call a registered method.
+    fully_shard(model, mesh=mesh)
     for name in _METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)

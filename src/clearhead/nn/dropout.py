@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.batch_part import first_row
+from clearhead.batch_part import current, first_row, rows_of_whole
 from clearhead.nn.linear import looked_at
 from clearhead.ops.dropout import LEVELS, dropped, takes
 from clearhead.problem import draw_seed
@@ -54,11 +54,19 @@ class Dropout(nn.Dropout):
     def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         levels = self.levels(input)
         if levels is None:
-            return super().forward(input)
+            return self._of_whole(input) if self.p > 0.0 and current() is not None else super().forward(input)
         if levels == 0:
             return input
         output = drop(input, levels)
         return input.copy_(output) if self.inplace else output
+
+    def _of_whole(self, x: Tensor) -> Tensor:
+        """torch's dropout of the whole batch that ``x`` is a part of, at the part's rows."""
+        if not self.training or x.dim() < 2:
+            return super().forward(x)
+        ones = x.new_ones(rows_of_whole(x.shape), x.shape[-1])
+        factors = nn.functional.dropout(ones, self.p).narrow(0, first_row(x.shape), x.shape[:-1].numel())
+        return x * factors.view(x.shape)
 
     def levels(self, x: Tensor) -> int | None:
         """How many of ``LEVELS`` are dropped; None where torch's own dropout is called."""

@@ -165,6 +165,7 @@ def _share(batch: Batch, rows: range) -> BatchShare:
         len(batch.ids),
         packed=bool((lengths < batch.ids.shape[1]).any()),
         tokens_before=int(lengths[: rows.start].sum()),
+        tokens=int(lengths.sum()),
     )
     chosen = slice(rows.start, rows.stop)
     return BatchShare(Batch(batch.ids[chosen], lengths[chosen], batch.targets[chosen]), part, counts)
