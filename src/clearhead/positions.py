@@ -115,8 +115,10 @@ class Rotary:
         >>> torch.allclose(Rotary().rotate_at(x, torch.tensor([5, 6, 7])), Rotary().rotate(x, 5), atol=1e-6)
         True
         """
-        work = torch.float64 if x.dtype == torch.float64 else torch.float32
         count = int(positions.max()) + 1 if positions.numel() else 0
+        if are_plain(x) and library() is not None and x.numel() > 0 and count <= MOST_POSITIONS:
+            return rotated(x, table_of(self, x.shape[-1], count)[positions])
+        work = torch.float64 if x.dtype == torch.float64 else torch.float32
         cosine, sine = (part.to(work)[positions] for part in _angles(self, 0, count, x.shape[-1], x.device))
         return _rotated_by_torch(x, cosine, sine)
 

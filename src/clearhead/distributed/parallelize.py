@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -11,12 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from clearhead.arguments import flag, repr_of
+from clearhead.arguments import flag, one_of, repr_of
+from clearhead.distributed.attention import METHODS, Method
 from clearhead.distributed.layout import LayoutName, check_layout
 from clearhead.distributed.mesh import MeshAxes, agreed
+from clearhead.distributed.rank_part import RankPart, SequenceShard, check_sequence_parallel
 from clearhead.distributed.tensor_parallel import check_tensor_parallel, split_over_tensor
 from clearhead.errors import UnsupportedError
+from clearhead.nn import Decoder, Encoder, FeedForward, MultiHeadAttention, SequenceClassifier
 from clearhead.nn.blocks import Block
+from clearhead.nn.dropout import Dropout
 
 __all__ = ["parallelize"]
 
@@ -28,7 +33,13 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def parallelize(
-    model: _Model, mesh: DeviceMesh, *, layout: LayoutName = "contiguous", reshard_after_forward: bool = True
+    model: _Model,
+    mesh: DeviceMesh,
+    *,
+    layout: LayoutName = "contiguous",
+    method: Method = "auto",
+    reshard_after_forward: bool = True,
+    equal_batches: bool = True,
 ) -> _Model:
     """Run a model on all ranks of a device mesh, in place.
 
@@ -36,8 +47,13 @@ def parallelize(
         model: any module, on every rank the same; its parameters and buffers become those of rank 0.
         mesh: of all ranks, with axes named ``data``, ``shard``, ``tensor`` or ``context``, in any order. The batch is
             divided over ``data`` and ``shard``; along ``shard`` (FSDP2) a rank has a part of each parameter.
-        layout: of sequences along ``context``, ``"contiguous"`` or ``"zigzag"``.
+        layout: which tokens a rank has along ``context``: ``"contiguous"``, or ``"zigzag"``, which balances causal
+            masks.
+        method: of attention along ``context``, as ``ch.distributed.attention`` takes it.
         reshard_after_forward: whether a block's gathered parameters are freed between forward and backward.
+        equal_batches: whether ranks have equal parts of each batch, in their order, so that dropout drops what one
+            process would drop; otherwise a ``clearhead.batch_part`` around forward and backward says which sequences
+            a rank has.
 
     Returns:
         The model itself. Its parameters are DTensors: build the optimizer afterwards. Gradients are those of the mean
@@ -55,16 +71,21 @@ def parallelize(
             then = "Pass a model of clearhead.nn, of torch or of transformers."
             raise UnsupportedError.about(_NAME, "model", must="be a module", got=repr_of(model), then=then)
         check_layout(_NAME, layout)
+        one_of(_NAME, "method", method, METHODS, "'auto' chooses.")
         flag(_NAME, "reshard_after_forward", reshard_after_forward)
+        flag(_NAME, "equal_batches", equal_batches)
         axes = MeshAxes.of(_NAME, mesh)
         if axes.sizes["tensor"] > 1:
             check_tensor_parallel(_NAME, model, axes.sizes["tensor"])
-        return axes, (dict(axes.sizes), layout, reshard_after_forward, _description(model))
+        if axes.sizes["context"] > 1:
+            check_sequence_parallel(_NAME, model)
+        return axes, (dict(axes.sizes), layout, method, reshard_after_forward, _description(model))
 
     axes = agreed(_NAME, check)
     _send_from_first_rank(model)
     if axes.sizes["tensor"] > 1:
         split_over_tensor(model, axes.working["tensor"])
+    _assign_part(model, axes, axes.batch_part if equal_batches else None, layout, method)
     if axes.copies > 1:
         _shard(model, axes, reshard_after_forward)
     return model
@@ -86,6 +107,28 @@ def _send_from_first_rank(model: nn.Module) -> None:
     for _, tensor in _tensors(model):
         data = tensor.detach()
         dist.broadcast(data, 0)
+
+
+def _assign_part(
+    model: nn.Module, axes: MeshAxes, batch: tuple[int, int] | None, layout: LayoutName, method: Method
+) -> None:
+    """Tell the library's modules which part of their work is this rank's."""
+    group = axes.group("context")
+    sequence = None if group is None else SequenceShard(group, layout, method)
+    part = RankPart(batch, (axes.index("tensor"), axes.sizes["tensor"]), sequence, axes.copies)
+    if (1 if batch is None else batch[1]) * part.heads[1] == 1 and sequence is None:
+        return
+    pooled = replace(part, sequence=None)
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention | Encoder | Decoder | SequenceClassifier):
+            module.part = part
+        if isinstance(module, Dropout):
+            module.placed = part.tokens
+    for module in model.modules():
+        if isinstance(module, FeedForward):
+            module.dropout.placed = part.channels
+        if isinstance(module, SequenceClassifier):
+            module.dropout.placed = pooled.tokens
 
 
 def _shard(model: nn.Module, axes: MeshAxes, reshard_after_forward: bool) -> None:

@@ -17,6 +17,7 @@ from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused import fused_attention, is_fused_attention
 from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.linear import Linear, linear_each, weights_of
+from clearhead.nn.part import ModelPart, SequencePart
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
 from clearhead.nn.spec import Projections
@@ -61,6 +62,9 @@ class MultiHeadAttention(nn.Module):
     Raises:
         ShapeError: sizes that are not positive, or do not divide.
 
+    Attributes:
+        part: what this process computes of the module, where ``clearhead.distributed.parallelize`` divided it.
+
     Cost: the projections, ``2 * len * embed_dim**2`` operations each, and the attention.
 
     Paper: Vaswani et al. 2017, "Attention is all you need", section 3.2.2; grouped heads: Ainslie et al. 2023.
@@ -71,6 +75,8 @@ class MultiHeadAttention(nn.Module):
     >>> module(torch.zeros(1, 5, 8), mask=Causal()).shape
     torch.Size([1, 5, 8])
     """
+
+    part: ModelPart | None = None
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, head_dim: int | None = None,
@@ -150,6 +156,11 @@ class MultiHeadAttention(nn.Module):
         is_self_attention = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
         first = self._first_position(is_self_attention, cache, query_offset, query.shape[-2], key.shape[-2])
+        if self.part is not None:
+            self.part.check_unobserved(_NAME, self._dropped())
+            self._check_whole(cache=cache, query_offset=query_offset)
+            queries = range(first, first + query.shape[-2])
+            mask = self.part.mask(mask, self.num_heads, queries, key.shape[-2] + (cache.length if cache else 0))
         if cache is None:
             projections, tokens = (
                 self.projections() if key is value else None,
@@ -187,14 +198,34 @@ class MultiHeadAttention(nn.Module):
         path: Path | None = None,
     ) -> Tensor:
         """Attention and the output projection, by ``path`` or by the table's choice."""
-        output = attend(
-            self, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
-            dropout=self.dropout if self.training else 0.0, query_offset=query_offset, backend=self.backend,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "mask": mask, "scores": self.scores.rules(), "scale": self.scale, "dropout": self._dropped(),
+            "query_offset": query_offset, "backend": self.backend,
+        }  # fmt: skip
+        if self.part is not None and self.part.attends(self._dropped()):
+            output = self.part.attend(heads, keys, values, **options)
+        else:
+            output = attend(self, heads, keys, values, **options)
         joined, last = output.transpose(-3, -2).flatten(-2), self.output_projection
         if path is not None and last is not None:
             return project(joined, last.weight, last.bias, path=path)
         return joined if last is None else last(joined)
+
+    def _dropped(self) -> float:
+        """The probability of dropping a weight now."""
+        return self.dropout if self.training else 0.0
+
+    def _sequence_part(self) -> SequencePart | None:
+        return None if self.part is None else self.part.sequence
+
+    def _check_whole(self, **given: object) -> None:
+        """Raise where an argument comes with a sequence of which other processes have other tokens."""
+        for argument, value in given.items() if self._sequence_part() is not None else ():
+            if value is not None:
+                raise UnsupportedError.about(
+                    _NAME, argument, must="be None where a sequence is sharded over ranks", got=type(value).__name__,
+                    then="Use a mesh without 'context'.",
+                )  # fmt: skip
 
     def _over_pages(
         self, x: Tensor, key: Tensor | None, value: Tensor | None, mask: Mask | None, cache: PagedLayer
@@ -253,7 +284,9 @@ class MultiHeadAttention(nn.Module):
         return None if torch.compiler.is_compiling() else cached_reading(self, None, self._read, may_be_hooked=(self,))
 
     def _read(self) -> Projections | None:
-        """Weights and options, if the linear layers are plain."""
+        """Weights and options, if the linear layers are plain, and no part of a larger attention."""
+        if self.part is not None and self.part.attends(self._dropped()):
+            return None
         submodules = submodules_of(self)
         layers = [*map(submodules.get, _PROJECTIONS)]
         plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear]
@@ -265,7 +298,7 @@ class MultiHeadAttention(nn.Module):
             self.num_heads,
             self.num_kv_heads,
             self.scale,
-            self.dropout if self.training else 0.0,
+            self._dropped(),
             self.backend,
             self.rotary,
             rules=self.scores.rules if self.scores else tuple,
@@ -308,18 +341,25 @@ class MultiHeadAttention(nn.Module):
             queries, keys, values = linear_each(layers, query)
         else:
             queries, keys, values = (layer(x) for layer, x in zip(layers, (query, key, value), strict=True))
-        keys = _split(keys, self.num_kv_heads, self.head_dim)
-        keys = keys if self.rotary is None else self.rotary.rotate(keys, first_key)
-        return self._rotated(queries, first), keys, _split(values, self.num_kv_heads, self.head_dim)
+        return (
+            self._rotated(queries, self.num_heads, first),
+            self._rotated(keys, self.num_kv_heads, first_key),
+            _split(values, self.num_kv_heads, self.head_dim),
+        )
 
     def _query_heads(self, query: Tensor, first: int, path: Path | None = None) -> Tensor:
         layer = self.query_projection
         queries = layer(query) if path is None else project(query, layer.weight, layer.bias, path=path)
-        return self._rotated(queries, first)
+        return self._rotated(queries, self.num_heads, first)
 
-    def _rotated(self, queries: Tensor, first: int) -> Tensor:
-        heads = _split(queries, self.num_heads, self.head_dim)
-        return heads if self.rotary is None else self.rotary.rotate(heads, first)
+    def _rotated(self, x: Tensor, count: int, first: int) -> Tensor:
+        """Heads, rotated by their positions."""
+        heads, sequence = _split(x, count, self.head_dim), self._sequence_part()
+        if self.rotary is None:
+            return heads
+        if sequence is not None:
+            return self.rotary.rotate_at(heads, sequence.positions(heads.shape[-2]))
+        return self.rotary.rotate(heads, first)
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         widths = (self.embed_dim, self.key_dim, self.value_dim)

@@ -17,6 +17,7 @@ from clearhead.batch_part import current
 from clearhead.errors import MaskError
 from clearhead.masks import Documents, Mask, Padding
 from clearhead.masks.base import conjuncts
+from clearhead.nn.part import SequencePart
 from clearhead.packing import as_lengths, real_places, unpack
 from clearhead.watch import laid_out
 
@@ -35,12 +36,16 @@ class BatchLayout:
         lengths: real tokens of each sequence; None where all are full.
         packed: whether the model sees the tokens packed.
         mask: the mask that the model's attention uses.
+        places: positions of the tokens of each row, where other processes have others of the sequence; else None.
+        whole_length: tokens of each padded sequence; ``size`` counts those of this process.
     """
 
     size: tuple[int, int]
     lengths: Tensor | None
     packed: bool
     mask: Mask | None
+    places: Tensor | None = None
+    whole_length: int = 0
 
     @classmethod
     def of(
@@ -52,10 +57,12 @@ class BatchLayout:
         lengths: Lengths,
         mask: Mask | None,
         may_pack: bool,
+        sequence: SequencePart | None = None,
     ) -> BatchLayout:
         """The layout of a batch of ``size``, whose padding is given by ``lengths`` or by a ``Padding`` in ``mask``.
 
-        ``may_pack`` says whether the model's score rules mean the same in a packed batch.
+        ``may_pack`` says whether the model's score rules mean the same in a packed batch. With ``sequence`` the batch
+        has this process's tokens; lengths and masks are those of whole sequences.
         """
         if mask is not None and not isinstance(mask, Mask):
             raise MaskError.about(
@@ -78,20 +85,23 @@ class BatchLayout:
                     then="Give the lengths once.",
                 )
             lengths = padding.lengths.expand(size[0]) if padding.lengths.shape[0] == 1 else padding.lengths
+        length = size[1] if sequence is None else sequence.whole_length(size[1])
+        places = None if sequence is None else sequence.positions(size[1]).to(device)
         if lengths is None:
-            return cls(size, None, False, rest)
-        counts = as_lengths(function, lengths, batch=size[0], longest=size[1])
+            return cls(size, None, False, rest, places, length)
+        counts = as_lengths(function, lengths, batch=size[0], longest=length)
         # An exported program keeps the padding: the number of real tokens is not known to it.
         exported = torch.compiler.is_exporting()
         # A part of a batch has the layout of the whole batch.
         part = current()
-        if not exported and not (part is not None and part.packed) and bool((counts == size[1]).all()):
-            return cls(size, None, False, rest)
-        packed = may_pack and not exported and (rest is None or rest.relative)
+        padded = part is not None and part.packed
+        if not exported and not padded and bool((counts == length).all()):
+            return cls(size, None, False, rest, places, length)
+        packed = may_pack and places is None and not exported and (rest is None or rest.relative)
         confined: Mask = Documents(lengths=counts.to(device)) if packed else Padding(counts.to(device))
         if isinstance(confined, Documents):
             laid_out(confined, *size)
-        return cls(size, counts, packed, confined if rest is None else rest & confined)
+        return cls(size, counts, packed, confined if rest is None else rest & confined, places, length)
 
     def pack(self, x: Tensor) -> Tensor:
         """A padded ``[batch, len, ...]`` as the model sees it: packed, or with 0 at the padding."""
@@ -116,13 +126,16 @@ class BatchLayout:
 
     def positions(self, device: torch.device) -> Tensor:
         """Each token's position in its sequence, ``[batch | 1, len]`` in the layout of the model."""
-        place = torch.arange(self.size[1], device=device)[None]
+        place = self._places(device)[None]
         return self.pack(place.expand(self.size)) if self.packed else place
+
+    def _places(self, device: torch.device) -> Tensor:
+        """Positions of a row's tokens."""
+        return torch.arange(self.size[1], device=device) if self.places is None else self.places
 
     def _padding(self, x: Tensor) -> Tensor:
         assert self.lengths is not None
-        place = torch.arange(self.size[1], device=x.device)
-        padding = place >= self.lengths.to(x.device)[:, None]
+        padding = self._places(x.device) >= self.lengths.to(x.device)[:, None]
         return padding.reshape(*self.size, *(1 for _ in x.shape[2:]))
 
 

@@ -14,6 +14,7 @@ from clearhead.nn.dropout import Dropout
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
 from clearhead.nn.linear import Linear
 from clearhead.nn.neighbours import NeighbourMixing
+from clearhead.nn.part import ModelPart
 from clearhead.nn.pooling import POOLINGS, pool
 from clearhead.nn.stacks import Encoder
 from clearhead.nn.start import start_embeddings
@@ -59,6 +60,9 @@ class SequenceClassifier(nn.Module):
     >>> model(torch.randint(0, 100, (2, 7)), lengths=[7, 4]).shape
     torch.Size([2, 3])
     """
+
+    #: What this process computes of the module, where ``clearhead.distributed.parallelize`` divided it.
+    part: ModelPart | None = None
 
     def __init__(
         self, vocab_size: int, embed_dim: int, num_heads: int, num_layers: int, num_classes: int, *,
@@ -117,7 +121,8 @@ class SequenceClassifier(nn.Module):
             MaskError: the mask does not fit.
         """
         states, counts = self.encode(ids, lengths=lengths, mask=mask)
-        logits: Tensor = self.classifier(self.dropout(pool(states, counts, self.pooling)))
+        sequence = None if self.part is None else self.part.sequence
+        logits: Tensor = self.classifier(self.dropout(pool(states, counts, self.pooling, sequence)))
         return logits
 
     def encode(

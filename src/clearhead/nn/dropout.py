@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.batch_part import current, first_row, rows_of_whole
 from clearhead.nn.linear import looked_at
-from clearhead.ops.dropout import LEVELS, dropped, takes
+from clearhead.ops.dropout import LEVELS, dropped, dropped_at, takes
 from clearhead.problem import draw_seed
 from clearhead.projection import recorded, unlooked
-from clearhead.shapes import Float
+from clearhead.shapes import Float, Int
 from clearhead.tensors import traces
 from clearhead.torch_private import transforms
 
-__all__ = ["Dropout", "drop", "is_plain", "plus_dropped"]
+__all__ = ["Dropout", "Placed", "drop", "is_plain", "plus_dropped"]
+
+#: Gives a tensor's place in a whole that several processes have: the number of each of its rows, and its first column.
+Placed: TypeAlias = Callable[[Tensor], tuple[Int[Tensor, " rows"], int]]
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -47,9 +51,14 @@ class Dropout(nn.Dropout):
         p: probability of dropping an element, while training only.
         inplace: whether the input is overwritten.
 
+    Attributes:
+        placed: where the input stands in a whole tensor, of which other processes have other parts; None for a whole.
+
     >>> Dropout(0.5).eval()(torch.ones(2)).tolist()
     [1.0, 1.0]
     """
+
+    placed: Placed | None = None
 
     def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         levels = self.levels(input)
@@ -57,7 +66,7 @@ class Dropout(nn.Dropout):
             return self._of_whole(input) if self.p > 0.0 and current() is not None else super().forward(input)
         if levels == 0:
             return input
-        output = drop(input, levels)
+        output = drop(input, levels, placed=self.placed)
         return input.copy_(output) if self.inplace else output
 
     def _of_whole(self, x: Tensor) -> Tensor:
@@ -86,13 +95,17 @@ def plus_dropped(residual: Float[Tensor, "..."], dropout: nn.Module, x: Float[Te
     if fits and isinstance(dropout, Dropout) and type(dropout).forward is Dropout.forward:
         levels = None if looked_at(dropout) else dropout.levels(x)
         if levels:
-            return drop(x, levels, residual)
+            return drop(x, levels, residual, placed=dropout.placed)
     output: Tensor = residual + dropout(x)
     return output
 
 
 def drop(
-    x: Float[Tensor, "*batch width"], levels: int, residual: Float[Tensor, "*batch width"] | None = None
+    x: Float[Tensor, "*batch width"],
+    levels: int,
+    residual: Float[Tensor, "*batch width"] | None = None,
+    *,
+    placed: Placed | None = None,
 ) -> Float[Tensor, "*batch width"]:
     """Dropout by the CPU kernels with a seed from torch's generator, plus ``residual``.
 
@@ -100,19 +113,31 @@ def drop(
         x: plain, of a dtype that the kernels take.
         levels: how many of ``LEVELS`` elements are dropped on average.
         residual: of the same shape and dtype.
+        placed: where ``x`` stands in a whole tensor.
     """
-    seed, row = draw_seed(levels), first_row(x.shape)
+    seed = draw_seed(levels)
+    place = first_row(x.shape) if placed is None else placed(x)
     if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
-        output: Tensor = _Dropped.apply(x, levels, seed, residual, row)  # type: ignore[no-untyped-call]
+        output: Tensor = _Dropped.apply(x, levels, seed, residual, place)  # type: ignore[no-untyped-call]
         return output
-    return dropped(x, levels, seed, residual, row)
+    return _dropped(x, levels, seed, place, residual)
+
+
+#: Rows and first column of a part of a tensor, or its first row.
+_Place: TypeAlias = tuple[Tensor, int] | int
+
+
+def _dropped(x: Tensor, levels: int, seed: int, place: _Place, residual: Tensor | None = None) -> Tensor:
+    if isinstance(place, int):
+        return dropped(x, levels, seed, residual, place)
+    return dropped_at(x, levels, seed, *place, residual)
 
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None, row: int) -> Tensor:
-        ctx.drop = levels, seed, row
-        return dropped(x, levels, seed, residual, row)
+    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None, place: _Place) -> Tensor:
+        ctx.drop = levels, seed, place
+        return _dropped(x, levels, seed, place, residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,7 +146,7 @@ class _Dropped(torch.autograd.Function):
         return of_x, None, None, grad if needs_residual else None, None
 
 
-def _dropped_gradient(grad: Tensor, levels: int, seed: int, row: int) -> Tensor:
+def _dropped_gradient(grad: Tensor, levels: int, seed: int, place: _Place) -> Tensor:
     if recorded(grad):
-        return grad * dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed, None, row)
-    return dropped(grad, levels, seed, None, row)
+        return grad * _dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed, place)
+    return _dropped(grad, levels, seed, place)

@@ -112,6 +112,8 @@ def embedded(
     function: str, argument: str, ids: Tensor, layout: BatchLayout, embedding: TokenEmbedding, first: int = 0
 ) -> Tensor:
     """Vectors of the real tokens only, in the batch's layout."""
+    if layout.whole_length > embedding.max_len:
+        check_ids(function, argument, ids.new_empty(1, layout.whole_length), embedding.max_len)
     inside = layout.pack(ids)
     check_range(function, argument, inside, embedding.vocab_size)
     x: Tensor = embedding(inside, layout.positions(ids.device) + first)

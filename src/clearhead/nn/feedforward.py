@@ -161,13 +161,16 @@ def in_one_step(
 
 
 def drop_of(dropout: nn.Module) -> float | None:
-    """The probability with which a module drops elements now; None if it is unknown, or torch draws the elements."""
+    """The probability with which a module drops elements now; None if it is unknown, torch draws the
+    elements, or they are a part of a larger tensor."""
     kind = type(dropout).forward
     if kind is nn.Identity.forward:
         return 0.0
     if not isinstance(dropout, nn.Dropout) or kind not in (nn.Dropout.forward, Dropout.forward):
         return None
     p = float(dropout.p) if dropout.training else 0.0
+    if p > 0.0 and isinstance(dropout, Dropout) and dropout.placed is not None:
+        return None
     return p if kind is Dropout.forward or p == 0.0 else None
 
 

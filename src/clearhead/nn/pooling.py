@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from clearhead.nn.part import SequencePart
 from clearhead.shapes import Float, Int
 
 __all__ = ["POOLINGS", "pool"]
@@ -15,7 +16,10 @@ POOLINGS: Final = ("mean", "max", "mean_max", "first")
 
 
 def pool(
-    x: Float[Tensor, "batch len dim"], lengths: Int[Tensor, " batch"] | None, kind: str
+    x: Float[Tensor, "batch len dim"],
+    lengths: Int[Tensor, " batch"] | None,
+    kind: str,
+    sequence: SequencePart | None = None,
 ) -> Float[Tensor, "batch pooled"]:
     """One vector per sequence; a sequence without tokens gives zeros.
 
@@ -23,28 +27,40 @@ def pool(
         x: ``[batch, len, dim]``, zeros at the padding.
         lengths: int ``[batch]``, real tokens of each sequence; None where all are full.
         kind: ``"mean"``, ``"max"``, ``"mean_max"`` (both side by side) or ``"first"``.
+        sequence: which tokens ``x`` has, where other processes have the others; ``lengths`` are those of all.
 
     >>> pool(torch.tensor([[[1.0], [3.0], [0.0]]]), torch.tensor([2]), "mean")
     tensor([[2.]])
     """
-    if x.shape[1] == 0:
+    length = x.shape[1] if sequence is None else sequence.whole_length(x.shape[1])
+    if length == 0:
         return x.new_zeros(x.shape[0], x.shape[2] * (2 if kind == "mean_max" else 1))
     if kind == "first":
-        return x[:, 0]
+        # The first process has the first token in every layout.
+        return x[:, 0] if sequence is None else sequence.gathered(_padded_to_one(x)[:, 0])[0]
     parts = []
     if kind in ("mean", "mean_max"):
-        count = x.shape[1] if lengths is None else lengths.to(x.device).clamp(min=1)[:, None]
-        parts.append((x.sum(dim=1, dtype=torch.float32 if x.dtype != torch.float64 else None) / count).to(x.dtype))
+        count = length if lengths is None else lengths.to(x.device).clamp(min=1)[:, None]
+        total = x.sum(dim=1, dtype=torch.float32 if x.dtype != torch.float64 else None)
+        parts.append(((total if sequence is None else sequence.gathered(total).sum(dim=0)) / count).to(x.dtype))
     if kind in ("max", "mean_max"):
-        parts.append(_largest(x, lengths))
+        parts.append(_largest(x, lengths, sequence))
     return torch.cat(parts, dim=-1)
 
 
-def _largest(x: Tensor, lengths: Tensor | None) -> Tensor:
-    if lengths is None:
-        return x.amax(dim=1)
-    place = torch.arange(x.shape[1], device=x.device)
-    counts = lengths.to(x.device)
-    padding = place >= counts[:, None]
-    largest = x.masked_fill(padding[..., None], -torch.inf).amax(dim=1)
-    return largest.masked_fill((counts == 0)[:, None], 0.0)
+def _padded_to_one(x: Tensor) -> Tensor:
+    """At least one token, 0 where there is none."""
+    return x if x.shape[1] else torch.cat([x, x.new_zeros(x.shape[0], 1, x.shape[2])], dim=1)
+
+
+def _largest(x: Tensor, lengths: Tensor | None, sequence: SequencePart | None) -> Tensor:
+    if lengths is not None:
+        place = torch.arange(x.shape[1], device=x.device) if sequence is None else sequence.positions(x.shape[1])
+        padding = place.to(x.device) >= lengths.to(x.device)[:, None]
+        x = x.masked_fill(padding[..., None], -torch.inf)
+    if sequence is None:
+        largest = x.amax(dim=1)
+    else:
+        nothing = x.new_full((x.shape[0], 1, x.shape[2]), -torch.inf)
+        largest = sequence.gathered(torch.cat([x, nothing], dim=1).amax(dim=1)).amax(dim=0)
+    return largest if lengths is None else largest.masked_fill((lengths.to(x.device) == 0)[:, None], 0.0)

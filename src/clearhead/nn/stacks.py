@@ -21,6 +21,7 @@ from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
+from clearhead.nn.part import ModelPart, SequencePart
 from clearhead.paged_cache import PagedKVCache, PagedLayer, PagedStep
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
@@ -56,6 +57,9 @@ class Encoder(nn.Module):
     >>> Encoder(8, num_heads=2, num_layers=2)(torch.randn(2, 5, 8), lengths=[5, 3]).shape
     torch.Size([2, 5, 8])
     """
+
+    #: What this process computes of the module, where ``clearhead.distributed.parallelize`` divided it.
+    part: ModelPart | None = None
 
     def __init__(
         self, embed_dim: int, num_heads: int, num_layers: int, *, feedforward_dim: int | None = None,
@@ -110,7 +114,9 @@ class Encoder(nn.Module):
         size = (batch.shape[0], batch.shape[1])
         # Where nothing may be padded, nothing is asked.
         may_pack = (lengths is not None or mask is not None) and _packable(self.blocks)
-        return BatchLayout.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
+        return BatchLayout.of(
+            function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack, sequence=_sequence(self.part)
+        )
 
     def run(self, x: Tensor, mask: Mask | None) -> Tensor:
         """The blocks alone, on tokens as ``BatchLayout.pack`` returns them."""
@@ -125,6 +131,11 @@ class Encoder(nn.Module):
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
         compile_each("Encoder.compile_blocks", self.blocks, backend)
+
+
+def _sequence(part: ModelPart | None) -> SequencePart | None:
+    """The tokens of each sequence that this process has; None where it has all."""
+    return None if part is None else part.sequence
 
 
 def _attentions(blocks: nn.ModuleList) -> list[MultiHeadAttention]:
@@ -232,6 +243,9 @@ class Decoder(nn.Module):
     True
     """
 
+    #: What this process computes of the module, where ``clearhead.distributed.parallelize`` divided it.
+    part: ModelPart | None = None
+
     def __init__(
         self, embed_dim: int, num_heads: int, num_layers: int, *, cross_attention: bool = False,
         memory_dim: int | None = None, feedforward_dim: int | None = None, dropout: float = 0.0,
@@ -327,7 +341,15 @@ class Decoder(nn.Module):
         size = (batch.shape[0], batch.shape[1])
         # A memory has a batch of its own, which a packed row could not be matched with.
         may_pack = (lengths is not None or mask is not None) and not self.cross_attention and _packable(self.blocks)
-        layout = BatchLayout.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
+        sequence = _sequence(self.part)
+        if sequence is not None and cache is not None:
+            raise UnsupportedError.about(
+                function, "cache", must="be None where a sequence is sharded over ranks", got="a cache",
+                then="Use a mesh without 'context'.",
+            )  # fmt: skip
+        layout = BatchLayout.of(
+            function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack, sequence=sequence
+        )
         if layout.lengths is not None and cache is not None:
             raise UnsupportedError.about(
                 function,
@@ -419,7 +441,10 @@ class Decoder(nn.Module):
         if memory is None or cross is None or lengths is None:
             return memory, None
         check_tokens("Decoder", "memory", memory, cross.key_dim, cross.key_projection.weight)
-        layout = BatchLayout.of("Decoder", memory.shape[:2], memory.device, lengths=lengths, mask=None, may_pack=False)
+        layout = BatchLayout.of(
+            "Decoder", memory.shape[:2], memory.device, lengths=lengths, mask=None, may_pack=False,
+            sequence=_sequence(self.part),
+        )  # fmt: skip
         return layout.pack(memory), layout.mask
 
     def compile_blocks(self, backend: str = "inductor") -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead.backends.dropout import LEVELS
+from clearhead.backends.dropout import LEVELS, bits
 from clearhead.ops.library import library
-from clearhead.shapes import Float
+from clearhead.shapes import Float, Int
 
-__all__ = ["LEVELS", "dropped", "takes"]
+__all__ = ["LEVELS", "dropped", "dropped_at", "takes"]
 
+#: Columns of a group of bits; the third word of a row of activations; elements whose bits are drawn at a time.
+_COLUMNS, _ROW_WORD, _BLOCK = 64, 2**32 - 1, 2**20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,3 +56,42 @@ def dropped(
         return exact if added is None else exact + added.detach()
     output: Tensor = torch.ops.clearhead.dropout_add.default(x.detach(), added, levels, signed, first_row)
     return output
+
+
+def dropped_at(
+    x: Float[Tensor, "*batch width"],
+    levels: int,
+    seed: int,
+    rows: Int[Tensor, " rows"],
+    first_column: int,
+    added: Float[Tensor, "*batch width"] | None = None,
+) -> Float[Tensor, "*batch width"]:
+    """``dropped`` for a part of a larger tensor, which drops the same elements as ``dropped`` of the whole.
+
+    Args:
+        x: the part.
+        levels: how many of ``LEVELS`` elements are dropped on average, below ``LEVELS``.
+        seed: below ``2**64``.
+        rows: int64, for each row of ``x`` its number in the whole.
+        first_column: the whole's column that is the first of ``x``.
+        added: of the same shape and dtype.
+
+    Cost: about 90 passes over an eighth of the elements in int64.
+
+    >>> whole = torch.ones(4, 96)
+    >>> part = dropped_at(whole[2:, 48:], 30000, 7, torch.tensor([2, 3]), 48)
+    >>> torch.equal(part, dropped(whole, 30000, 7)[2:, 48:])
+    True
+    """
+    width, start = x.shape[-1], first_column // _COLUMNS
+    groups = torch.arange(start, (first_column + width - 1) // _COLUMNS + 1, device=rows.device)
+    flat, columns = x.detach().reshape(-1, width), slice(first_column - start * _COLUMNS, None)
+    factor, output = LEVELS / (LEVELS - levels), torch.empty_like(flat)
+    # In blocks, since the bits take several times the memory of the elements.
+    for block in torch.arange(len(flat), device=rows.device).split(max(1, _BLOCK // max(1, width))):
+        row = rows[block, None], torch.zeros_like(rows[:1]), torch.full_like(rows[:1], _ROW_WORD)
+        keep = bits(seed, groups, row)[:, columns][:, :width] >= levels
+        work = flat[block].to(torch.promote_types(x.dtype, torch.float32))
+        output[block] = torch.where(keep, work * factor, 0.0).to(x.dtype)
+    dropped_part = output.view(x.shape)
+    return dropped_part if added is None else dropped_part + added.detach()

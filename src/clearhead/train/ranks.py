@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from clearhead.batch_part import BatchPart
-from clearhead.distributed.layout import chunks_of
+from clearhead.distributed.layout import chunks_of, positions_of
 from clearhead.distributed.mesh import MeshAxes
 from clearhead.distributed.parallelize import parallelize
 from clearhead.errors import ClearheadError, DataError
@@ -30,6 +30,8 @@ __all__ = ["BatchShare", "Ranks", "opened"]
 _Result = TypeVar("_Result")
 #: A collective that takes longer raises. A rank that died is found earlier (``heartbeat``).
 _TIMEOUT: Final = timedelta(minutes=10)
+#: Of sequences along "context"; every process has as much of a causal mask.
+_LAYOUT: Final = "zigzag"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Ranks:
 
     def parallelized(self, model: nn.Module) -> nn.Module:
         """The model on the mesh; itself for one process."""
-        return model if self._axes is None else parallelize(model, self._axes.mesh)
+        return model if self._axes is None else parallelize(model, self._axes.mesh, equal_batches=False, layout=_LAYOUT)
 
     def shares(self, batch: Batch, accumulate: int) -> Iterator[BatchShare]:
         """What this process computes of a batch, one after the other.
@@ -90,11 +92,21 @@ class Ranks:
         """
         count = self.parts * accumulate
         if count == 1:
-            yield BatchShare(batch, None)
+            yield BatchShare(self._tokens(batch), None)
             return
         index = 0 if self._axes is None else self._axes.batch_part[0]
         for place in range(index * accumulate, (index + 1) * accumulate):
-            yield _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
+            share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
+            yield replace(share, batch=self._tokens(share.batch))
+
+    def _tokens(self, batch: Batch) -> Batch:
+        """This process's tokens of each sequence, and their targets; ``lengths`` stay those of whole sequences."""
+        count = self.options.context_parallel if self._axes is not None else 1
+        if count == 1:
+            return batch
+        places = positions_of(batch.ids.shape[1], count, self._axes.index("context"), _LAYOUT)
+        targets = batch.targets[:, places] if batch.targets.ndim == 2 else batch.targets
+        return Batch(batch.ids[:, places], batch.lengths, targets)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over the parts of a batch, in float64."""
