@@ -115,9 +115,7 @@ def _errors(run: Run) -> dict[str, float]:
         torch.manual_seed(10 + step)
         tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
         ids, labels = tokens[:, :-1], tokens[:, 1:]
-        loss, norm, gradients = _step(
-            model, optimizers[0], _part(run, mesh, ids), _part(run, mesh, labels), mask
-        )
+        loss, norm, gradients = _step(model, optimizers[0], _part(run, mesh, ids), _part(run, mesh, labels), mask)
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
         whole_loss, whole_norm, whole_gradients = _step(expected, optimizers[1], ids, labels, mask)

@@ -19,7 +19,9 @@ PARTS = [range(2), range(1, 3), range(3, 5), range(4, 5)]
 
 def _part(rows: range, lengths: Tensor | None) -> BatchPart:
     before = 0 if lengths is None else int(lengths[: rows.start].sum())
-    return BatchPart(rows.start, len(rows), len(IDS), packed=lengths is not None, tokens_before=before, tokens=int(LENGTHS.sum()))
+    return BatchPart(
+        rows.start, len(rows), len(IDS), packed=lengths is not None, tokens_before=before, tokens=int(LENGTHS.sum())
+    )
 
 
 def _run(model: nn.Module, ids: Tensor, lengths: Tensor | None, part: BatchPart | None) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Observation, Want
 
-__all__ = ["ALL_STATISTICS", "Backend", "Capability", "ByRows"]
+__all__ = ["ALL_STATISTICS", "Backend", "ByRows", "Capability"]
 
 ALL_STATISTICS = frozenset(
     {"lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows"}

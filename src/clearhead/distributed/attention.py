@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from clearhead.arguments import repr_of
 from clearhead.distributed.call import Call
-from clearhead.distributed.gather import gather_attention, observe_gathered
+from clearhead.distributed.gather import gather_attention
 from clearhead.distributed.heads import observe_by_heads
 from clearhead.distributed.layout import LayoutName, ShardLayout
 from clearhead.distributed.ring import ring_attention
@@ -20,7 +18,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
-from clearhead.statistics import Observation, Want
+from clearhead.statistics import Want
 
 __all__ = ["METHODS", "Method", "attention", "observe_attention"]
 

@@ -144,9 +144,7 @@ class Exchange:
         pieces = received.split(received_sizes)
         return [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
-    def start(
-        self, sent: Sequence[Tensor], receiver: int, received: Sequence[Tensor], sender: int
-    ) -> list[Any]:
+    def start(self, sent: Sequence[Tensor], receiver: int, received: Sequence[Tensor], sender: int) -> list[Any]:
         """Begin to send tensors to one rank and to receive others from one; ``finish`` waits for them."""
         world = dist.group.WORLD if self.group is None else self.group
         operations = []

@@ -45,15 +45,16 @@ def observe_gathered(call: Call, want: Want, query: Tensor, key: Tensor, value: 
     queries = slices_of(call.queries, call.exchange.rank)
     if by_chunk and queries:
         done = [
-            call.run(_rows_of(call, chunk, query[:, :, where], whole_key, whole_value), want) for chunk, where in queries
+            call.run(_rows_of(call, chunk, query[:, :, where], whole_key, whole_value), want)
+            for chunk, where in queries
         ]
         names = [name for name in AXES if getattr(done[0], name) is not None]
-        return Observation(**{
-            name: torch.cat([getattr(one, name) for one in done], dim=2) for name in names
-        })
+        return Observation(**{name: torch.cat([getattr(one, name) for one in done], dim=2) for name in names})
     everything = call.part(
         Extent(call.heads, range(call.whole.q_len), range(call.whole.k_len)),
-        _whole(call, call.queries, query), whole_key, whole_value,
+        _whole(call, call.queries, query),
+        whole_key,
+        whole_value,
     )
     done = call.run(everything, want)
     results = {}

@@ -103,7 +103,11 @@ class _Ring:
     def visits(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """For each step the rank whose keys are there, and its tensors, cut to what this rank needs."""
         exchange = self.call.exchange
-        waiting: tuple[int, list[Tensor], list[Any]] = (exchange.rank, _picked(tensors, self.sent_to(exchange.rank)), [])
+        waiting: tuple[int, list[Tensor], list[Any]] = (
+            exchange.rank,
+            _picked(tensors, self.sent_to(exchange.rank)),
+            [],
+        )
         for step in range(exchange.ranks):
             sender, here, works = waiting
             exchange.finish(works)
@@ -240,9 +244,7 @@ class _Backward:
             # Slices of parameters are views, through which gradients reach the parameters.
             problem = _problem(call, block, self.tensors[0], tensors)
             sliced = problem.rule_parameters
-        of_query, of_key, of_value, *of_sliced = call.partial_gradients(
-            problem, (output, lse), grad_output, grad_lse
-        )
+        of_query, of_key, of_value, *of_sliced = call.partial_gradients(problem, (output, lse), grad_output, grad_lse)
         self.sums[0][:, :, rows] += of_query
         for grad, part in zip(grads, (of_key, of_value), strict=True):
             grad[:, :, block.keys] += part
@@ -282,7 +284,9 @@ def _problem(call: Call, block: _Block, query: Tensor, key_value: list[Tensor]) 
 
 def _picked(tensors: tuple[Tensor, ...], where: list[slice]) -> list[Tensor]:
     """Some rows of each tensor, one range after the other, contiguous."""
-    return [torch.cat([tensor[:, :, part] for part in where], dim=2) if where else tensor[:, :, :0] for tensor in tensors]
+    return [
+        torch.cat([tensor[:, :, part] for part in where], dim=2) if where else tensor[:, :, :0] for tensor in tensors
+    ]
 
 
 def _rows_like(tensor: Tensor, count: int) -> Tensor:

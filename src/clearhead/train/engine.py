@@ -22,10 +22,10 @@ from clearhead.errors import DataError
 from clearhead.train.batches import Batch
 from clearhead.train.checkpoint import Place
 from clearhead.train.optimizer import Average, adamw, learning_rate
-from clearhead.train.options import ParallelOptions, TrainingOptions
+from clearhead.train.options import TrainingOptions
 from clearhead.train.progress import ProgressReporter, Shown, Silent
 from clearhead.train.ranks import Ranks
-from clearhead.train.sharding import scale_gradients, sync_gradients
+from clearhead.train.sharding import reshard, scale_gradients, sync_gradients
 
 __all__ = ["Engine", "Keeper", "Outcome", "Task", "Weighed", "seeded"]
 
@@ -205,7 +205,7 @@ class Engine:
         function: str = "train",
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = Ranks(ParallelOptions(data_parallel=1)) if ranks is None else ranks
+        self._ranks = Ranks() if ranks is None else ranks
         self.task, self.options, self._function = task, options, function
         self.model = self._ranks.parallelized(model)
         self.keeper: Keeper = InMemory() if keeper is None else keeper
@@ -301,7 +301,9 @@ class Engine:
     def _measured(self) -> dict[str, float]:
         self.model.eval()
         with torch.no_grad(), self._precision():
-            return self.task.evaluate(self.model, self._device)
+            measured = self.task.evaluate(self.model, self._device)
+        reshard(self.model)
+        return measured
 
     def _evaluate(self, place: Place) -> None:
         with self._average.lent():

@@ -6,15 +6,16 @@ A training without torchrun has one rank, and nothing here communicates.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from clearhead.batch_part import BatchPart
@@ -24,6 +25,7 @@ from clearhead.distributed.parallelize import parallelize
 from clearhead.errors import ClearheadError, DataError
 from clearhead.train.batches import Batch
 from clearhead.train.options import ParallelOptions
+from clearhead.train.progress import ProgressReporter, Silent
 
 __all__ = ["BatchShare", "Ranks", "opened"]
 
@@ -49,6 +51,18 @@ class BatchShare:
     part: BatchPart | None
     counts: bool = True
 
+    def among(self, rows: Tensor) -> Tensor:
+        """The rows of a result among those of the whole batch, the others 0."""
+        if self.part is None:
+            return rows
+        result = rows.new_zeros(self.part.whole, *rows.shape[1:])
+        if self.counts:
+            result[self.part.first : self.part.first + self.part.count] = rows
+        return result
+
+
+_ALONE: Final = ParallelOptions(data_parallel=1)
+
 
 class Ranks:
     """The processes of one training, seen from one of them.
@@ -58,7 +72,7 @@ class Ranks:
         device: the type of device, ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, options: ParallelOptions, device: str = "cpu") -> None:
+    def __init__(self, options: ParallelOptions = _ALONE, device: str = "cpu") -> None:
         self.options = options
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if self.size > 1 else 0
@@ -83,7 +97,7 @@ class Ranks:
         """The model on the mesh; itself for one process."""
         return model if self._axes is None else parallelize(model, self._axes.mesh, equal_batches=False, layout=_LAYOUT)
 
-    def shares(self, batch: Batch, accumulate: int) -> Iterator[BatchShare]:
+    def shares(self, batch: Batch, accumulate: int = 1) -> Iterator[BatchShare]:
         """What this process computes of a batch, one after the other.
 
         Args:
@@ -101,9 +115,9 @@ class Ranks:
 
     def _tokens(self, batch: Batch) -> Batch:
         """This process's tokens of each sequence, and their targets; ``lengths`` stay those of whole sequences."""
-        count = self.options.context_parallel if self._axes is not None else 1
-        if count == 1:
+        if self._axes is None or self.options.context_parallel == 1:
             return batch
+        count = self.options.context_parallel
         places = positions_of(batch.ids.shape[1], count, self._axes.index("context"), _LAYOUT)
         targets = batch.targets[:, places] if batch.targets.ndim == 2 else batch.targets
         return Batch(batch.ids[:, places], batch.lengths, targets)
@@ -116,6 +130,15 @@ class Ranks:
         dist.all_reduce(summed)
         # Processes along "tensor" compute the same part.
         return (summed / self.options.tensor_parallel).tolist()
+
+    def rows_of_all(self, rows: Tensor) -> Tensor:
+        """The rows of every process: the sum of tensors in which each process filled its rows of a batch."""
+        if self.size == 1:
+            return rows
+        summed = rows.to(self._device())
+        dist.all_reduce(summed)
+        # Processes along "tensor" and "context" filled the same rows.
+        return (summed / (self.options.tensor_parallel * self.options.context_parallel)).to(rows.device)
 
     def agreed(self, work: Callable[[], _Result]) -> _Result:
         """The result of ``work``, done by the first process alone; its error is raised by every process."""
@@ -143,6 +166,17 @@ class Ranks:
         if other is not None:
             must, got = "be the same on every rank", f"another on rank {other}"
             raise DataError.about(function, what, must=must, got=got, then="Give every process the same files.")
+
+    def watcher(self, watcher: ProgressReporter | None) -> ProgressReporter:
+        """The progress reporter of the first process; the others show nothing."""
+        return watcher if watcher is not None and self.first else Silent()
+
+    @property
+    def job(self) -> str:
+        """What the processes that one torchrun starts, and starts again, have in common; empty without torchrun."""
+        if self.size == 1:
+            return ""
+        return f"{os.environ.get('TORCHELASTIC_RUN_ID')} of process {os.getppid()} on {socket.gethostname()}"
 
     def barrier(self) -> None:
         """Wait for every process."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["local", "scale_gradients", "sync_gradients", "whole"]
+__all__ = ["copy_whole", "local", "reshard", "scale_gradients", "sync_gradients", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -21,6 +21,20 @@ def whole(tensor: Tensor) -> Tensor:
     Cost: one all-gather.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_whole(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor, which every process has, into a tensor or into a DTensor of its shape."""
+    if isinstance(target, DTensor):
+        source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(source)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters: after a forward pass without a backward pass they would outlive an optimizer's step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()
