@@ -71,6 +71,11 @@ class ParallelOptions:
     tensor_parallel: int = _option(1, "Under torchrun: processes that divide heads and channels.", least=1)
     context_parallel: int = _option(1, "Under torchrun: processes that divide each sequence.", least=1)
 
+    @property
+    def processes(self) -> int:
+        """The product of the degrees."""
+        return self.data_parallel * self.shard * self.tensor_parallel * self.context_parallel
+
     def checked(self, function: str, processes: int) -> Self:
         """The options with ``data_parallel`` filled in.
 
@@ -82,7 +87,7 @@ class ParallelOptions:
             ShapeError: an option is out of its limits, or the product is not the number of processes.
         """
         check_limits(self, function)
-        others = self.shard * self.tensor_parallel * self.context_parallel
+        others = replace(self, data_parallel=1).processes
         data = self.data_parallel or max(1, processes // others)
         if data * others != processes:
             names = ("shard", "tensor_parallel", "context_parallel")

@@ -74,7 +74,7 @@ class Ranks:
 
     def __init__(self, options: ParallelOptions = _ALONE, device: str = "cpu") -> None:
         self.options = options
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.size = options.processes
         self.rank = dist.get_rank() if self.size > 1 else 0
         self._axes = _axes_of(options, device) if self.size > 1 else None
 

@@ -1,8 +1,8 @@
 """Run folders: their files, and how a run starts, resumes, finishes and is read.
 
 A run folder has ``config.json`` (data, options and versions), ``tokenizer.json`` (text runs), ``model.safetensors``
-(the best weights), ``checkpoint/`` (the whole state, a file of one process or a folder of several), ``log.jsonl``, ``tensorboard/`` and, after the
-end, ``metrics.json``.
+(the best weights), ``checkpoint/`` (the whole state: a file of one process, or a folder of several), ``log.jsonl``,
+``tensorboard/`` and, after the end, ``metrics.json``.
 """
 
 from __future__ import annotations
