@@ -76,8 +76,7 @@ def classify(
         watcher=watcher_for(),
         parallel=parallel,
     )
-    _report(metrics)
-    typer.echo(f'run: {folder}  (try: clearhead predict {folder} --text "...")')
+    _report(metrics, f'run: {folder}  (try: clearhead predict {folder} --text "...")')
 
 
 @app.command()
@@ -100,8 +99,7 @@ def lm(*, data: Data, out: Out = None, resume: Resume = False, **options: Any) -
         watcher=watcher_for(),
         parallel=parallel,
     )
-    _report(metrics)
-    typer.echo(f'run: {folder}  (try: clearhead generate {folder} --prompt "...")')
+    _report(metrics, f'run: {folder}  (try: clearhead generate {folder} --prompt "...")')
 
 
 def _parallel(options: dict[str, Any]) -> ParallelOptions:
@@ -113,7 +111,11 @@ def _folder(out: Path | None, task: str, data: Path) -> Path:
     return Path("runs") / f"{task}-{data.stem}" if out is None else out
 
 
-def _report(metrics: dict[str, Any]) -> None:
+def _report(metrics: dict[str, Any], run: str) -> None:
+    from clearhead.train.ranks import is_first_process
+
+    if not is_first_process():
+        return
     for part in ("held_out", "test"):
         numbers = metrics.get(part, {})
         shown = (f"{name} {f'{value:.4f}' if isinstance(value, float) else value}" for name, value in numbers.items())
@@ -121,3 +123,4 @@ def _report(metrics: dict[str, Any]) -> None:
             typer.echo(f"{part.replace('_', '-')}: {', '.join(shown)}")
     best, steps, seconds = metrics["best_step"], metrics["steps"], metrics["seconds"]
     typer.echo(f"best weights: step {best} of {steps}, {seconds:.0f} s of training")
+    typer.echo(run)

@@ -262,8 +262,9 @@ def train_text_classifier(
         ShapeError: an option is out of range.
         UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
-    options = (options or ClassifierOptions()).checked(_FUNCTION)
+    options = options or ClassifierOptions()
     with opened(parallel, options.chosen_device(_FUNCTION), _FUNCTION) as ranks:
+        options.checked(_FUNCTION)
         folder, watcher = RunFolder(Path(out)), ranks.watcher(watcher)
         columns = {"text_column": text_column, "label_column": label_column}
         read = partial(read_table, text_column=text_column, label_column=label_column, function=_FUNCTION)

@@ -202,8 +202,9 @@ def train_text_language_model(
         ShapeError: an option is out of range.
         UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
-    options = (options or LanguageOptions()).checked(_FUNCTION)
+    options = options or LanguageOptions()
     with opened(parallel, options.chosen_device(_FUNCTION), _FUNCTION) as ranks:
+        options.checked(_FUNCTION)
         folder, watcher = RunFolder(Path(out)), ranks.watcher(watcher)
         path = Path(data)
         text, sha256 = read_known(path, function=_FUNCTION)

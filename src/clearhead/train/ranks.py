@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -24,16 +24,19 @@ from clearhead.distributed.mesh import MeshAxes
 from clearhead.distributed.parallelize import parallelize
 from clearhead.errors import ClearheadError, DataError
 from clearhead.train.batches import Batch
+from clearhead.train.liveness import Liveness
 from clearhead.train.options import ParallelOptions
 from clearhead.train.progress import ProgressReporter, Silent
 
-__all__ = ["BatchShare", "Ranks", "opened"]
+__all__ = ["BatchShare", "Ranks", "is_first_process", "opened"]
 
 _Result = TypeVar("_Result")
 #: A collective that takes longer raises. A rank that died is found earlier (``heartbeat``).
 _TIMEOUT: Final = timedelta(minutes=10)
 #: Of sequences along "context"; every process has as much of a causal mask.
 _LAYOUT: Final = "zigzag"
+#: The exit status after wrong use, as the command line has it.
+_WRONG_USE: Final = 2
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,11 @@ def _share(batch: Batch, rows: range) -> BatchShare:
     return BatchShare(Batch(batch.ids[chosen], lengths[chosen], batch.targets[chosen]), part, counts)
 
 
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that torchrun started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def opened(options: ParallelOptions | None, device: torch.device, function: str) -> Iterator[Ranks]:
     """The processes that torchrun started, in one process group for the time of a ``with`` block.
@@ -238,9 +246,26 @@ def opened(options: ParallelOptions | None, device: torch.device, function: str)
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=_TIMEOUT)
-    try:
+    with _watched_over(function) if starts else nullcontext():
         size = dist.get_world_size() if dist.is_initialized() else 1
         yield Ranks(options.checked(function, size), device.type)
+
+
+@contextmanager
+def _watched_over(function: str) -> Iterator[None]:
+    """End all processes if one dies, and print an error that all have once."""
+    liveness = Liveness(function)
+    try:
+        yield
+        dist.barrier()
+    except ClearheadError as error:
+        if liveness.say_once(str(error)):
+            raise
+        raise SystemExit(_WRONG_USE) from None
+    except RuntimeError:
+        # A collective, perhaps, whose other side has died.
+        liveness.wait_for_reason()
+        raise
     finally:
-        if starts:
-            dist.destroy_process_group()
+        liveness.end()
+        dist.destroy_process_group()
