@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["Liveness"]
+__all__ = ["Liveness", "torchrun_store"]
 
 #: Seconds between two signs of life, and after how many without one a process counts as dead.
 _EVERY: Final = 0.25
@@ -26,6 +26,15 @@ _PATIENCE: Final = 30.0
 _NOTICED: Final = 5.0
 _DIED: Final = 1
 _TERMINATED: Final = 128 + signal.SIGTERM
+
+
+def torchrun_store(name: str) -> PrefixStore:
+    """A client of the store that torchrun serves, for the keys of this start of the processes.
+
+    torchrun starts the processes again with the same store, where keys of the last start are left.
+    """
+    server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(minutes=5))
+    return PrefixStore(f"clearhead/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}", server)
 
 
 class Liveness:
@@ -41,9 +50,7 @@ class Liveness:
     def __init__(self, function: str) -> None:
         self._function = function
         self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(minutes=5))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"clearhead/{attempt}", server)
+        self._store = torchrun_store("liveness")
         self._host = socket.gethostname()
         self._store.set(f"who/{self._rank}", f"{os.getpid()} {self._host}")
         self._watched = (self._rank + 1) % self._size

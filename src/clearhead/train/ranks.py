@@ -24,7 +24,7 @@ from clearhead.distributed.mesh import MeshAxes
 from clearhead.distributed.parallelize import parallelize
 from clearhead.errors import ClearheadError, DataError
 from clearhead.train.batches import Batch
-from clearhead.train.liveness import Liveness
+from clearhead.train.liveness import Liveness, torchrun_store
 from clearhead.train.options import ParallelOptions
 from clearhead.train.progress import ProgressReporter, Silent
 
@@ -245,7 +245,13 @@ def opened(options: ParallelOptions | None, device: torch.device, function: str)
         # gloo looks up the host's name otherwise, which need not resolve.
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=_TIMEOUT)
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=torchrun_store("group"),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=_TIMEOUT,
+        )
     with _watched_over(function) if starts else nullcontext():
         size = dist.get_world_size() if dist.is_initialized() else 1
         yield Ranks(options.checked(function, size), device.type)
