@@ -30,6 +30,8 @@ class BatchPart:
         packed: whether models remove the padding of the whole batch, because it has some.
         tokens_before: real tokens of the sequences before the first one.
         tokens: real tokens of the whole batch.
+        starts: for each sequence the whole batch's row of activations that is that of its first token, where tokens
+            are not packed but those of the whole batch are; by default all sequences have as many rows.
     """
 
     first: int
@@ -38,6 +40,7 @@ class BatchPart:
     packed: bool
     tokens_before: int
     tokens: int
+    starts: tuple[int, ...] | None = None
 
 
 _PART: ContextVar[BatchPart | None] = ContextVar("clearhead_batch_part", default=None)

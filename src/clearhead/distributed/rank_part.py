@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from clearhead.batch_part import first_row
+from clearhead.batch_part import current, first_row
 from clearhead.cut import Extent, cut_mask
 from clearhead.dispatch import run
 from clearhead.distributed.attention import Method, attention
@@ -171,8 +171,11 @@ class RankPart:
         batch = shape[:-2].numel()
         whole = length if self.sequence is None else self.sequence.whole_length(length)
         tokens = torch.arange(length) if self.sequence is None else self.sequence.positions(length)
-        sequences = torch.arange(batch) + (first_row(shape) // length if self.batch is None else self.batch[0] * batch)
-        return (sequences[:, None] * whole + tokens).flatten()
+        part = current() if self.batch is None else None
+        if part is not None and part.starts is not None:
+            return (torch.tensor(part.starts)[:, None] + tokens).flatten()
+        first = first_row(shape) // length if self.batch is None else self.batch[0] * batch
+        return ((torch.arange(batch) + first)[:, None] * whole + tokens).flatten()
 
     def tokens(self, x: Tensor) -> tuple[Int[Tensor, " rows"], int]:
         """Places of tokens ``[*batch, len, width]`` in the whole batch."""

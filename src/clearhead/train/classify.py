@@ -264,7 +264,7 @@ def train_text_classifier(
     """
     options = options or ClassifierOptions()
     with opened(parallel, options.chosen_device(_FUNCTION), _FUNCTION) as ranks:
-        options.checked(_FUNCTION)
+        ranks.check(_FUNCTION, options.checked(_FUNCTION), options.max_len)
         folder, watcher = RunFolder(Path(out)), ranks.watcher(watcher)
         columns = {"text_column": text_column, "label_column": label_column}
         read = partial(read_table, text_column=text_column, label_column=label_column, function=_FUNCTION)

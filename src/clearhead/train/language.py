@@ -204,7 +204,7 @@ def train_text_language_model(
     """
     options = options or LanguageOptions()
     with opened(parallel, options.chosen_device(_FUNCTION), _FUNCTION) as ranks:
-        options.checked(_FUNCTION)
+        ranks.check(_FUNCTION, options.checked(_FUNCTION), options.context)
         folder, watcher = RunFolder(Path(out)), ranks.watcher(watcher)
         path = Path(data)
         text, sha256 = read_known(path, function=_FUNCTION)

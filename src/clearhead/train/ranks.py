@@ -22,10 +22,10 @@ from clearhead.batch_part import BatchPart
 from clearhead.distributed.layout import chunks_of, positions_of
 from clearhead.distributed.mesh import MeshAxes
 from clearhead.distributed.parallelize import parallelize
-from clearhead.errors import ClearheadError, DataError
+from clearhead.errors import ClearheadError, DataError, ShapeError
 from clearhead.train.batches import Batch
 from clearhead.train.liveness import Liveness, torchrun_store
-from clearhead.train.options import ParallelOptions
+from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions
 from clearhead.train.progress import ProgressReporter, Silent
 
 __all__ = ["BatchShare", "Ranks", "is_first_process", "opened"]
@@ -96,6 +96,54 @@ class Ranks:
         """Over how many processes the gradients are averaged."""
         return 1 if self._axes is None else self._axes.copies
 
+    def check(self, function: str, options: LanguageOptions | ClassifierOptions, length: int) -> None:
+        """Raise an error for options that this number of processes cannot train with.
+
+        Args:
+            function: name of the caller in error texts.
+            options: those of the model and of training.
+            length: the longest sequence in tokens.
+        """
+        degrees, parts = self.options, self.parts * options.accumulate
+        hidden = options.feedforward_dim or 4 * options.embed_dim
+        rules: list[tuple[bool, str, str, object]] = [
+            (
+                options.batch_size >= parts,
+                "--batch-size",
+                f"be at least {parts}, the parts of a batch",
+                options.batch_size,
+            ),
+            *(
+                (
+                    not size % degrees.tensor_parallel,
+                    flag,
+                    f"divide by --tensor-parallel {degrees.tensor_parallel}",
+                    size,
+                )
+                for flag, size in (("--num-heads", options.num_heads), ("--feedforward-dim", hidden))
+            ),
+        ]
+        if self.size > 1:
+            drops = options.dropout > 0.0 or getattr(options, "embedding_dropout", 0.0) > 0.0
+            rules.append(
+                (not (options.compile and drops), "--compile", "be without dropout over several processes", "both")
+            )
+        if degrees.context_parallel > 1:
+            least, classifies = 2 * degrees.context_parallel, isinstance(options, ClassifierOptions)
+            flag = "--max-len" if classifies else "--context"
+            rules.append((length >= least, flag, f"be at least {least} for --context-parallel", length))
+            if isinstance(options, ClassifierOptions):
+                rules.append(
+                    (not options.neighbours, "--neighbours", "be 0 with --context-parallel", options.neighbours)
+                )
+                drop = options.attention_dropout
+                rules.append((drop == 0.0, "--attention-dropout", "be 0 with --context-parallel", drop))
+        for holds, flag, must, got in rules:
+            if not holds:
+                raise ShapeError.about(
+                    function, flag, must=must, got=got, then="Choose other degrees or another value."
+                )
+
     def parallelized(self, model: nn.Module) -> nn.Module:
         """The model on the mesh; itself for one process."""
         return model if self._axes is None else parallelize(model, self._axes.mesh, equal_batches=False, layout=_LAYOUT)
@@ -108,22 +156,27 @@ class Ranks:
             accumulate: number of shares.
         """
         count = self.parts * accumulate
-        if count == 1:
-            yield BatchShare(self._tokens(batch), None)
+        if count == 1 and self.options.context_parallel == 1:
+            yield BatchShare(batch, None)
             return
         index = 0 if self._axes is None else self._axes.batch_part[0]
         for place in range(index * accumulate, (index + 1) * accumulate):
             share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
-            yield replace(share, batch=self._tokens(share.batch))
+            yield self._tokens(share) if self.options.context_parallel > 1 else share
 
-    def _tokens(self, batch: Batch) -> Batch:
+    def _tokens(self, share: BatchShare) -> BatchShare:
         """This process's tokens of each sequence, and their targets; ``lengths`` stay those of whole sequences."""
-        if self._axes is None or self.options.context_parallel == 1:
-            return batch
-        count = self.options.context_parallel
-        places = positions_of(batch.ids.shape[1], count, self._axes.index("context"), _LAYOUT)
+        assert self._axes is not None and share.part is not None
+        batch, part, count = share.batch, share.part, self.options.context_parallel
+        if part.packed:
+            # Sequences that are divided stay padded.
+            first = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)[:-1]]) + part.tokens_before
+            part = replace(part, packed=False, starts=tuple(first.tolist()))
+        # Every process has a token at least.
+        ids = nn.functional.pad(batch.ids, (0, max(0, 2 * count - batch.ids.shape[1])))
+        places = positions_of(ids.shape[1], count, self._axes.index("context"), _LAYOUT)
         targets = batch.targets[:, places] if batch.targets.ndim == 2 else batch.targets
-        return Batch(batch.ids[:, places], batch.lengths, targets)
+        return replace(share, batch=Batch(ids[:, places], batch.lengths, targets), part=part)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over the parts of a batch, in float64."""
