@@ -32,6 +32,8 @@ class BatchPart:
         tokens: real tokens of the whole batch.
         starts: for each sequence the whole batch's row of activations that is that of its first token, where tokens
             are not packed but those of the whole batch are; by default all sequences have as many rows.
+        length: tokens of a padded sequence, where this process has some of them.
+        positions: positions of this process's tokens; by default it has all.
     """
 
     first: int
@@ -41,6 +43,8 @@ class BatchPart:
     tokens_before: int
     tokens: int
     starts: tuple[int, ...] | None = None
+    length: int = 0
+    positions: tuple[int, ...] | None = None
 
 
 _PART: ContextVar[BatchPart | None] = ContextVar("clearhead_batch_part", default=None)
@@ -78,7 +82,12 @@ def drawn_for_part(shape: Sequence[int], device: torch.device) -> Tensor:
     part = _PART.get()
     if part is None:
         return torch.rand(*shape, device=device)
-    return torch.rand(part.whole, *shape[1:], device=device)[part.first : part.first + part.count]
+    rows = slice(part.first, part.first + part.count)
+    if part.positions is None:
+        return torch.rand(part.whole, *shape[1:], device=device)[rows]
+    # Padding that makes a sequence long enough for all processes has no numbers.
+    columns = torch.tensor(part.positions, device=device).clamp(max=part.length - 1)
+    return torch.rand(part.whole, part.length, device=device)[rows][:, columns]
 
 
 def first_row(shape: Sequence[int]) -> int:

@@ -168,13 +168,16 @@ class Ranks:
         """This process's tokens of each sequence, and their targets; ``lengths`` stay those of whole sequences."""
         assert self._axes is not None and share.part is not None
         batch, part, count = share.batch, share.part, self.options.context_parallel
-        if part.packed:
-            # Sequences that are divided stay padded.
-            first = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)[:-1]]) + part.tokens_before
-            part = replace(part, packed=False, starts=tuple(first.tolist()))
+        length = batch.ids.shape[1]
+        # Sequences that are divided stay padded; one process would pack them.
+        before = part.tokens_before if part.packed else part.first * length
+        rows = batch.lengths if part.packed else torch.full_like(batch.lengths, length)
+        starts = (rows.cumsum(0) - rows + before).tolist()
         # Every process has a token at least.
-        ids = nn.functional.pad(batch.ids, (0, max(0, 2 * count - batch.ids.shape[1])))
+        ids = nn.functional.pad(batch.ids, (0, max(0, 2 * count - length)))
         places = positions_of(ids.shape[1], count, self._axes.index("context"), _LAYOUT)
+        positions = tuple(places.tolist())
+        part = replace(part, packed=False, starts=tuple(starts), length=length, positions=positions)
         targets = batch.targets[:, places] if batch.targets.ndim == 2 else batch.targets
         return replace(share, batch=Batch(ids[:, places], batch.lengths, targets), part=part)
 
