@@ -6,10 +6,11 @@ and tensors with an axis of heads, queries or keys are sliced. Parts of equal ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from clearhead.masks.base import Both, Either, Mask, Not, does_as
@@ -18,7 +19,7 @@ from clearhead.masks.tables import Dense
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
 
-__all__ = ["Extent", "cut_mask", "cut_rule", "part_of"]
+__all__ = ["Extent", "cut_mask", "cut_rule", "part_of", "pulled"]
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,33 @@ def part_of(whole: Problem, extent: Extent, query: Tensor, key: Tensor, value: T
         value: ``[batch, kv_heads, k_len, value_dim]`` of the part.
     """
     first_batch, first_head, first_key = whole.origin
+    with torch.enable_grad():
+        # Also in an autograd function: gradients reach parameters through views of them.
+        rules = tuple(cut_rule(rule, extent) for rule in whole.scores)
     return replace(
         whole,
         query=query,
         key=key,
         value=value,
         mask=None if whole.mask is None else cut_mask(whole.mask, extent),
-        scores=tuple(cut_rule(rule, extent) for rule in whole.scores),
+        scores=rules,
         query_offset=extent.query_offset,
         origin=(first_batch, first_head + extent.heads.start, first_key + extent.keys.start),
     )
+
+
+def pulled(learned: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of the parameters of a whole call, from those of a part's.
+
+    Args:
+        learned: parameters of the whole call.
+        parameters: those of the part: views of ``learned``, tensors computed from them, or some of them themselves.
+        grads: gradients of ``parameters``.
+    """
+    if not parameters or not learned:
+        return [torch.zeros_like(one) for one in learned]
+    computed = torch.autograd.grad(parameters, learned, grads, allow_unused=True)
+    return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(learned, computed, strict=True)]
 
 
 def _sliced(table: Tensor, extent: Extent, first: int) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Observation, Want
 
-__all__ = ["ALL_STATISTICS", "Backend", "ByRows", "Capability"]
+__all__ = ["ALL_STATISTICS", "Backend", "ByRows", "Capability", "RowGrads"]
 
 ALL_STATISTICS = frozenset(
     {"lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows"}
@@ -106,6 +106,10 @@ def _listed(names: frozenset[str]) -> str:
     return ", ".join(sorted(names))
 
 
+#: Gradients of the output and of the log-sum-exp; the latter may be None.
+RowGrads: TypeAlias = tuple[Tensor, Tensor | None]
+
+
 class ByRows(Protocol):
     """Forward and backward passes of a backend by rows, of which a backward call may have some queries or keys only.
 
@@ -119,9 +123,12 @@ class ByRows(Protocol):
         """Rows for backward, from a float32 or float64 output and log-sum-exp that were merged from parts."""
 
     def backward(
-        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None, *, partial: bool
+        self, problem: Problem, rows: list[Tensor], grads: RowGrads, *, partial: bool, learned: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Gradients of query, key, value and the rules' parameters; ``partial`` if the rows have other keys besides."""
+        """Gradients of query, key, value and of ``learned``; ``partial`` if the rows have other keys besides.
+
+        Partial rows contain no NaN and no infinity: the backend cannot know which keys they come from.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from clearhead.backends.capability import Backend, Capability
+from clearhead.backends.capability import Backend, Capability, RowGrads
 from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.recorded import is_recorded, recorded_attention
 from clearhead.choices import attention_path
+from clearhead.cut import pulled
 from clearhead.masks import Causal
 from clearhead.ops.attention import (
     DIFFERENTIABLE,
@@ -391,11 +393,17 @@ def run(problem: Problem, want: Want) -> Observation:
     return Observation(output=output, lse=lse if want.lse else None, **statistics)
 
 
+def _lowered(problem: Problem) -> Problem:
+    """A problem with traced rules, through which gradients reach the tensors that a function closes over."""
+    with torch.enable_grad():
+        return problem.with_traced_rules
+
+
 class _ByRows:
     """Passes by rows: the float32 output, the log-sum-exp, and each row's maximum and reciprocal normaliser."""
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
-        done = attend(problem.with_traced_rules, Want(lse=True), for_backward=True)
+        done = attend(_lowered(problem), Want(lse=True), for_backward=True)
         assert done.lse is not None
         assert done.softmax is not None
         exact = done.output.to(torch.float32) if done.exact is None else done.exact
@@ -403,19 +411,18 @@ class _ByRows:
 
     def rows(self, problem: Problem, output: Tensor, lse: Tensor) -> list[Tensor]:
         # Without score rules the kernels scale a score in the exponential, so a row's maximum is not scaled.
-        largest = lse if problem.with_traced_rules.elementwise else lse / problem.scale
+        largest = lse if _lowered(problem).elementwise else lse / problem.scale
         return [output, lse, torch.stack((largest, torch.ones_like(lse)), dim=-1)]
 
     def backward(
-        self, problem: Problem, rows: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None, *, partial: bool
+        self, problem: Problem, rows: list[Tensor], grads: RowGrads, *, partial: bool, learned: Sequence[Tensor]
     ) -> list[Tensor]:
+        grad_output, grad_lse = grads
         output, lse, softmax = (part.contiguous() for part in rows)
-        # NaN of keys that the problem does not have spoils its rows too.
-        spoiled = torch.isnan(lse) | torch.isnan(output).any(dim=-1)
-        if bool(spoiled.any()):
-            grad_lse = (torch.zeros_like(lse) if grad_lse is None else grad_lse).masked_fill(spoiled, torch.nan)
         arrived = Arrived(grad_output, None if grad_lse is None else grad_lse.contiguous())
-        return gradients(problem.with_traced_rules, Saved(output, lse, softmax, partial), arrived)
+        problem = _lowered(problem)
+        computed = gradients(problem, Saved(output, lse, softmax, partial), arrived)
+        return [*computed[:3], *pulled(learned, problem.rule_parameters, computed[3:])]
 
 
 BACKEND = Backend(

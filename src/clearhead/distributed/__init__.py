@@ -3,19 +3,47 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from clearhead.distributed.attention import attention, observe_attention
+    from clearhead.distributed.balance import balanced
+    from clearhead.distributed.exchange import Traffic, traffic
     from clearhead.distributed.layout import ShardLayout, shard, unshard
+    from clearhead.distributed.machine import AttentionSizes, Link, Machine
     from clearhead.distributed.parallelize import parallelize
     from clearhead.distributed.plan import Plan, plan_attention
+    from clearhead.distributed.simulation import PassTime, Simulation, simulate
 else:
     from clearhead.lazy import lazy_names
 
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "clearhead.distributed.attention": "attention observe_attention",
+            "clearhead.distributed.exchange": "Traffic traffic",
+            "clearhead.distributed.balance": "balanced",
             "clearhead.distributed.layout": "ShardLayout shard unshard",
+            "clearhead.distributed.machine": "AttentionSizes Link Machine",
             "clearhead.distributed.parallelize": "parallelize",
             "clearhead.distributed.plan": "Plan plan_attention",
+            "clearhead.distributed.simulation": "PassTime Simulation simulate",
         },
     )
 
-__all__ = ["Plan", "ShardLayout", "parallelize", "plan_attention", "shard", "unshard"]
+__all__ = [
+    "AttentionSizes",
+    "Link",
+    "Machine",
+    "PassTime",
+    "Plan",
+    "ShardLayout",
+    "Simulation",
+    "Traffic",
+    "attention",
+    "balanced",
+    "observe_attention",
+    "parallelize",
+    "plan_attention",
+    "shard",
+    "simulate",
+    "traffic",
+    "unshard",
+]

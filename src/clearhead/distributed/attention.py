@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from clearhead.arguments import repr_of
-from clearhead.distributed.call import Call
-from clearhead.distributed.gather import gather_attention
+from clearhead.distributed.call import Call, Request
+from clearhead.distributed.gather import gather_attention, observe_gathered
 from clearhead.distributed.heads import observe_by_heads
 from clearhead.distributed.layout import LayoutName, ShardLayout
 from clearhead.distributed.ring import ring_attention
@@ -18,13 +18,14 @@ from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
-from clearhead.statistics import Want
+from clearhead.statistics import Observation, Want
 
 __all__ = ["METHODS", "Method", "attention", "observe_attention"]
 
 Method: TypeAlias = Literal["auto", "gather", "ring", "heads"]
 METHODS: Final = ("auto", "gather", "ring", "heads")
-_NOTHING: Final = Want()
+#: Statistics that every method computes.
+_ROWS: Final = frozenset({"lse"})
 
 
 def attention(
@@ -43,9 +44,10 @@ def attention(
 ) -> Float[Tensor, "*leading q_part value_dim"]:
     """Exact attention over a sequence whose tokens are on several ranks.
 
-    Output and gradients are this rank's part of ``ch.attention(query, key, value)`` of the whole sequence. Masks, rules
-    and dropout are those of the whole call and read absolute positions. Every rank of the group calls the function, with
-    equal arguments but for the tensors.
+    ``softmax(rules(scale * query @ key^T) where the mask allows) @ value``, over the keys of all ranks, for the rank's
+    queries. Masks, rules and dropout are those of ``ch.attention`` on the whole sequence and read absolute positions;
+    gradients are this rank's part of that call's. Every rank of the group makes the call, with equal arguments but for
+    the tensors.
 
     Args:
         query: this rank's part ``[batch, heads, len / ranks, head_dim]``; leading axes may be missing.
@@ -59,8 +61,8 @@ def attention(
             ``"heads"`` gives each rank some heads of the whole sequence, by two all-to-all exchanges; it needs at least
             as many key heads as ranks. ``"auto"`` takes ``"heads"`` where it can, else ``"ring"``.
         mask: the mask of the whole sequence; None allows all keys.
-        scores: score rules of the whole sequence, applied to scaled scores in order, before the mask. Each rank gets the
-            sum over ranks as the gradient of a rule's tensor.
+        scores: score rules of the whole sequence, applied to scaled scores in order, before the mask. The gradient of
+            a rule's tensor is summed over ranks, on every rank.
         scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
         dropout: probability of dropping a weight; the same weights are dropped whatever the number of ranks.
         seed: seed of the dropout; by default rank 0 draws it from torch's generator.
@@ -73,10 +75,10 @@ def attention(
         MaskError: the mask does not fit the whole sequence.
         UnsupportedError: no backend can run the call, the method cannot, or another rank raised.
 
-    Cost: each rank computes the scores of its queries (``"heads"``: of its heads). With ``n`` tokens of keys and values
-    per rank, ``"gather"`` sends ``(ranks - 1) n`` tokens and holds ``ranks * n``; ``"ring"`` sends what is needed, at
-    most as many, and holds ``2 n`` besides its own; ``"heads"`` sends ``n (ranks - 1) / ranks`` of query, key, value and
-    output. Backward of ``"gather"`` computes twice as much.
+    Cost: each rank computes the scores of its queries; with ``"heads"``, of its heads. With ``n`` tokens per rank,
+    ``"gather"`` sends ``(ranks - 1) * n`` keys and values and holds all. ``"ring"`` sends those that are needed, at
+    most as many, and holds ``2 * n`` besides its own. ``"heads"`` sends ``n * (ranks - 1) / ranks`` queries, keys,
+    values and outputs. Backward of ``"gather"`` computes twice as much as that of the others.
 
     Papers: Liu et al. 2023, "Ring attention with blockwise transformers", section 3; Jacobs et al. 2023, "DeepSpeed
     Ulysses", section 3.
@@ -87,16 +89,87 @@ def attention(
     ...     return ch.distributed.attention(q, q, q, mask=ch.Causal(), layout="zigzag")
     """
     options = {"mask": mask, "scores": _rules(scores), "scale": scale, "dropout": dropout, "seed": seed}
-    name = "distributed.attention"
     tensors = (query, key, value)
-    call = Call.of(name, tensors, group, layout, _checked(name, method), _NOTHING, **options)
-    chosen = _method(name, call, method, _NOTHING)
-    four = [_four_axes(tensor) for tensor in tensors]
-    if chosen == "heads":
-        output = observe_by_heads(call, _NOTHING, *four).output
-    else:
-        output, _ = (gather_attention if chosen == "gather" else ring_attention)(call, *four)
+    request = Request("distributed.attention", tensors, group, layout, method, Want(), options)
+    output = _observed(request).output
     return output.reshape(output.shape[4 - query.ndim :])
+
+
+def observe_attention(
+    query: Float[Tensor, "*leading q_part head_dim"],
+    key: Float[Tensor, "*kv_leading k_part head_dim"],
+    value: Float[Tensor, "*kv_leading k_part value_dim"],
+    *,
+    want: Want,
+    group: ProcessGroup | None = None,
+    layout: LayoutName | ShardLayout = "contiguous",
+    method: Method = "auto",
+    mask: Mask | None = None,
+    scores: ScoreRule | Iterable[ScoreRule] | None = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Observation:
+    """Attention over a sharded sequence, and statistics of its weights over the keys of all ranks.
+
+    Statistics are those of ``ch.observe_attention`` on the whole sequence. An axis of queries or keys holds this rank's
+    part, in the order of ``layout``; other axes are whole: every rank has the whole heatmap. Indices of keys in
+    ``top_indices`` and of queries in ``want.rows`` are those of the whole sequence.
+
+    Args:
+        query: this rank's part ``[batch, heads, len / ranks, head_dim]``; leading axes may be missing.
+        key: this rank's part ``[batch, kv_heads, len / ranks, head_dim]``.
+        value: this rank's part ``[batch, kv_heads, len / ranks, value_dim]``.
+        want: the statistics, as for ``ch.observe_attention``; ``row_weights`` is this rank's part
+            ``[batch | 1, heads | 1, n, len / ranks]``.
+        group: the process group; by default all ranks.
+        layout: which tokens the ranks have: ``"contiguous"``, ``"zigzag"`` or a ``ShardLayout``.
+        method: ``"gather"`` and ``"heads"`` compute every statistic, the second with gradients; ``"ring"`` computes
+            ``lse`` alone. ``"auto"`` takes ``"heads"`` if there are as many key heads as ranks, else ``"ring"`` or
+            ``"gather"``.
+        mask: the mask of the whole sequence; None allows all keys.
+        scores: score rules of the whole sequence.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        dropout: probability of dropping a weight; statistics describe the weights before dropout.
+        seed: seed of the dropout; by default rank 0 draws it.
+
+    Returns:
+        An ``Observation`` with this rank's part of the output and of the statistics.
+
+    Raises:
+        ShapeError: shapes or parts' lengths do not fit, a field of ``want`` is out of range, or the ranks' arguments
+            differ. Every rank raises.
+        MaskError: the mask does not fit the whole sequence.
+        UnsupportedError: no backend or method can compute the call, or another rank raised.
+
+    Cost: that of ``ch.distributed.attention`` and up to a second pass over the scores. With ``"gather"``, statistics
+    that are sums over queries are computed on each rank for the whole sequence.
+
+    >>> import torch, clearhead as ch
+    >>> def entropy(q):  # on each rank of torchrun, of its part
+    ...     return ch.distributed.observe_attention(q, q, q, want=ch.Want(entropy=True)).entropy
+    """
+    options = {"mask": mask, "scores": _rules(scores), "scale": scale, "dropout": dropout, "seed": seed}
+    name = "distributed.observe_attention"
+    if not isinstance(want, Want):
+        raise UnsupportedError.about(
+            name, "want", must="be a ch.Want", got=type(want).__name__, then="Pass ch.Want(lse=True)."
+        )
+    request = Request(name, (query, key, value), group, layout, method, want, options)
+    return _observed(request).with_leading(query.ndim - 2)
+
+
+def _observed(request: Request) -> Observation:
+    """A call's output and statistics, with axes batch and heads."""
+    call = Call.of(request)
+    method = _method(call, request)
+    tensors = [tensor if tensor.ndim == 4 else tensor[(None,) * (4 - tensor.ndim)] for tensor in request.tensors]
+    if method == "heads":
+        return observe_by_heads(call, *tensors)
+    if call.want.names <= _ROWS:
+        output, lse = (gather_attention if method == "gather" else ring_attention)(call, *tensors)
+        return Observation(output=output, lse=lse if call.want.lse else None)
+    return observe_gathered(call, *tensors)
 
 
 def _rules(scores: Any) -> Any:
@@ -104,28 +177,23 @@ def _rules(scores: Any) -> Any:
     return tuple(scores) if isinstance(scores, Iterable) and not isinstance(scores, (Tensor, ScoreRule)) else scores
 
 
-def _four_axes(tensor: Tensor) -> Tensor:
-    return tensor if tensor.ndim == 4 else tensor[(None,) * (4 - tensor.ndim)]
-
-
-def _checked(function: str, method: object) -> str:
-    """The method's name; what is no method at all is refused by every rank after they have met."""
-    return method if isinstance(method, str) and method in METHODS else f"no method: {method!r}"
-
-
-def _method(function: str, call: Call, method: str, want: Want) -> str:
+def _method(call: Call, request: Request) -> str:
     """The method to run, which depends on nothing but what the ranks agree on."""
+    whole, ranks, method = call.whole, call.exchange.ranks, request.method
+    enough_heads, others = whole.num_kv_heads >= ranks, call.want.names - _ROWS
     if method not in METHODS:
-        raise UnsupportedError.about(
-            function, "method", must=f"be one of {', '.join(map(repr, METHODS))}", got=repr_of(method),
-            then="'auto' chooses.",
-        )  # fmt: skip
-    enough_heads = call.whole.num_kv_heads >= call.exchange.ranks
-    if method == "auto":
-        return "heads" if enough_heads else "ring" if want.names <= {"lse"} else "gather"
-    if method == "heads" and not enough_heads:
-        raise UnsupportedError.about(
-            function, "method", must=f"be one for {call.whole.num_kv_heads} key heads on {call.exchange.ranks} ranks",
-            got="'heads'", then="Use method='ring'.",
-        )  # fmt: skip
+        reason, then = f"be one of {', '.join(map(repr, METHODS))}", "'auto' chooses."
+    elif method == "auto":
+        method = "heads" if enough_heads else "gather" if others else "ring"
+        reason = ""
+    elif method == "heads" and not enough_heads:
+        reason, then = f"be one for {whole.num_kv_heads} key heads on {ranks} ranks", "Use method='ring'."
+    elif method == "ring" and others:
+        reason, then = f"be one that computes {', '.join(sorted(others))}", "Use method='heads' or 'gather'."
+    else:
+        reason = ""
+    if not reason and method == "gather" and others and whole.needs_gradient:
+        reason, then = "be one that differentiates statistics", "Use method='heads', or torch.no_grad()."
+    if reason:
+        raise UnsupportedError.about(request.function, "method", must=reason, got=repr_of(method), then=then)
     return method

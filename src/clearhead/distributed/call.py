@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,21 +10,44 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from clearhead.backends.capability import Backend
+from clearhead.backends.capability import Backend, RowGrads
 from clearhead.backends.containment import without_autocast
 from clearhead.cut import Extent, part_of
 from clearhead.dispatch import choose
 from clearhead.distributed.exchange import Exchange
 from clearhead.distributed.layout import LayoutName, ShardLayout, check_layout, layout_of
-from clearhead.distributed.parts import lengths_of
-from clearhead.errors import ClearheadError, ShapeError
+from clearhead.distributed.parts import joined, lengths_of
+from clearhead.errors import ShapeError
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
-__all__ = ["Call", "add_learned"]
+__all__ = ["Call", "Request", "are_finite"]
 
 #: What ranks compare before a call, in this order.
 _COMPARED: Final = ("shapes, dtypes and numbers", "masks and rules", "seeds")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rank asks for.
+
+    Attributes:
+        function: the public function's name.
+        tensors: this rank's parts of query, key and value.
+        group: the process group; None for all ranks.
+        layout: which tokens the ranks have.
+        method: the method's name, whatever the user passed.
+        want: statistics, of which ``row_weights`` is this rank's part.
+        options: keyword arguments of ``Problem.of``.
+    """
+
+    function: str
+    tensors: tuple[Tensor, Tensor, Tensor]
+    group: ProcessGroup | None
+    layout: LayoutName | ShardLayout
+    method: str
+    want: Want
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,7 @@ class Call:
 
     Attributes:
         whole: the whole call, with tensors that have its shapes but one element.
+        want: statistics of the whole call.
         backend: the backend, which all ranks use for all parts.
         exchange: the ranks.
         queries: where queries and outputs are.
@@ -41,68 +64,50 @@ class Call:
     """
 
     whole: Problem
+    want: Want
     backend: Backend
     exchange: Exchange
     queries: ShardLayout
     keys: ShardLayout
 
     @classmethod
-    def of(
-        cls,
-        function: str,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        group: ProcessGroup | None,
-        layout: LayoutName | ShardLayout,
-        method: str,
-        want: Want,
-        **options: Any,
-    ) -> Call:
+    def of(cls, request: Request) -> Call:
         """Validate a call on this rank and hold it against the others'; all ranks raise if one of them does."""
-        exchange = Exchange.of(group)
-        error: ClearheadError | None = None
+        exchange = Exchange.of(request.function, request.group)
+        lengths, want = _lengths(request, exchange)
+        error: Exception | None = None
         call = None
-        lengths = _lengths(function, tensors, exchange)
         try:
-            check_layout(function, layout)
-            call = cls._validated(function, tensors, exchange, layout, lengths, want, options)
-        except ClearheadError as raised:
+            call = cls._validated(request, exchange, lengths, want)
+        except Exception as raised:  # Whatever it is, the other ranks must hear of it.
             error = raised
-        facts = [0] * len(_COMPARED) if call is None else _facts(call, method, layout, options["seed"])
-        exchange.agree(function, _COMPARED, facts, error)
+        exchange.agree(request.function, _COMPARED, _facts(call, request), error)
         assert call is not None
-        if call.whole.dropout > 0.0 and options["seed"] is None:
+        if call.whole.dropout > 0.0 and request.options["seed"] is None:
             return replace(call, whole=call.whole.with_seed(exchange.first(call.whole.seed)))
         return call
 
     @classmethod
-    def _validated(
-        cls,
-        function: str,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        exchange: Exchange,
-        layout: LayoutName | ShardLayout,
-        lengths: list[tuple[int, int]],
-        want: Want,
-        options: dict[str, Any],
-    ) -> Call:
-        q_len, k_len = (sum(part) for part in zip(*lengths, strict=True))
-        queries, keys = (layout_of(length, exchange.ranks, layout) for length in (q_len, k_len))
-        for name, place, given in (("query", queries, 0), ("key", keys, 1)):
-            given_lengths, expected = [part[given] for part in lengths], lengths_of(place)
-            if given_lengths != expected:
+    def _validated(cls, request: Request, exchange: Exchange, lengths: tuple[list[int], list[int]], want: Want) -> Call:
+        function, layout = request.function, request.layout
+        check_layout(function, layout)
+        queries, keys = (layout_of(sum(given), exchange.ranks, layout) for given in lengths)
+        for name, place, given in (("query", queries, lengths[0]), ("key", keys, lengths[1])):
+            if given != (expected := lengths_of(place)):
                 raise ShapeError.about(
                     function,
                     name,
                     must=f"have parts of the lengths {expected} of layout {layout!r}",
-                    got=f"lengths {given_lengths}",
+                    got=f"lengths {given}",
                     then="Cut the whole sequence by ch.distributed.shard.",
                 )
         # The parts are checked first, then the whole, which has their shapes but for the lengths.
-        query, key, value = tensors
-        Problem.of(function, query, key, value, scale=options["scale"])
-        hollow = (_hollow(query, q_len), _hollow(key, k_len), _hollow(value, k_len))
-        whole = Problem.of(function, *hollow, **options)
-        return cls(whole, choose(function, whole, want), exchange, queries, keys)
+        query, key, value = request.tensors
+        Problem.of(function, query, key, value, scale=request.options["scale"])
+        hollow = (_hollow(query, queries.length), _hollow(key, keys.length), _hollow(value, keys.length))
+        whole = Problem.of(function, *hollow, **request.options)
+        want.check(function, (whole.batch, whole.num_heads, whole.q_len, whole.k_len))
+        return cls(whole, want, choose(function, whole, want), exchange, queries, keys)
 
     def part(self, extent: Extent, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The problem of some heads, queries and keys."""
@@ -114,32 +119,30 @@ class Call:
             return self.backend.run(problem, want)
 
     def partial_gradients(
-        self,
-        problem: Problem,
-        rows: tuple[Tensor, Tensor],
-        grad_output: Tensor,
-        grad_lse: Tensor | None,
+        self, problem: Problem, rows: tuple[Tensor, Tensor], grads: RowGrads, learned: list[Tensor]
     ) -> list[Tensor]:
-        """Gradients of a problem with some keys of its rows, in query, key, value and the rules' parameters.
+        """Gradients of a problem with some keys of its rows, in query, key, value and parameters of the whole call.
 
         Args:
             problem: the problem.
             rows: output and log-sum-exp of the whole rows, float32 or float64.
-            grad_output: gradient of the whole rows' output.
-            grad_lse: gradient of their log-sum-exp, or None.
+            grads: gradients of the whole rows' output and log-sum-exp.
+            learned: the parameters.
         """
         output, lse = rows
-        if (by_rows := self.backend.by_rows) is not None:
-            return by_rows.backward(problem, by_rows.rows(problem, output, lse), grad_output, grad_lse, partial=True)
+        if (by_rows := self.backend.by_rows) is not None and are_finite(output, lse):
+            saved = by_rows.rows(problem, output, lse)
+            return by_rows.backward(problem, saved, grads, partial=True, learned=learned)
+        grad_output, grad_lse = grads
         leaves = [tensor.detach().requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
-        inputs = [*leaves, *problem.rule_parameters]
+        inputs = [*leaves, *learned]
         with torch.enable_grad():
             done = self.run(problem.with_tensors(*leaves), Want(lse=True))
         assert done.lse is not None
         share = torch.exp(done.lse.detach() - lse).masked_fill(done.lse.detach() == -torch.inf, 0.0)
         pull = (grad_output * (done.output.detach() - output)).sum(dim=-1) + (0.0 if grad_lse is None else grad_lse)
-        grads = (share[..., None] * grad_output).to(done.output.dtype), share * pull
-        computed = torch.autograd.grad([done.output, done.lse], inputs, grads, allow_unused=True)
+        arrived = (share[..., None] * grad_output).to(done.output.dtype), share * pull
+        computed = torch.autograd.grad([done.output, done.lse], inputs, arrived, allow_unused=True)
         return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, computed, strict=True)]
 
     @property
@@ -147,22 +150,9 @@ class Call:
         return range(self.whole.num_heads)
 
 
-def add_learned(
-    totals: Sequence[Tensor], learned: Sequence[Tensor], sliced: Sequence[Tensor], grads: Sequence[Tensor]
-) -> None:
-    """Add gradients of slices of parameters to the totals of the parameters.
-
-    Args:
-        totals: one for each of ``learned``.
-        learned: parameters of the whole call.
-        sliced: parameters of a part: views of these, or some of these themselves.
-        grads: one for each of ``sliced``.
-    """
-    if sliced:
-        computed = torch.autograd.grad(sliced, learned, grads, allow_unused=True)
-        for total, grad in zip(totals, computed, strict=True):
-            if grad is not None:
-                total += grad
+def are_finite(output: Tensor, lse: Tensor) -> bool:
+    """Whether rows contain no NaN and no infinity, but for the log-sum-exp of empty rows, which is -infinity."""
+    return bool(torch.isfinite(output).all() and (lse < torch.inf).all())
 
 
 def _hollow(part: Tensor, length: int) -> Tensor:
@@ -171,29 +161,48 @@ def _hollow(part: Tensor, length: int) -> Tensor:
     return part.detach().new_zeros(()).expand(shape).requires_grad_(part.requires_grad)
 
 
-def _lengths(function: str, tensors: tuple[Tensor, Tensor, Tensor], exchange: Exchange) -> list[tuple[int, int]]:
-    """The lengths of queries and keys of each rank; a rank whose tensors are none at all says -1."""
-    fits = [isinstance(tensor, Tensor) and 2 <= tensor.ndim <= 4 for tensor in tensors]
-    every = exchange.numbers([tensors[i].shape[-2] if fits[i] else -1 for i in (0, 1)])
-    listed = [(q_len, k_len) for q_len, k_len in every]
-    for rank, part in enumerate(listed):
-        if min(part) < 0:
+def _lengths(request: Request, exchange: Exchange) -> tuple[tuple[list[int], list[int]], Want]:
+    """The lengths of queries and keys of all ranks, and the statistics with all ranks' row weights."""
+    fits = [isinstance(tensor, Tensor) and 2 <= tensor.ndim <= 4 for tensor in request.tensors]
+    length, keys, _ = (tensor.shape[-2] if fit else -1 for tensor, fit in zip(request.tensors, fits, strict=True))
+    weights = request.want.row_weights
+    weighted = isinstance(weights, Tensor) and weights.ndim == 4 and weights.shape[3] == length
+    every = exchange.numbers([length, keys, 2 if weights is None else int(weighted)])
+    for rank, (q_len, k_len, has_weights) in enumerate(every):
+        if min(q_len, k_len) < 0:
             raise ShapeError.about(
-                function,
+                request.function,
                 "query and key",
                 must="be tensors with axes [batch, heads, len, head_dim], leading ones optional",
                 got=f"something else on rank {rank}",
                 then="Pass each rank's part of the sequence.",
             )
-    return listed
+        if has_weights == 0 or has_weights != every[0][2]:
+            raise ShapeError.about(
+                request.function,
+                "want.row_weights",
+                must="be [batch | 1, heads | 1, n, queries of the rank] on every rank, or None on every rank",
+                got=f"something else on rank {rank}",
+                then="Cut the whole by ch.distributed.shard(weights, dim=-1).",
+            )
+    lengths = [one[0] for one in every], [one[1] for one in every]
+    if weights is None:
+        return lengths, request.want
+    queries = layout_of(sum(lengths[0]), exchange.ranks, request.layout)
+    parts = exchange.gather(weights.detach().transpose(2, 3).contiguous(), 2, lengths[0])
+    return lengths, replace(request.want, row_weights=joined(queries, parts).transpose(2, 3))
 
 
-def _facts(call: Call, method: str, layout: LayoutName | ShardLayout, seed: int | None) -> list[int]:
+def _facts(call: Call | None, request: Request) -> list[int]:
     """Numbers that must be equal on all ranks."""
+    if call is None:
+        return [0] * len(_COMPARED)
     whole = call.whole
-    shapes = [tuple(tensor.shape) for tensor in (whole.query, whole.key, whole.value)]
-    plain = (shapes, whole.query.dtype, whole.scale, whole.dropout, method, layout, call.backend.name)
-    records = [[], *whole.scores] if whole.mask is None else [whole.mask, *whole.scores]
+    tensors = (whole.query, whole.key, whole.value)
+    shapes = [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+    plain = (shapes, whole.query.dtype, whole.scale, whole.dropout, request.method, request.layout, call.backend.name)
+    records = (whole.mask, whole.scores, sorted(call.want.names))
+    seed = request.options["seed"]
     return [_digest(repr(plain)), _digest(repr(records)), -1 if seed is None else _digest(repr(seed))]
 
 

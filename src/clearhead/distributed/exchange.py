@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from clearhead.distributed.layout import gather_parts
-from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
+from clearhead.errors import ShapeError, UnsupportedError
 
 __all__ = ["Exchange", "Traffic", "traffic"]
 
@@ -76,8 +76,20 @@ class Exchange:
     ranks: int
 
     @classmethod
-    def of(cls, group: ProcessGroup | None) -> Exchange:
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+    def of(cls, function: str, group: ProcessGroup | None) -> Exchange:
+        """The group as this rank sees it; raises unless it is one that this rank is in."""
+        ready = dist.is_available() and dist.is_initialized()
+        if not ready or (rank := dist.get_rank(group)) < 0:
+            raise UnsupportedError.about(
+                function,
+                "group",
+                must="be a process group that this rank is in",
+                got="a group of other ranks" if ready else "no process group at all",
+                then="Pass the mesh's group: mesh['context'].get_group()."
+                if ready
+                else "Call torch.distributed.init_process_group first, and start the program by torchrun.",
+            )
+        return cls(group, rank, dist.get_world_size(group))
 
     def numbers(self, given: Sequence[int]) -> list[list[int]]:
         """Whole numbers of every rank."""
@@ -90,7 +102,7 @@ class Exchange:
         """Rank 0's number, below 2**63."""
         return self.numbers([number])[0][0]
 
-    def agree(self, function: str, names: Sequence[str], facts: Sequence[int], error: ClearheadError | None) -> None:
+    def agree(self, function: str, names: Sequence[str], facts: Sequence[int], error: Exception | None) -> None:
         """Raise on every rank if one of them has an error, or if two have different facts.
 
         Args:
@@ -146,7 +158,7 @@ class Exchange:
 
     def start(self, sent: Sequence[Tensor], receiver: int, received: Sequence[Tensor], sender: int) -> list[Any]:
         """Begin to send tensors to one rank and to receive others from one; ``finish`` waits for them."""
-        world = dist.group.WORLD if self.group is None else self.group
+        world = self.group or dist.distributed_c10d._get_default_group()
         operations = []
         for tensor in sent:
             self._count(tensor)

@@ -1,7 +1,7 @@
 """Attention with gathered keys and values: each rank computes its queries as one process would, with the same bits.
 
-Backward gathers the queries' rows too, and computes the gradients of this rank's queries over all keys and those of this
-rank's keys over all queries, each in the order of one process.
+Backward gathers the queries' rows too, and computes the gradients of this rank's queries over all keys and those of
+this rank's keys over all queries, each in the order of one process.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Extent
-from clearhead.distributed.call import Call, add_learned
+from clearhead.distributed.call import Call, are_finite
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
 from clearhead.distributed.statistics import AXES
 from clearhead.problem import Problem
-from clearhead.statistics import Observation, Want
+from clearhead.statistics import Observation
 
 __all__ = ["gather_attention", "observe_gathered"]
 
 #: Up to so many keys backward needs no output, and sums over all keys at once.
 _ONE_TILE: Final = 256
-_LSE: Final = Want(lse=True)
 
 
-def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's output and log-sum-exp, ``[batch, heads, len, value_dim]`` and ``[batch, heads, len]``."""
-    results: tuple[Tensor, Tensor] = _GatherAttention.apply(  # type: ignore[no-untyped-call]
+def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """This rank's output ``[batch, heads, len, value_dim]``, and its log-sum-exp ``[batch, heads, len]`` if wanted."""
+    results: tuple[Tensor, Tensor | None] = _GatherAttention.apply(  # type: ignore[no-untyped-call]
         call, query, key, value, *call.whole.rule_parameters
     )
     return results
 
 
-def observe_gathered(call: Call, want: Want, query: Tensor, key: Tensor, value: Tensor) -> Observation:
+def observe_gathered(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Observation:
     """This rank's rows of the output, and statistics without a gradient.
 
     Statistics that are sums over queries are computed on each rank for the whole call.
     """
+    want = call.want
     whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
     by_chunk = all(AXES[name].sharded == "queries" for name in want.shapes(1, 1))
     queries = slices_of(call.queries, call.exchange.rank)
@@ -56,10 +56,10 @@ def observe_gathered(call: Call, want: Want, query: Tensor, key: Tensor, value: 
         whole_key,
         whole_value,
     )
-    done = call.run(everything, want)
-    results = {}
+    observation = call.run(everything, want)
+    results: dict[str, Any] = {}
     for name, axes in AXES.items():
-        field: Tensor | None = getattr(done, name)
+        field: Tensor | None = getattr(observation, name)
         if field is not None and axes.sharded is not None:
             layout = call.queries if axes.sharded == "queries" else call.keys
             field = axes.restored(cut(layout, axes.tokens_first(field), call.exchange.rank))
@@ -81,27 +81,29 @@ class _GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=call.whole.work_dtype)
         saved: list[list[Tensor]] = []
-        for chunk, where in slices_of(call.queries, call.exchange.rank):
+        # A rank without queries saves rows too, none of them, which the others gather.
+        for chunk, where in slices_of(call.queries, call.exchange.rank) or [(range(0), slice(0, 0))]:
             problem = _rows_of(call, chunk, query[:, :, where], whole_key, whole_value)
             if call.backend.by_rows is not None and any(ctx.needs_input_grad):
                 output[:, :, where], lse[:, :, where], rows = call.backend.by_rows.forward(problem)
                 saved.append(rows)
             else:
-                done = call.run(problem, _LSE)
-                assert done.lse is not None
-                output[:, :, where], lse[:, :, where] = done.output, done.lse
+                done = call.run(problem, call.want)
+                output[:, :, where] = done.output
+                if done.lse is not None:
+                    lse[:, :, where] = done.lse
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, *(torch.cat(parts, dim=2) for parts in zip(*saved, strict=True)))
-        return output, lse
+        return output, lse if call.want.lse else None
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         query, key, value, *rows = ctx.saved_tensors
@@ -137,10 +139,12 @@ class _Backward:
         leaves = [tensor.requires_grad_() for tensor in self.whole]
         inputs = [*leaves, *call.whole.rule_parameters]
         with torch.enable_grad():
-            done = call.run(self._part(range(call.whole.q_len), range(call.whole.k_len), *leaves), _LSE)
-        assert done.lse is not None
-        grads = self.whole_grad, self.whole_grad_lse.to(done.lse.dtype)
-        computed = torch.autograd.grad([done.output, done.lse], inputs, grads, allow_unused=True)
+            done = call.run(self._part(range(call.whole.q_len), range(call.whole.k_len), *leaves), call.want)
+        ends = [(done.output, self.whole_grad)]
+        if done.lse is not None:
+            ends.append((done.lse, self.whole_grad_lse.to(done.lse.dtype)))
+        outputs, arrived = zip(*ends, strict=True)
+        computed = torch.autograd.grad(outputs, inputs, arrived, allow_unused=True)
         filled = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, computed, strict=True)]
         layouts = (call.queries, call.keys, call.keys)
         mine = [cut(layout, grad, call.exchange.rank) for layout, grad in zip(layouts, filled, strict=False)]
@@ -156,23 +160,25 @@ class _Backward:
         of_learned = [torch.zeros_like(one, dtype=call.whole.work_dtype) for one in learned]
         keys = range(call.whole.k_len)
         for chunk, where in slices_of(call.queries, rank):
-            with torch.enable_grad():
-                # Slices of parameters are views, through which gradients reach the parameters.
-                problem = self._part(chunk, keys, self.tensors[0][:, :, where].detach(), *self.whole[1:])
-                sliced = problem.rule_parameters
+            problem = self._part(chunk, keys, self.tensors[0][:, :, where].detach(), *self.whole[1:])
             rows = [part[:, :, where] for part in self.rows]
             grads = self.grad_output[:, :, where].contiguous(), self.grad_lse[:, :, where].contiguous()
-            of_query[:, :, where], _, _, *of_sliced = by_rows.backward(problem, rows, *grads, partial=False)
-            add_learned(of_learned, learned, sliced, of_sliced)
-        call.exchange.sum(of_learned)
+            computed = by_rows.backward(problem, rows, grads, partial=False, learned=learned)
+            of_query[:, :, where] = computed[0]
+            for total, grad in zip(of_learned, computed[3:], strict=True):
+                total += grad
         rows = [self._whole_rows(part) for part in self.rows]
+        if not are_finite(*rows[:2]):
+            return self.at_once()
+        call.exchange.sum(of_learned)
         queries = range(call.whole.q_len)
         for chunk, where in slices_of(call.keys, rank):
             part = chunk if len(keys) > _ONE_TILE else keys
             key, value = (tensor[:, :, part.start : part.stop] for tensor in self.whole[1:])
             problem = self._part(queries, part, self.whole[0], key, value)
             partial = len(part) < len(keys)
-            _, *both = by_rows.backward(problem, rows, self.whole_grad, self.whole_grad_lse, partial=partial)[:3]
+            grads = self.whole_grad, self.whole_grad_lse
+            _, *both = by_rows.backward(problem, rows, grads, partial=partial, learned=[])
             mine = slice(chunk.start - part.start, chunk.stop - part.start)
             of_key[:, :, where], of_value[:, :, where] = (grad[:, :, mine] for grad in both)
         return [of_query, of_key, of_value, *of_learned]

@@ -9,11 +9,12 @@ Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Extent
 from clearhead.distributed.call import Call
@@ -21,6 +22,7 @@ from clearhead.distributed.exchange import Exchange
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of
 from clearhead.distributed.statistics import AXES
+from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
 __all__ = ["observe_by_heads", "split_heads"]
@@ -37,12 +39,11 @@ def split_heads(heads: int, ranks: int) -> list[range]:
     return [range(start, start + size + (rank < longer)) for rank, start in enumerate(starts)]
 
 
-def observe_by_heads(call: Call, want: Want, query: Tensor, key: Tensor, value: Tensor) -> Observation:
+def observe_by_heads(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Observation:
     """This rank's rows of the output, and statistics: of rows those of this rank, of keys those of this rank's keys.
 
     Args:
         call: the call.
-        want: statistics of the whole call.
         query: this rank's part, as ``key`` and ``value``.
     """
     whole, exchange = call.whole, call.exchange
@@ -52,9 +53,11 @@ def observe_by_heads(call: Call, want: Want, query: Tensor, key: Tensor, value: 
     mine = heads[exchange.rank]
     routes = (_Route(call.queries, heads), _Route(call.keys, kv_heads), _Route(call.keys, kv_heads))
     tensors = _ToHeads.apply(exchange, routes, query, key, value)  # type: ignore[no-untyped-call]
+    want = call.want
     if want.row_weights is not None and want.row_weights.shape[1] > 1:
         want = replace(want, row_weights=want.row_weights[:, mine.start : mine.stop])
-    done = call.run(call.part(Extent(mine, range(whole.q_len), range(whole.k_len)), *tensors), want)
+    extent = Extent(mine, range(whole.q_len), range(whole.k_len))
+    done = _run(call, call.part(extent, *tensors), want)
     given = {name: getattr(done, name) for name in AXES if getattr(done, name) is not None}
     sharded = {name: tensor for name, tensor in given.items() if AXES[name].sharded}
     back = [_Route(call.queries if AXES[name].sharded == "queries" else call.keys, heads) for name in sharded]
@@ -65,6 +68,50 @@ def observe_by_heads(call: Call, want: Want, query: Tensor, key: Tensor, value: 
     for name in given.keys() - sharded.keys():
         results[name] = torch.cat(exchange.gather(given[name].detach().contiguous(), 1, lengths), dim=1)
     return Observation(**results)
+
+
+def _run(call: Call, problem: Problem, want: Want) -> Observation:
+    """Output and statistics of this rank's heads; gradients of rules' tensors are summed over ranks."""
+    learned = call.whole.rule_parameters
+    if not (learned and torch.is_grad_enabled()):
+        return call.run(problem, want)
+    names: list[str] = []
+    tensors = (problem.query, problem.key, problem.value)
+    results = _Summed.apply(call, problem, want, names, *tensors, *learned)  # type: ignore[no-untyped-call]
+    return Observation(**dict(zip(names, results, strict=True)))
+
+
+class _Summed(torch.autograd.Function):
+    """A call whose rules' gradients are summed over ranks. Its graph is kept alive by this function's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, problem: Problem, want: Want, names: list[str], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+        with torch.enable_grad():
+            done = call.run(problem.with_tensors(*leaves), want)
+        given = {field.name: getattr(done, field.name) for field in fields(done)}
+        results = {name: tensor for name, tensor in given.items() if tensor is not None}
+        names.extend(results)
+        ctx.exchange, ctx.results, ctx.inputs = call.exchange, [*results.values()], [*leaves, *inputs[3:]]
+        detached = [tensor.detach() for tensor in ctx.results]
+        ctx.mark_non_differentiable(
+            *(one for one, tensor in zip(detached, ctx.results, strict=True) if not tensor.requires_grad)
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(detached)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        pairs = [(one, grad) for one, grad in zip(ctx.results, grads, strict=True) if grad is not None]
+        outputs, arrived = zip(*pairs, strict=True)
+        computed = torch.autograd.grad(outputs, ctx.inputs, arrived, allow_unused=True, retain_graph=True)
+        pairs_of_inputs = zip(ctx.inputs, computed, strict=True)
+        filled = [torch.zeros_like(one) if grad is None else grad for one, grad in pairs_of_inputs]
+        ctx.exchange.sum(filled[3:])
+        return None, None, None, None, *filled
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Ring attention: keys and values pass from rank to rank, and partial results are merged by their log-sum-exp.
 
-At step ``s`` a rank computes with the keys of the rank ``s`` places before it, while those of the next step are on their
-way. Only keys that a query of the receiver may attend to are sent. With partial outputs ``o_i`` and log-sum-exps
+At step ``s`` a rank computes with the keys of the rank ``s`` places before it, while those of the next step are on
+their way. Only keys that a query of the receiver may attend to are sent. With partial outputs ``o_i`` and log-sum-exps
 ``l_i`` the result is ``sum_i exp(l_i - l) o_i`` with ``l = log sum_i exp(l_i)``, added up in the order of steps.
 
 Liu et al. 2023, "Ring attention with blockwise transformers for near-infinite context", section 3.
@@ -9,16 +9,17 @@ Liu et al. 2023, "Ring attention with blockwise transformers for near-infinite c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Extent
-from clearhead.distributed.call import Call, add_learned
+from clearhead.dispatch import choose
+from clearhead.distributed.call import Call
 from clearhead.distributed.parts import slices_of
 from clearhead.distributed.plan import plan_of
 from clearhead.problem import Problem
@@ -39,18 +40,37 @@ def ring_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tup
 
 
 @dataclass(frozen=True)
+class _Visit:
+    """Keys of one rank that pass by another: a third of those that it needs, so that three at a time are one block.
+
+    Attributes:
+        step: 0 for the rank's own keys.
+        piece: number of the third.
+    """
+
+    step: int
+    piece: int
+
+
+@dataclass(frozen=True)
 class _Block:
-    """Keys of another rank that a chunk of this rank's queries needs.
+    """Keys that are here and that a chunk of this rank's queries may need.
 
     Attributes:
         extent: heads, queries and keys by position.
         queries: where the queries are in this rank's part.
-        keys: where the keys are among those that were sent.
+        keys: where the keys are among those that are here.
     """
 
     extent: Extent
     queries: slice
     keys: slice
+
+
+#: A block is passed on in so many pieces: one is computed with, one arrives and one is sent.
+_PIECES: Final = 3
+#: Fewer keys are not cut.
+_FEW_KEYS: Final = 512
 
 
 @dataclass(frozen=True)
@@ -72,67 +92,87 @@ class _Ring:
             needed = {pair: plan.needs(*pair) for pair in pairs}
         else:
             needed = {(one, other): call.keys.chunks[other] for one in others for other in others}
-        without = replace(call, whole=whole.with_scores(whole.elementwise))
+        # Every part has a log-sum-exp.
+        backend = choose("distributed.attention", whole, _LSE)
+        without = replace(call, whole=whole.with_scores(whole.elementwise), backend=backend)
         return cls(without, whole.sink, whole.rule_parameters, needed)
 
-    def sent(self, sender: int, receiver: int) -> list[tuple[range, slice]]:
-        """The positions of the keys that one rank sends to another, and where they are in the sender's part."""
-        return [
-            (keys, slice(where.start + keys.start - chunk.start, where.start + keys.stop - chunk.start))
+    @property
+    def visits(self) -> list[_Visit]:
+        """What passes by each rank, in order."""
+        steps = range(1, self.call.exchange.ranks)
+        return [_Visit(0, 0), *(_Visit(step, piece) for step in steps for piece in range(_PIECES))]
+
+    def receiver(self, visit: _Visit) -> int:
+        """The rank to which this rank sends."""
+        return (self.call.exchange.rank + visit.step) % self.call.exchange.ranks
+
+    def sender(self, visit: _Visit) -> int:
+        """The rank from which this rank receives."""
+        return (self.call.exchange.rank - visit.step) % self.call.exchange.ranks
+
+    def passed(self, sender: int, receiver: int, visit: _Visit) -> list[tuple[range, slice]]:
+        """The positions of the keys that one rank shows another, and where they are in the sender's part."""
+        every = [
+            (keys, where.start + keys.start - chunk.start)
             for keys in self.needed[receiver, sender]
             for chunk, where in slices_of(self.call.keys, sender)
             if len(keys) and keys.start in chunk
         ]
+        count = sum(len(keys) for keys, _ in every)
+        pieces = 1 if visit.step == 0 or count < _FEW_KEYS else _PIECES
+        first, last = (count * min(visit.piece + more, pieces) // pieces for more in (0, 1))
+        passed, before = [], 0
+        for keys, start in every:
+            low, high = max(first - before, 0), min(last - before, len(keys))
+            if low < high:
+                passed.append((keys[low:high], slice(start + low, start + high)))
+            before += len(keys)
+        return passed
 
-    def sent_to(self, receiver: int) -> list[slice]:
-        """Where the keys that another rank needs are in this rank's part."""
-        return [where for _, where in self.sent(self.call.exchange.rank, receiver)]
+    def mine(self, visit: _Visit) -> list[slice]:
+        """Where the keys that this rank sends are in its part."""
+        return [where for _, where in self.passed(self.call.exchange.rank, self.receiver(visit), visit)]
 
-    def blocks(self, sender: int) -> list[_Block]:
-        """What this rank computes with keys of another rank, which were sent one range after the other."""
-        exchange = self.call.exchange
-        blocks: list[_Block] = []
-        for chunk, where in slices_of(self.call.queries, exchange.rank):
-            start = 0
-            for keys, _ in self.sent(sender, exchange.rank):
-                extent = Extent(self.call.heads, chunk, keys)
-                blocks.append(_Block(extent, where, slice(start, start + len(keys))))
-                start += len(keys)
-        return blocks
+    def blocks(self, visit: _Visit) -> list[_Block]:
+        """What this rank computes with the keys that are here: its own part, or what was sent, range after range."""
+        here, start = [], 0
+        for keys, where in self.passed(self.sender(visit), self.call.exchange.rank, visit):
+            here.append((keys, slice(start, start + len(keys)) if visit.step else where))
+            start += len(keys)
+        chunks = slices_of(self.call.queries, self.call.exchange.rank)
+        return [
+            _Block(Extent(self.call.heads, chunk, keys), queries, where)
+            for chunk, queries in chunks
+            for keys, where in here
+        ]
 
-    def visits(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """For each step the rank whose keys are there, and its tensors, cut to what this rank needs."""
-        exchange = self.call.exchange
-        waiting: tuple[int, list[Tensor], list[Any]] = (
-            exchange.rank,
-            _picked(tensors, self.sent_to(exchange.rank)),
-            [],
-        )
-        for step in range(exchange.ranks):
-            sender, here, works = waiting
-            exchange.finish(works)
-            if step + 1 < exchange.ranks:
-                waiting = self._begin(step + 1, tensors)
-            yield sender, here
+    def passing(self, *tensors: Tensor) -> Iterator[tuple[_Visit, tuple[Tensor, ...]]]:
+        """Each visit with the tensors that are here; those of the next one are on their way meanwhile."""
+        waiting: tuple[tuple[Tensor, ...], list[Any]] = (tensors, [])
+        following = [*self.visits[1:], None]
+        for visit, upcoming in zip(self.visits, following, strict=True):
+            here, works = waiting
+            self.call.exchange.finish(works)
+            if upcoming is not None:
+                waiting = self._begin(upcoming, tensors)
+            yield visit, here
 
-    def _begin(self, step: int, tensors: tuple[Tensor, ...]) -> tuple[int, list[Tensor], list[Any]]:
-        exchange = self.call.exchange
-        receiver, sender = (exchange.rank + step) % exchange.ranks, (exchange.rank - step) % exchange.ranks
-        where = self.sent_to(receiver)
-        sent = _picked(tensors, where) if where else []
-        count = sum(len(keys) for keys, _ in self.sent(sender, exchange.rank))
-        received = [_rows_like(tensor, count) for tensor in tensors] if count else []
-        works = exchange.start(sent, receiver, received, sender)
+    def _begin(self, visit: _Visit, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Any]]:
+        exchange, mine, sender = self.call.exchange, self.mine(visit), self.sender(visit)
+        sent = [torch.cat([tensor[:, :, part] for part in mine], dim=2) for tensor in tensors] if mine else []
+        count = sum(len(keys) for keys, _ in self.passed(sender, exchange.rank, visit))
+        received = tuple(_rows_like(tensor, count) for tensor in tensors)
+        works = exchange.start(sent, self.receiver(visit), received if count else (), sender)
         # What is sent must live until it has arrived.
-        return sender, received, [*works, *([_Alive(sent)] if sent else [])]
+        return received, [*works, _Alive(sent)]
 
-    def return_to(self, owner: int, step: int, grads: list[Tensor], like: tuple[Tensor, ...]) -> list[Tensor]:
+    def return_grads(self, visit: _Visit, grads: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Send gradients of keys back to their rank, and receive those of this rank's keys, as they were sent."""
-        exchange = self.call.exchange
-        sender = (exchange.rank + step) % exchange.ranks
-        count = sum(part.stop - part.start for part in self.sent_to(sender))
-        received = [_rows_like(tensor, count) for tensor in like] if count else []
-        exchange.finish(exchange.start(grads, owner, received, sender))
+        exchange, mine = self.call.exchange, self.mine(visit)
+        received = [_rows_like(tensor, sum(part.stop - part.start for part in mine)) for tensor in like] if mine else []
+        sent = [grad for grad in grads if grad.shape[2]]
+        exchange.finish(exchange.start(sent, self.sender(visit), received, self.receiver(visit)))
         return received
 
 
@@ -179,8 +219,8 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows = _Rows(ring.call, query, value)
-        for sender, tensors in ring.visits(key, value):
-            for block in ring.blocks(sender):
+        for visit, tensors in ring.passing(key, value):
+            for block in ring.blocks(visit):
                 done = ring.call.run(_problem(ring.call, block, query, tensors), _LSE)
                 assert done.lse is not None
                 rows.add(block.queries, done.output, done.lse)
@@ -192,7 +232,7 @@ class _RingAttention(torch.autograd.Function):
         return rows.output.to(query.dtype), rows.lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         if grad_output is None:
@@ -218,37 +258,37 @@ class _Backward:
 
     def run(self) -> list[Tensor]:
         """Gradients of query, key, value and the rules' parameters."""
-        ring, exchange = self.ring, self.ring.call.exchange
+        ring = self.ring
         _, *key_value = self.tensors
-        for step, (sender, tensors) in enumerate(ring.visits(*key_value)):
-            grads = [torch.zeros_like(tensor, dtype=self.sums[0].dtype) for tensor in tensors]
-            for block in ring.blocks(sender):
-                self._add_block(block, tensors, grads)
-            if step:
+        for visit, here in ring.passing(*key_value):
+            grads = (
+                self.sums[1:] if visit.step == 0 else [torch.zeros_like(one, dtype=self.sums[0].dtype) for one in here]
+            )
+            for block in ring.blocks(visit):
+                self._add_block(block, here, grads)
+            if visit.step:
                 narrow = [grad.to(self.tensors[0].dtype) for grad in grads]
-                grads = ring.return_to(sender, step, narrow, key_value)
-            self._add_returned(ring.sent_to((exchange.rank + step) % exchange.ranks), grads)
+                self._add_returned(ring.mine(visit), ring.return_grads(visit, narrow, key_value))
         self._add_sink()
-        exchange.sum(list(self.of_parameters.values()))
+        ring.call.exchange.sum(list(self.of_parameters.values()))
         summed = [(total, tensor) for total, tensor in zip(self.sums, self.tensors, strict=True)]
         learned = [(self.of_parameters[id(one)], one) for one in ring.parameters]
         return [total.to(like.dtype) for total, like in [*summed, *learned]]
 
-    def _add_block(self, block: _Block, tensors: list[Tensor], grads: list[Tensor]) -> None:
+    def _add_block(self, block: _Block, here: Sequence[Tensor], grads: list[Tensor]) -> None:
         """Add a block's gradients of queries, of the keys and values that are here, and of parameters."""
         call, rows = self.ring.call, block.queries
         output, lse = (part[:, :, rows].contiguous() for part in self.rows)
         grad_output, grad_lse = (None if grad is None else grad[:, :, rows].contiguous() for grad in self.grads)
         assert grad_output is not None
-        with torch.enable_grad():
-            # Slices of parameters are views, through which gradients reach the parameters.
-            problem = _problem(call, block, self.tensors[0], tensors)
-            sliced = problem.rule_parameters
-        of_query, of_key, of_value, *of_sliced = call.partial_gradients(problem, (output, lse), grad_output, grad_lse)
+        problem = _problem(call, block, self.tensors[0], here)
+        computed = call.partial_gradients(problem, (output, lse), (grad_output, grad_lse), self.ring.parameters)
+        of_query, of_key, of_value, *of_learned = computed
         self.sums[0][:, :, rows] += of_query
         for grad, part in zip(grads, (of_key, of_value), strict=True):
             grad[:, :, block.keys] += part
-        add_learned([*self.of_parameters.values()], self.ring.parameters, sliced, of_sliced)
+        for one, part in zip(self.ring.parameters, of_learned, strict=True):
+            self.of_parameters[id(one)] += part
 
     def _add_returned(self, where: list[slice], grads: list[Tensor]) -> None:
         """Add gradients of keys and values that another rank computed."""
@@ -276,17 +316,10 @@ class _Backward:
         self.of_parameters[id(sink.logits)] += per_head if per_head.shape == shape else per_head.sum().view(shape)
 
 
-def _problem(call: Call, block: _Block, query: Tensor, key_value: list[Tensor]) -> Problem:
+def _problem(call: Call, block: _Block, query: Tensor, key_value: Sequence[Tensor]) -> Problem:
     """A block as a problem; ``key_value`` are the keys and values that are here."""
     key, value = (tensor[:, :, block.keys].detach() for tensor in key_value)
     return call.part(block.extent, query[:, :, block.queries].detach(), key, value)
-
-
-def _picked(tensors: tuple[Tensor, ...], where: list[slice]) -> list[Tensor]:
-    """Some rows of each tensor, one range after the other, contiguous."""
-    return [
-        torch.cat([tensor[:, :, part] for part in where], dim=2) if where else tensor[:, :, :0] for tensor in tensors
-    ]
 
 
 def _rows_like(tensor: Tensor, count: int) -> Tensor:
