@@ -21,6 +21,7 @@ LINES = {
     "see_image.py": r"see_image.html holds Page\('Which colour has the disc\?', 2 layers, 8 heads\)",
     "see_speech.py": r"see_speech.html holds Page\('Which sound does each note come from\?', 2 layers, 8 heads\)",
     "see_text.py": r"the output changes under observation: False",
+    "several_processes.py": r"loaded along 'tensor': the same weights: True",
     "write_a_mask.py": r"largest output of each query \['0\.[1-9]\d', '0\.[1-9]\d', '0\.00', '0\.00'\]",
     "write_a_score_rule.py": r"d slope     \d\.\de-0[6-9]",
 }

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from clearhead.batch_part import current, first_row
 from clearhead.cut import Extent, cut_mask
 from clearhead.dispatch import run
-from clearhead.distributed.attention import Method, attention
 from clearhead.distributed.layout import LayoutName, chunks_of, positions_of
+from clearhead.distributed.sharded_attention import Method, attention
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Causal, Documents, Mask, Padding, Prefix, Strided, Window
 from clearhead.masks.base import Carrying, Combined
@@ -67,6 +67,7 @@ class SequenceShard:
     layout: LayoutName
     method: Method
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole_length(self, length: int) -> int:
         """Tokens of the whole sequence; raises on every rank if the parts are not those of the layout."""
         ranks = dist.get_world_size(self.group)
@@ -85,10 +86,17 @@ class SequenceShard:
             )
         return whole
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def positions(self, length: int) -> Int[Tensor, " length"]:
         """Positions of this rank's tokens."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return positions_of(self.whole_length(length), ranks, rank, self.layout)
+
+    # Collectives of the exchange depend on its plan, which a compiler cannot trace.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Attention of this rank's queries to the keys of all ranks."""
+        return attention(query, key, value, group=self.group, layout=self.layout, method=self.method, **options)
 
     def gathered(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The tensors of all ranks, on a new first axis."""
@@ -136,11 +144,10 @@ class RankPart:
                     "parallelize", "dropout", must="be 0 in attention where a mesh has 'context' and other axes",
                     got=dropout, then="Build the model with attention_dropout=0.0.",
                 )  # fmt: skip
-            rules = [rule.mapped(lambda tensor: averaged(tensor, self.copies)) for rule in scores]
-            return attention(
-                query, key, value, group=self.sequence.group, layout=self.sequence.layout, method=self.sequence.method,
-                mask=mask, scores=rules, scale=scale, dropout=dropout,
-            )  # fmt: skip
+            rules = [rule.mapped(lambda tensor: _averaged(tensor, self.copies)) for rule in scores]
+            options = {"mask": mask, "scores": rules, "scale": scale, "dropout": dropout}
+            output: Tensor = self.sequence.attend(query, key, value, **options)
+            return output
         problem = Problem.of(
             "attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout,
             query_offset=query_offset,
@@ -207,7 +214,7 @@ def _reads_heads(mask: Mask) -> bool:
     return type(mask) not in _WITHOUT_HEADS
 
 
-def averaged(tensor: Tensor, ranks: int) -> Tensor:
+def _averaged(tensor: Tensor, ranks: int) -> Tensor:
     """The tensor, whose gradient, which is the sum over ranks already, is divided by their number."""
     divided: Tensor = _Averaged.apply(tensor, ranks)  # type: ignore[no-untyped-call]
     return divided if tensor.requires_grad else tensor

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from clearhead.distributed.transformers_plan import apply_plan, check_plan, has_plan
 from clearhead.errors import UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.feedforward import FeedForward
@@ -37,9 +38,11 @@ def check_tensor_parallel(function: str, model: nn.Module, ranks: int) -> None:
         UnsupportedError: they do not, the model has neither, or an attention's score rule is no rule of the library.
     """
     units = [module for module in model.modules() if isinstance(module, MultiHeadAttention | FeedForward)]
-    if not units:
+    if not units and has_plan(model):
+        check_plan(function, model, ranks)
+    elif not units:
         raise UnsupportedError.about(
-            function, "model", must="contain attention or feedforward modules of clearhead.nn on a mesh with 'tensor'",
+            function, "model", must="consist of modules of clearhead.nn, or have a tp_plan, on a mesh with 'tensor'",
             got=type(model).__name__, then="Use the axes 'data' and 'shard'.",
         )  # fmt: skip
     for module in units:
@@ -77,7 +80,7 @@ def _check_attention(function: str, module: MultiHeadAttention) -> None:
 def split_over_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide a checked model's heads and channels over the ranks of a mesh with one axis, in place."""
     distributed: dict[int, tuple[Tensor, Tensor]] = {}
-    inner: set[nn.Module] = set()
+    inner = apply_plan(model, mesh) if has_plan(model) else set()
     for module in [*model.modules()]:
         if isinstance(module, MultiHeadAttention | FeedForward):
             places = [*(_of_attention(module) if isinstance(module, MultiHeadAttention) else _of_feedforward(module))]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from clearhead.batch_part import BatchPart
 from clearhead.distributed.layout import chunks_of, positions_of
 from clearhead.distributed.mesh import MeshAxes
-from clearhead.distributed.parallelize import parallelize
+from clearhead.distributed.parallel import parallelize
 from clearhead.errors import ClearheadError, DataError, ShapeError
 from clearhead.train.batches import Batch
 from clearhead.train.liveness import Liveness, torchrun_store

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from clearhead.arguments import flag, one_of, repr_of
-from clearhead.distributed.attention import METHODS, Method
 from clearhead.distributed.layout import LayoutName, check_layout
 from clearhead.distributed.mesh import MeshAxes, agreed
 from clearhead.distributed.rank_part import RankPart, SequenceShard, check_sequence_parallel
+from clearhead.distributed.sharded_attention import METHODS, Method
 from clearhead.distributed.tensor_parallel import check_tensor_parallel, split_over_tensor
 from clearhead.errors import UnsupportedError
 from clearhead.nn import Decoder, Encoder, FeedForward, MultiHeadAttention, SequenceClassifier
@@ -134,10 +134,10 @@ def _assign_part(
 def _shard(model: nn.Module, axes: MeshAxes, reshard_after_forward: bool) -> None:
     """FSDP2 of each block, and of what remains of the model."""
     mesh = axes.working["replicate", "shard"]
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    # What remains is gathered until backward, as it is for a root: forward may call a registered method.
-    fully_shard(model, mesh=mesh)
+    for blocks in _grouped(model, _blocks(model)):
+        fully_shard(blocks, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # What the whole model has stays gathered until backward, as methods that forward calls read it too.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for name in _METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
@@ -147,6 +147,24 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """The model's layers: ours, or in other libraries' models the elements of module lists."""
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
     return blocks or list(_listed(model))
+
+
+def _grouped(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks, those together that share parameters: FSDP2 gathers a parameter for one group of modules.
+
+    A group that shares parameters with the rest of the model is left to that.
+    """
+    inside = {id(part) for block in blocks for part in block.modules()}
+    others = [module for module in model.modules() if id(module) not in inside]
+    outside = {id(each) for module in others for each in module.parameters(recurse=False)}
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for block in blocks:
+        used, together = {id(parameter) for parameter in block.parameters()}, [block]
+        for group in [group for group in groups if group[0] & used]:
+            groups.remove(group)
+            used, together = group[0] | used, [*group[1], *together]
+        groups.append((used, together))
+    return [together for used, together in groups if not used & outside]
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
