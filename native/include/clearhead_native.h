@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 22
+#define CH_ABI 23
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -268,6 +268,7 @@ typedef struct ch_projection {
   int32_t dropped;      /* dropout probability times CH_LEVELS, 0 to CH_LEVELS - 1; the other elements are scaled
                            by CH_LEVELS / (CH_LEVELS - dropped)                                             */
   uint64_t seed;        /* of dropout                                                                       */
+  int64_t first_row;    /* dropout's index of the first row: that in the whole that the call is a part of   */
   int64_t rows, columns;
   ch_term terms[CH_MAX_TERMS];
   const void* bias;     /* [columns] contiguous; null for none                                              */
@@ -300,6 +301,7 @@ typedef struct ch_dropout {
   int32_t dtype;        /* ch_dtype of all tensors; computed in float32 and rounded once                    */
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
+  int64_t first_row;    /* as in ch_projection                                                              */
   int64_t rows, columns;
   const void* input;
   const void* added;    /* null for none                                                                    */
@@ -353,6 +355,7 @@ typedef struct ch_norm {
   int32_t dtype;        /* ch_dtype of all tensors except moments, which are float32                        */
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
+  int64_t first_row;    /* as in ch_projection                                                              */
   int64_t rows, columns; /* columns: at least 1 if there are rows                                           */
   double epsilon;       /* at least 0                                                                       */
   int32_t kind;         /* ch_norm_kind                                                                     */

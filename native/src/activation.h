@@ -62,8 +62,8 @@ CH_INLINE vf activation_of(int32_t kind, vf x, vf& slope) {
 }
 
 // One counter word covers 2^28 groups of columns; the high bits of the group go into another word.
-CH_INLINE PhiloxRow philox_row(uint64_t seed, int32_t dropped, int64_t row, int64_t group) {
-  return PhiloxRow{seed, dropped, (uint32_t)row, (uint32_t)((uint64_t)group >> 28), ACTIVATIONS_WORD};
+template <class Work> CH_INLINE PhiloxRow philox_row(const Work& w, int64_t row, int64_t group) {
+  return PhiloxRow{w.seed, w.dropped, (uint32_t)(w.first_row + row), (uint32_t)((uint64_t)group >> 28), ACTIVATIONS_WORD};
 }
 
 CH_INLINE float dropout_factor(int32_t dropped) { return (float)CH_LEVELS / (float)(CH_LEVELS - dropped); }
@@ -128,7 +128,7 @@ template <class IO> class Dropping {
   CH_INLINE void whole_group(int64_t row, int64_t group, int64_t at) const {
     const vf factor = all(dropout_factor(w.dropped));
     const Data data = data_at(at);
-    const PhiloxRow draw = philox_row(w.seed, w.dropped, row, group);
+    const PhiloxRow draw = philox_row(w, row, group);
     draw_keep_masks(draw, (uint32_t)group, GROUP_COLUMNS, [&](int place, Lanes keep, Lanes next) CH_INLINED {
       data.put(place, select_lanes(keep, data.get(place) * factor));
       data.put(place + VL, select_lanes(next, data.get(place + VL) * factor));
@@ -139,7 +139,7 @@ template <class IO> class Dropping {
     uint64_t halves[GROUP_COLUMNS / 64] = {~(uint64_t)0, ~(uint64_t)0};
     if (w.dropped > 0) {
       KeepMask keep_bits;
-      keep_bits.draw(philox_row(w.seed, w.dropped, row, group), (uint32_t)group, skipped + num_columns);
+      keep_bits.draw(philox_row(w, row, group), (uint32_t)group, skipped + num_columns);
       memcpy(halves, keep_bits.bits, sizeof(halves));
     }
     for (int half = 0; half < GROUP_COLUMNS / 64; half++) {

@@ -79,7 +79,7 @@ template <class IO> class Norm {
     const vf factor = all(dropout_factor(w.dropped));
     for (int c = 0; c < columns; c += GROUP_COLUMNS) {
       const int of = c / GROUP_COLUMNS;
-      const PhiloxRow draw = philox_row(w.seed, w.dropped, row, of);
+      const PhiloxRow draw = philox_row(w, row, of);
       draw_keep_masks(draw, (uint32_t)of, columns - c, [&](int at, Lanes keep, Lanes next) CH_INLINED {
         float* to = line + c + at;
         store(to, select_lanes(keep, load(to) * factor));

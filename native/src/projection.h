@@ -325,7 +325,7 @@ template <class M, class IO> class Projection {
     void draw(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
       if (column / GROUP_COLUMNS == group && row == first) return;
       group = column / GROUP_COLUMNS, first = row;
-      for (int64_t r = 0; r < rows; r++) keep_masks[r].draw(philox_row(w.seed, w.dropped, row + r, group), (uint32_t)group);
+      for (int64_t r = 0; r < rows; r++) keep_masks[r].draw(philox_row(w, row + r, group), (uint32_t)group);
     }
     CH_INLINE vf of(int64_t r, int64_t column, vf value) const {
       return select_bits(keep_masks[r].from((int)(column % GROUP_COLUMNS)), value);

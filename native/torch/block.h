@@ -49,7 +49,7 @@ struct AttentionSpec {
 struct FeedForwardSpec {
   std::vector<LinearSpec> layers;  // gate (if there is one), up and down projections
   int32_t activation = CH_PLAIN, dropped = 0;
-  uint64_t seed = 0;
+  Seed seed;
   bool gated() const { return layers.size() == 3; }
 };
 
@@ -59,7 +59,7 @@ struct ConnectionSpec {
   bool has_result_norm = false;
   NormSpec result_norm;
   int32_t dropped = 0;
-  uint64_t seed = 0;
+  Seed seed;
 };
 
 struct BlockSpec {

@@ -218,7 +218,7 @@ class Backward {
       if (!grad_second) return;
       incoming = grad_sum;
     }
-    dropout_add(dtype_, grad_second, 0, 0, incoming.data, token_gradient(0).data);
+    dropout_add(dtype_, grad_second, 0, {}, incoming.data, token_gradient(0).data);
   }
 
   // The gradient of a norm's input besides the residual, whose gradient is written to `grad_sum`.

@@ -182,6 +182,8 @@ void read_attention_call(Reader& reader, BlockCall& call, AttentionSpec& spec, b
   AttentionOptions& options = spec.options;
   options.scale = reader.number(), options.dropout = reader.number();
   options.seed = static_cast<uint64_t>(reader.integer()), options.query_offset = reader.integer();
+  options.first_batch = reader.integer(), options.first_head = reader.integer();
+  options.first_key = reader.integer();
   read_mask(reader, options.mask);
   read_rules(reader, options.rules);
   check_attention(call, spec, reads_memory);
@@ -229,11 +231,16 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
   return spec;
 }
 
+Seed read_seed(Reader& reader) {
+  const uint64_t value = static_cast<uint64_t>(reader.integer());
+  return {value, reader.integer()};
+}
+
 void read_block_call(Reader& reader, BlockCall& call, BlockSpec& spec) {
   for (AttentionSpec& attention : spec.attentions)
     read_attention_call(reader, call, attention, call.tokens.size() > 1 && &attention == &spec.attentions.back());
-  if (spec.has_feedforward) spec.feedforward.seed = static_cast<uint64_t>(reader.integer());
-  for (ConnectionSpec& connection : spec.connections) connection.seed = static_cast<uint64_t>(reader.integer());
+  if (spec.has_feedforward) spec.feedforward.seed = read_seed(reader);
+  for (ConnectionSpec& connection : spec.connections) connection.seed = read_seed(reader);
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ void* offset(const void* data, int64_t elements, Dtype dtype) {
 }
 
 void set_epilogue(ch_projection& work, const Epilogue& epilogue) {
-  work.activation = epilogue.activation, work.dropped = epilogue.dropped, work.seed = epilogue.seed;
+  work.activation = epilogue.activation, work.dropped = epilogue.dropped, work.seed = epilogue.seed.value;
+  work.first_row = epilogue.seed.first_row;
   work.slope = epilogue.slope.data, work.slope_row = epilogue.slope.step;
   work.gate = epilogue.gate.data, work.gate_row = epilogue.gate.step;
   work.gate_kind = epilogue.gate ? epilogue.gate_kind : CH_GATE_OUTPUT;
@@ -141,7 +142,7 @@ void norm(Dtype dtype, const Norm& norm, const NormForward& call) {
   ch_norm work = describe<ch_norm>(dtype);
   work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight, work.bias = norm.bias;
   work.rows = call.input.rows, work.columns = call.input.columns;
-  work.dropped = call.dropped, work.seed = call.seed;
+  work.dropped = call.dropped, work.seed = call.seed.value, work.first_row = call.seed.first_row;
   work.input = call.input.data, work.added = call.added, work.sum = call.sum, work.moments = call.moments;
   work.output = call.output;
   check_kernel(ch_norm_forward(&work), "norm");
@@ -152,7 +153,7 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
   ch_norm work = describe<ch_norm>(dtype);
   work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight;
   work.rows = call.sum.rows, work.columns = call.sum.columns;
-  work.dropped = call.dropped, work.seed = call.seed;
+  work.dropped = call.dropped, work.seed = call.seed.value, work.first_row = call.seed.first_row;
   work.sum = call.sum.data, work.moments = const_cast<float*>(call.moments);
   work.grad_output = call.grad_output, work.grad_output_second = call.grad_output_second, work.grad_residual = call.grad_residual;
   work.grad_sum = call.grad_sum, work.grad_input = call.grad_input;
@@ -160,10 +161,10 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
   check_kernel(ch_norm_backward(&work), "norm");
 }
 
-void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, uint64_t seed, const void* added, void* output) {
+void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, Seed seed, const void* added, void* output) {
   if (input.rows == 0 || input.columns == 0) return;
   ch_dropout work = describe<ch_dropout>(dtype);
-  work.dropped = dropped, work.seed = seed, work.rows = input.rows, work.columns = input.columns;
+  work.dropped = dropped, work.seed = seed.value, work.first_row = seed.first_row, work.rows = input.rows, work.columns = input.columns;
   work.input = input.data, work.added = added, work.output = output;
   check_kernel(ch_drop(&work), "dropout");
 }

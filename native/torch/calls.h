@@ -31,11 +31,17 @@ struct Linear {
 // copied into `copies`, which must outlive the result.
 Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies);
 
+// The seed of a dropout, and the index of the first row, which is that in the whole that the call is a part of.
+struct Seed {
+  uint64_t value = 0;
+  int64_t first_row = 0;
+};
+
 // The epilogue of a forward GEMM, besides the bias.
 struct Epilogue {
   int32_t activation = CH_PLAIN;  // enum ch_activation
   int32_t dropped = 0;            // of CH_LEVELS
-  uint64_t seed = 0;
+  Seed seed;
   Matrix slope;  // written: the derivative of the activation, or of the product with a gate
   Matrix gate;  // factors of the sums (CH_GATE_SLOPE), or a ReLU's output (CH_GATE_OUTPUT)
   int32_t gate_kind = CH_GATE_OUTPUT;
@@ -73,7 +79,7 @@ struct NormForward {
   Matrix input;
   const void* added = nullptr;
   int32_t dropped = 0;
-  uint64_t seed = 0;
+  Seed seed;
   void* sum = nullptr;
   float* moments = nullptr;
   void* output = nullptr;
@@ -85,7 +91,7 @@ struct NormBackward {
   Matrix sum;
   const float* moments = nullptr;
   int32_t dropped = 0;
-  uint64_t seed = 0;
+  Seed seed;
   const void* grad_output = nullptr;
   const void* grad_output_second = nullptr;
   const void* grad_residual = nullptr;
@@ -97,7 +103,7 @@ struct NormBackward {
 void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call);
 
 // output = dropped(input) + added, contiguous; added is null for none.
-void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, uint64_t seed, const void* added, void* output);
+void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, Seed seed, const void* added, void* output);
 
 // RoPE of [batch, heads, rows, columns] with a table [positions, columns] of cosines, then sines.
 struct Rotation {

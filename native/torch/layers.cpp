@@ -203,7 +203,8 @@ void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   Tensor input = arguments.tensor(), residual = arguments.optional_tensor();
   const int64_t levels = arguments.integer();
-  const uint64_t seed = static_cast<uint64_t>(arguments.integer());
+  Seed seed;
+  seed.value = static_cast<uint64_t>(arguments.integer()), seed.first_row = arguments.integer();
   check_dtype("dropout_add", "x", input);
   if (levels < 0 || levels >= CH_LEVELS)
     fail("dropout_add", "levels", "be 0 to " + words(CH_LEVELS - 1), words(levels), "It is the probability times 65536.");

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import dense, probability, real_number, repr_of, seed_of
+from clearhead.batch_part import origin_of
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
@@ -94,6 +95,7 @@ class Problem:
             seed=draw_seed(dropout) if seed is None else seed_of(function, seed),
             query_offset=offset,
             leading=leading,
+            origin=origin_of(query.shape) if dropout else (0, 0, 0),
         )
 
     def _check_parts(self, function: str) -> None:

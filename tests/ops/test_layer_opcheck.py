@@ -162,7 +162,7 @@ def _attention_call(
     tape.integer(*((cache, 4) if cache else (0,)))
     tape.caches += [torch.randn(2, 1, 12, 8, dtype=dtype) for _ in range(2 * bool(cache))]
     tape.number(0.3, given.get("dropout", 0.0))
-    tape.integer(7, 0)
+    tape.integer(7, 0, 0, 0, 0)
     tape.mask({name: part for name, part in given.items() if name in MASKS})
     tape.rules(given)
 
@@ -208,7 +208,8 @@ def _block(
     for _ in range(blocks):
         for each in attentions:
             _attention_call(tape, dtype, **each)
-        tape.integer(11, *[5] * (len(attentions) + 1))
+        for seed in (11, *[5] * (len(attentions) + 1)):
+            tape.integer(seed, 0)
     return tape
 
 
@@ -222,7 +223,7 @@ def _bare(dtype: torch.dtype = torch.float32, **attention: Any) -> Tape:
         _attention_call(tape, dtype, **attention)
     else:
         _feedforward(tape, dtype, Activation.RELU, False, 300)
-        tape.integer(11)
+        tape.integer(11, 0)
     return tape
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clearhead.train.options import ClassifierOptions, LanguageOptions
+from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions
 
 __all__ = ["app"]
 
@@ -24,13 +24,13 @@ Resume = Annotated[
 ]
 
 
-def _with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each field of an options class."""
+def _with_options(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each field of some options classes."""
 
     def widen(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         declared = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
-        added = [_parameter(item) for item in dataclasses.fields(kind)]
+        added = [_parameter(item) for kind in kinds for item in dataclasses.fields(kind)]
         everything = [*declared, *added]
         command.__signature__ = signature.replace(parameters=everything)  # type: ignore[attr-defined]
         command.__annotations__ = {item.name: item.annotation for item in everything}
@@ -45,7 +45,7 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 @app.command()
-@_with_options(ClassifierOptions)
+@_with_options(ClassifierOptions, ParallelOptions)
 def classify(
     *,
     data: Data,
@@ -64,7 +64,7 @@ def classify(
     from clearhead.train.classify import train_text_classifier
     from clearhead.train.progress import watcher_for
 
-    folder = _folder(out, "classify", data)
+    folder, parallel = _folder(out, "classify", data), _parallel(options)
     metrics = train_text_classifier(
         data,
         out=folder,
@@ -74,13 +74,13 @@ def classify(
         options=ClassifierOptions(**options),
         resume=resume,
         watcher=watcher_for(),
+        parallel=parallel,
     )
-    _report(metrics)
-    typer.echo(f'run: {folder}  (try: clearhead predict {folder} --text "...")')
+    _report(metrics, f'run: {folder}  (try: clearhead predict {folder} --text "...")')
 
 
 @app.command()
-@_with_options(LanguageOptions)
+@_with_options(LanguageOptions, ParallelOptions)
 def lm(*, data: Data, out: Out = None, resume: Resume = False, **options: Any) -> None:
     """Train a language model on a text file, by characters or byte-level BPE.
 
@@ -90,19 +90,32 @@ def lm(*, data: Data, out: Out = None, resume: Resume = False, **options: Any) -
     from clearhead.train.language import train_text_language_model
     from clearhead.train.progress import watcher_for
 
-    folder = _folder(out, "lm", data)
+    folder, parallel = _folder(out, "lm", data), _parallel(options)
     metrics = train_text_language_model(
-        data, out=folder, options=LanguageOptions(**options), resume=resume, watcher=watcher_for()
+        data,
+        out=folder,
+        options=LanguageOptions(**options),
+        resume=resume,
+        watcher=watcher_for(),
+        parallel=parallel,
     )
-    _report(metrics)
-    typer.echo(f'run: {folder}  (try: clearhead generate {folder} --prompt "...")')
+    _report(metrics, f'run: {folder}  (try: clearhead generate {folder} --prompt "...")')
+
+
+def _parallel(options: dict[str, Any]) -> ParallelOptions:
+    """Take the degrees from among the options."""
+    return ParallelOptions(**{item.name: options.pop(item.name) for item in dataclasses.fields(ParallelOptions)})
 
 
 def _folder(out: Path | None, task: str, data: Path) -> Path:
     return Path("runs") / f"{task}-{data.stem}" if out is None else out
 
 
-def _report(metrics: dict[str, Any]) -> None:
+def _report(metrics: dict[str, Any], run: str) -> None:
+    from clearhead.train.ranks import is_first_process
+
+    if not is_first_process():
+        return
     for part in ("held_out", "test"):
         numbers = metrics.get(part, {})
         shown = (f"{name} {f'{value:.4f}' if isinstance(value, float) else value}" for name, value in numbers.items())
@@ -110,3 +123,4 @@ def _report(metrics: dict[str, Any]) -> None:
             typer.echo(f"{part.replace('_', '-')}: {', '.join(shown)}")
     best, steps, seconds = metrics["best_step"], metrics["steps"], metrics["seconds"]
     typer.echo(f"best weights: step {best} of {steps}, {seconds:.0f} s of training")
+    typer.echo(run)

@@ -39,6 +39,7 @@ def parallelize(
     layout: LayoutName = "contiguous",
     method: Method = "auto",
     reshard_after_forward: bool = True,
+    equal_batches: bool = True,
 ) -> _Model:
     """Run a model on all ranks of a device mesh, in place.
 
@@ -50,6 +51,9 @@ def parallelize(
             masks.
         method: of attention along ``context``, as ``ch.distributed.attention`` takes it.
         reshard_after_forward: whether a block's gathered parameters are freed between forward and backward.
+        equal_batches: whether ranks have equal parts of each batch, in their order, so that dropout drops what one
+            process would drop; otherwise a ``clearhead.batch_part`` around forward and backward says which sequences
+            a rank has.
 
     Returns:
         The model itself. Its parameters are DTensors: build the optimizer afterwards. Gradients are those of the mean
@@ -69,6 +73,7 @@ def parallelize(
         check_layout(_NAME, layout)
         one_of(_NAME, "method", method, METHODS, "'auto' chooses.")
         flag(_NAME, "reshard_after_forward", reshard_after_forward)
+        flag(_NAME, "equal_batches", equal_batches)
         axes = MeshAxes.of(_NAME, mesh)
         if axes.sizes["tensor"] > 1:
             check_tensor_parallel(_NAME, model, axes.sizes["tensor"])
@@ -80,7 +85,7 @@ def parallelize(
     _send_from_first_rank(model)
     if axes.sizes["tensor"] > 1:
         split_over_tensor(model, axes.working["tensor"])
-    _assign_part(model, axes, layout, method)
+    _assign_part(model, axes, axes.batch_part if equal_batches else None, layout, method)
     if axes.copies > 1:
         _shard(model, axes, reshard_after_forward)
     return model
@@ -104,12 +109,14 @@ def _send_from_first_rank(model: nn.Module) -> None:
         dist.broadcast(data, 0)
 
 
-def _assign_part(model: nn.Module, axes: MeshAxes, layout: LayoutName, method: Method) -> None:
+def _assign_part(
+    model: nn.Module, axes: MeshAxes, batch: tuple[int, int] | None, layout: LayoutName, method: Method
+) -> None:
     """Tell the library's modules which part of their work is this rank's."""
     group = axes.group("context")
     sequence = None if group is None else SequenceShard(group, layout, method)
-    part = RankPart(axes.batch_part, (axes.index("tensor"), axes.sizes["tensor"]), sequence, axes.copies)
-    if part.batch[1] * part.heads[1] == 1 and sequence is None:
+    part = RankPart(batch, (axes.index("tensor"), axes.sizes["tensor"]), sequence, axes.copies)
+    if (1 if batch is None else batch[1]) * part.heads[1] == 1 and sequence is None:
         return
     pooled = replace(part, sequence=None)
     for module in model.modules():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from clearhead.batch_part import current, first_row
 from clearhead.cut import Extent, cut_mask
 from clearhead.dispatch import run
 from clearhead.distributed.layout import LayoutName, chunks_of, positions_of
@@ -108,13 +109,13 @@ class RankPart:
     """A rank's share of a model.
 
     Attributes:
-        batch: which part of the batch, and how many parts there are.
+        batch: which of how many equal parts of the batch; None where ``batch_part`` says which sequences.
         heads: which part of the heads and of the feedforwards' channels, and how many there are.
         sequence: the rank's tokens of each sequence; None for all.
         copies: over how many ranks gradients are averaged.
     """
 
-    batch: tuple[int, int]
+    batch: tuple[int, int] | None
     heads: tuple[int, int]
     sequence: SequenceShard | None
     copies: int
@@ -129,7 +130,7 @@ class RankPart:
 
     def attends(self, dropout: float) -> bool:
         """Whether tokens are elsewhere, or dropout draws at places that the fused operators do not know."""
-        return self.sequence is not None or (dropout > 0.0 and (self.batch[0], self.heads[0]) != (0, 0))
+        return self.sequence is not None or (dropout > 0.0 and (self.batch or (0, 1))[0] + self.heads[0] > 0)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None, scores: Sequence[ScoreRule],
@@ -137,9 +138,8 @@ class RankPart:
     ) -> Tensor:  # fmt: skip
         """This rank's part of an attention."""
         batch, heads = query.shape[0] if query.ndim == 4 else 1, query.shape[-3]
-        origin = (self.batch[0] * batch, self.heads[0] * heads, 0)
         if self.sequence is not None:
-            if dropout > 0.0 and self.batch[1] * self.heads[1] > 1:
+            if dropout > 0.0 and (self.batch or (0, 1))[1] * self.heads[1] > 1:
                 raise UnsupportedError.about(
                     "parallelize", "dropout", must="be 0 in attention where a mesh has 'context' and other axes",
                     got=dropout, then="Build the model with attention_dropout=0.0.",
@@ -152,6 +152,10 @@ class RankPart:
             "attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout,
             query_offset=query_offset,
         )  # fmt: skip
+        first_batch, _, first_key = problem.origin
+        if self.batch is not None:
+            first_batch = self.batch[0] * batch
+        origin = (first_batch, self.heads[0] * heads, first_key)
         done = run("attention", replace(problem, origin=origin), _NOTHING, backend)
         return done.with_leading(problem.leading).output
 
@@ -168,12 +172,17 @@ class RankPart:
 
     def _rows(self, shape: torch.Size) -> Int[Tensor, " rows"]:
         """Numbers of the rows of ``[*batch, len, width]`` in the whole batch."""
+        if self.batch is None and self.sequence is None:
+            return torch.arange(shape[:-1].numel()) + first_row(shape)
         length = shape[-2] if len(shape) > 1 else 1
         batch = shape[:-2].numel()
         whole = length if self.sequence is None else self.sequence.whole_length(length)
         tokens = torch.arange(length) if self.sequence is None else self.sequence.positions(length)
-        sequences = torch.arange(batch) + self.batch[0] * batch
-        return (sequences[:, None] * whole + tokens).flatten()
+        part = current() if self.batch is None else None
+        if part is not None and part.starts is not None:
+            return (torch.tensor(part.starts)[:, None] + tokens).flatten()
+        first = first_row(shape) // length if self.batch is None else self.batch[0] * batch
+        return ((torch.arange(batch) + first)[:, None] * whole + tokens).flatten()
 
     def tokens(self, x: Tensor) -> tuple[Int[Tensor, " rows"], int]:
         """Places of tokens ``[*batch, len, width]`` in the whole batch."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clearhead.batch_part import current
 from clearhead.errors import MaskError
 from clearhead.masks import Documents, Mask, Padding
 from clearhead.masks.base import conjuncts
@@ -91,7 +92,10 @@ class BatchLayout:
         counts = as_lengths(function, lengths, batch=size[0], longest=length)
         # An exported program keeps the padding: the number of real tokens is not known to it.
         exported = torch.compiler.is_exporting()
-        if not exported and bool((counts == length).all()):
+        # A part of a batch has the layout of the whole batch.
+        part = current()
+        padded = part is not None and part.packed
+        if not exported and not padded and bool((counts == length).all()):
             return cls(size, None, False, rest, places, length)
         packed = may_pack and places is None and not exported and (rest is None or rest.relative)
         confined: Mask = Documents(lengths=counts.to(device)) if packed else Padding(counts.to(device))

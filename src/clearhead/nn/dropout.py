@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from clearhead.batch_part import current, first_row, rows_of_whole
 from clearhead.nn.linear import looked_at
 from clearhead.ops.dropout import LEVELS, dropped, dropped_at, takes
 from clearhead.problem import draw_seed
@@ -62,11 +63,19 @@ class Dropout(nn.Dropout):
     def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         levels = self.levels(input)
         if levels is None:
-            return super().forward(input)
+            return self._of_whole(input) if self.p > 0.0 and current() is not None else super().forward(input)
         if levels == 0:
             return input
         output = drop(input, levels, placed=self.placed)
         return input.copy_(output) if self.inplace else output
+
+    def _of_whole(self, x: Tensor) -> Tensor:
+        """torch's dropout of the whole batch that ``x`` is a part of, at the part's rows."""
+        if not self.training or x.dim() < 2:
+            return super().forward(x)
+        ones = x.new_ones(rows_of_whole(x.shape), x.shape[-1])
+        factors = nn.functional.dropout(ones, self.p).narrow(0, first_row(x.shape), x.shape[:-1].numel())
+        return x * factors.view(x.shape)
 
     def levels(self, x: Tensor) -> int | None:
         """How many of ``LEVELS`` are dropped; None where torch's own dropout is called."""
@@ -107,19 +116,21 @@ def drop(
         placed: where ``x`` stands in a whole tensor.
     """
     seed = draw_seed(levels)
-    place = None if placed is None else placed(x)
+    place = first_row(x.shape) if placed is None else placed(x)
     if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
         output: Tensor = _Dropped.apply(x, levels, seed, residual, place)  # type: ignore[no-untyped-call]
         return output
     return _dropped(x, levels, seed, place, residual)
 
 
-#: Rows and first column of a part of a tensor; None for a whole.
-_Place: TypeAlias = tuple[Tensor, int] | None
+#: Rows and first column of a part of a tensor, or its first row.
+_Place: TypeAlias = tuple[Tensor, int] | int
 
 
 def _dropped(x: Tensor, levels: int, seed: int, place: _Place, residual: Tensor | None = None) -> Tensor:
-    return dropped(x, levels, seed, residual) if place is None else dropped_at(x, levels, seed, *place, residual)
+    if isinstance(place, int):
+        return dropped(x, levels, seed, residual, place)
+    return dropped_at(x, levels, seed, *place, residual)
 
 
 class _Dropped(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.backends import native
+from clearhead.batch_part import first_row, origin_of
 from clearhead.choices import SMALL, attention_path, overrides
 from clearhead.dispatch import choose
 from clearhead.errors import UnsupportedError
@@ -90,7 +91,7 @@ def fused_attention(
     if attended is None:
         return None
     tape, seed = projections.tape.copy(), draw_seed(projections.dropout)
-    _write_call(tape, projections, attended, seed, cache, angles)
+    _write_call(tape, projections, attended, seed, cache, angles, origin_of(tokens[0].shape))
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_attention(projections.mapped(_change(places)), attended, copies, seed, angles)
@@ -147,12 +148,14 @@ def fused_layers(
     if attended is None:
         return None
     tape, seeds = stack.tape.copy(), list[int]()
+    origin, row = origin_of(tokens[0].shape), first_row(tokens[0].shape)
     calls = iter(zip(attended, caches or (None,) * len(attended), strict=True))
     for parts in stack.layers:
         seeds = [*map(draw_seed, parts.drops)]
         for place, (attention, call) in enumerate(zip(parts.attentions, calls, strict=False)):
-            _write_call(tape, attention, call[0], seeds[2 * place], call[1], angles)
-        tape.integer(seeds[-2], *seeds[1::2])
+            _write_call(tape, attention, call[0], seeds[2 * place], call[1], angles, origin)
+        for seed in (seeds[-2], *seeds[1::2]):
+            tape.integer(seed, row)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles)
@@ -407,8 +410,9 @@ def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -
 
 
 def _write_call(
-    tape: Tape, projections: Projections, attended: Attended, seed: int, cache: CacheView | None, angles: Tensor | None
-) -> None:
+    tape: Tape, projections: Projections, attended: Attended, seed: int, cache: CacheView | None,
+    angles: Tensor | None, origin: tuple[int, int, int],
+) -> None:  # fmt: skip
     """Append an attention's arguments that differ from call to call."""
     if projections.rotary is not None:
         table = (
@@ -428,7 +432,7 @@ def _write_call(
         tape.integer(1 if cache.grows else 2, cache.length)
         tape.caches += (cache.key, cache.value)
     tape.number(attended.scale, attended.dropout)
-    tape.integer(seed, attended.query_offset)
+    tape.integer(seed, attended.query_offset, *origin)
     tape.mask(attended.options)
     tape.rules(attended.options)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native
+from clearhead.batch_part import first_row
 from clearhead.functional.exact import attention
 from clearhead.masks import Mask
 from clearhead.nn.norm import normed_by_torch
@@ -136,4 +137,6 @@ def _feedforward(parts: LayerParts, x: Tensor, seed: int) -> Tensor:
 
 def _dropped(x: Tensor, levels: int, seed: int) -> Tensor:
     """Dropout as a product with a mask, which can be differentiated twice."""
-    return x * dropped(torch.ones(x.shape, dtype=x.dtype), levels, seed) if levels else x
+    if not levels:
+        return x
+    return x * dropped(torch.ones(x.shape, dtype=x.dtype), levels, seed, None, first_row(x.shape))

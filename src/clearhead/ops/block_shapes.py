@@ -160,6 +160,7 @@ class _ListReader:
             self.tensor(), self.tensor(), self.tensor()
         self.integer()
         offset = self.integer()
+        self.integer(), self.integer(), self.integer()
         before, after, table = self._mask()
         self._rules()
         offset = cached if cache == 1 else offset
@@ -200,7 +201,7 @@ class _ListReader:
         attentions = [self.attention_call(one) for one in block.sublayers if isinstance(one, AttentionShapes)]
         rest = block.sublayers[len(attentions) :]
         for _ in range(len(rest) + len(block.norms)):
-            self.integer()
+            self.integer(), self.integer()
         return replace(block, sublayers=(*attentions, *rest))
 
     def _around(self) -> tuple[int, int]:

@@ -22,18 +22,23 @@ def takes(x: Tensor) -> bool:
 
 
 def dropped(
-    x: Float[Tensor, "*batch width"], levels: int, seed: int, added: Float[Tensor, "*batch width"] | None = None
+    x: Float[Tensor, "*batch width"],
+    levels: int,
+    seed: int,
+    added: Float[Tensor, "*batch width"] | None = None,
+    first_row: int = 0,
 ) -> Float[Tensor, "*batch width"]:
     """``x`` with some of its elements 0 and the others divided by the share that is kept, plus ``added``.
 
     An element is kept where its 16 bits are at least ``levels``: those that ``backends.dropout.bits`` has for its
-    column in the row ``(row, 0, 2**32 - 1)``. Rows are counted over all leading axes.
+    column in the row ``(row, 0, 2**32 - 1)``. Rows are counted over all leading axes, from ``first_row``.
 
     Args:
         x: ``[*batch, width]``, float32, bfloat16, float16 or float64.
         levels: how many of ``LEVELS`` elements are dropped on average, below ``LEVELS``.
         seed: below ``2**64``.
         added: of the same shape and dtype.
+        first_row: the first row's index in the whole that ``x`` is a part of.
 
     Cost: one pass over memory; the same bits whatever the number of threads is.
 
@@ -43,13 +48,13 @@ def dropped(
     signed = seed - 2**64 if seed >= 2**63 else seed
     if x.dim() == 0:
         row = None if added is None else added.reshape(1)
-        return dropped(x.reshape(1), levels, seed, row).squeeze(0)
+        return dropped(x.reshape(1), levels, seed, row, first_row).squeeze(0)
     if x.dtype is torch.float64:
         # The operator has no float64. It says which elements are kept.
-        mask = dropped(torch.ones_like(x, dtype=torch.float32), levels, seed).bool()
+        mask = dropped(torch.ones_like(x, dtype=torch.float32), levels, seed, None, first_row).bool()
         exact = torch.where(mask, x.detach() * (LEVELS / (LEVELS - levels)), 0.0)
         return exact if added is None else exact + added.detach()
-    output: Tensor = torch.ops.clearhead.dropout_add.default(x.detach(), added, levels, signed)
+    output: Tensor = torch.ops.clearhead.dropout_add.default(x.detach(), added, levels, signed, first_row)
     return output
 
 

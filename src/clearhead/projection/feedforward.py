@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.batch_part import first_row
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.problem import draw_seed
@@ -76,14 +77,14 @@ def project_activate_project(
         return None
     if not kernels_take(kinds, x, contract, contract_bias, width=hidden):
         return None
-    seed, tape = draw_seed(levels), Tape()
+    seed, row, tape = draw_seed(levels), first_row(x.shape), Tape()
     tape.integer(1, 0, 0, 0, 1, len(layers))
     tape.linears(layers)
     tape.integer(ACTIVATIONS[activation].kind, levels)
-    tape.integer(seed)
+    tape.integer(seed, row)
 
     def recompute(places: Mapping[int, Tensor], tokens: Sequence[Tensor]) -> Tensor:
-        return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, levels, seed)
+        return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, (levels, seed, row))
 
     tokens = x.reshape(1, -1, x.shape[-1])
     output = run_blocks([tokens], tape, recompute if training else None)
@@ -95,12 +96,13 @@ def _copied(layer: Layer, places: Mapping[int, Tensor]) -> Layer:
     return places.get(id(weight), weight), None if bias is None else places.get(id(bias), bias)
 
 
-def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, levels: int, seed: int) -> Tensor:
-    """The feedforward layer by operations that autograd records."""
+def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, drop: tuple[int, int, int]) -> Tensor:
+    """The feedforward layer by operations that autograd records; ``drop`` are levels, seed and first row."""
+    levels, seed, row = drop
     first, *gated, contract = layers
     hidden = ACTIVATIONS[activation].formula(F.linear(x, *first))
     if levels:
-        hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed)
+        hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed, None, row)
     for expand in gated:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from clearhead.errors import DataError
 from clearhead.train.files import read_tensors, write_tensors
+from clearhead.train.sharding import copy_whole
 
-__all__ = ["Place", "load_state", "load_weights", "save_state"]
+__all__ = ["Place", "load_state", "load_weights", "place_of", "save_state", "state_tensors", "weights_of"]
 
 
 @dataclass
@@ -38,11 +39,30 @@ def save_state(
     path: Path, *, model: nn.Module, average: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, place: Place
 ) -> None:
     """Write the state as one safetensors file, with ``place`` as JSON in its header."""
+    tensors = state_tensors(model, average, optimizer)
+    write_tensors(path, tensors, {"place": json.dumps(asdict(place))})
+
+
+def state_tensors(
+    model: nn.Module,
+    average: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    slots: Mapping[int, Mapping[str, Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of the state by name.
+
+    Args:
+        model: the model.
+        average: the averaged weights by name.
+        optimizer: the optimizer.
+        slots: other tensors in place of the optimizer's state, by the number of the parameter.
+    """
     tensors = {f"model/{name}": value for name, value in _weights(model).items()}
     tensors |= {f"average/{name}": value for name, value in average.items()}
-    for number, slots in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{number}/{name}": value for name, value in slots.items()}
-    write_tensors(path, tensors, {"place": json.dumps(asdict(place))})
+    state = optimizer.state_dict()["state"] if slots is None else slots
+    for number, values in state.items():
+        tensors |= {f"optimizer/{number}/{name}": value for name, value in values.items()}
+    return tensors
 
 
 def load_state(
@@ -55,7 +75,7 @@ def load_state(
 ) -> Place:
     """Load the state of ``path`` into model, average and optimizer, and return the place."""
     tensors, note = read_tensors(path, function=function)
-    place = _place(path, note, function)
+    place = place_of(path, note, function)
     load_weights(model, _part(tensors, "model/"), path=path, function=function)
     for name, value in _part(tensors, "average/").items():
         if name in average:
@@ -81,7 +101,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, path: Path,
     if got:
         must, then = "have the weights that config.json describes", "The run is damaged; train it again."
         raise DataError.about(function, str(path), must=must, got=got, then=then)
-    model.load_state_dict(dict(weights), strict=False)
+    with torch.no_grad():
+        for name, value in weights.items():
+            copy_whole(expected[name], value)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -104,7 +126,8 @@ def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _place(path: Path, note: Mapping[str, str], function: str) -> Place:
+def place_of(path: Path, note: Mapping[str, str], function: str) -> Place:
+    """The place in the text metadata of a checkpoint; raises ``DataError`` if there is none."""
     try:
         values: dict[str, Any] = json.loads(note["place"])
         if set(values) != {item.name for item in fields(Place)}:

@@ -15,15 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clearhead.batch_part import drawn_for_part
 from clearhead.errors import DataError
 from clearhead.nn import SequenceClassifier
 from clearhead.train.batches import Batch, Sequences, batch_of, bucketed, packed_by_size, split
 from clearhead.train.data import Table, read_table
 from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
 from clearhead.train.files import write_json
-from clearhead.train.options import ClassifierOptions
-from clearhead.train.progress import ProgressReporter, Silent
-from clearhead.train.run import FolderKeeper, RunFolder, versions
+from clearhead.train.keeper import FolderKeeper
+from clearhead.train.options import ClassifierOptions, ParallelOptions
+from clearhead.train.progress import ProgressReporter
+from clearhead.train.ranks import Ranks, opened
+from clearhead.train.run import RunFolder, entered, versions
 from clearhead.train.text import TRAINERS, TextTokenizer
 
 __all__ = ["Trained", "build_classifier", "class_scores", "train_classifier", "train_text_classifier"]
@@ -53,8 +56,10 @@ class ClassifierTask:
     larger_is_better = True
 
     def __init__(
-        self, train: Sequences, held_out: Sequences, options: ClassifierOptions, unknown_id: int | None
-    ) -> None:
+        self, train: Sequences, held_out: Sequences, options: ClassifierOptions, unknown_id: int | None,
+        ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
+        self._ranks = ranks
         self._train, self._held_out = train.cut(options.max_len), held_out.cut(options.max_len)
         self._options, self._unknown_id = options, unknown_id
         self._lengths = self._train.lengths()
@@ -93,7 +98,7 @@ class ClassifierTask:
         """Cross-entropy with label smoothing and token dropout."""
         ids = batch.ids
         if self._unknown_id is not None and self._options.token_dropout:
-            hidden = torch.rand(ids.shape, device=ids.device) < self._options.token_dropout
+            hidden = drawn_for_part(ids.shape, ids.device) < self._options.token_dropout
             ids = ids.masked_fill(hidden, self._unknown_id)
         logits = model(ids, lengths=batch.lengths).float()
         loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._options.label_smoothing)
@@ -101,27 +106,33 @@ class ClassifierTask:
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         """Accuracy, and cross-entropy without label smoothing, on the held-out part."""
-        return measured(model, self._held_out, device)
+        return measured(model, self._held_out, device, self._ranks)
 
 
-def class_scores(model: nn.Module, examples: Sequences, device: torch.device) -> Tensor:
+def class_scores(model: nn.Module, examples: Sequences, device: torch.device, ranks: Ranks | None = None) -> Tensor:
     """Log-probabilities ``[examples, classes]`` in the order given; rows of similar length are batched together."""
     lengths = examples.lengths()
     order = np.argsort(lengths, kind="stable")
     parts = packed_by_size(order, lengths, batch_size=_EVALUATION_ROWS, batch_tokens=1 << 16)
+    ranks = Ranks() if ranks is None else ranks
     scores_by_batch = []
     model.eval()
     with torch.no_grad():
         for places in parts:
-            batch = batch_of(examples, places).to(device)
-            scores_by_batch.append(model(batch.ids, lengths=batch.lengths).float().log_softmax(-1).cpu())
-    scores = torch.cat(scores_by_batch)
-    return scores[torch.from_numpy(np.argsort(order, kind="stable"))]
+            for share in ranks.shares(batch_of(examples, places)):
+                batch = share.batch.to(device)
+                scores = model(batch.ids, lengths=batch.lengths).float().log_softmax(-1).cpu()
+                scores_by_batch.append(share.among(scores))
+    scores = ranks.rows_of_all(torch.cat(scores_by_batch))
+    in_order: Tensor = scores[torch.from_numpy(np.argsort(order, kind="stable"))]
+    return in_order
 
 
-def measured(model: nn.Module, examples: Sequences, device: torch.device) -> dict[str, float]:
+def measured(
+    model: nn.Module, examples: Sequences, device: torch.device, ranks: Ranks | None = None
+) -> dict[str, float]:
     """Accuracy and mean cross-entropy in nats."""
-    scores = class_scores(model, examples, device)
+    scores = class_scores(model, examples, device, ranks)
     targets = torch.tensor(list(examples.targets))
     accuracy = (scores.argmax(-1) == targets).double().mean().item()
     return {"accuracy": accuracy, "loss": F.nll_loss(scores.double(), targets).item()}
@@ -162,6 +173,7 @@ def train_classifier(
     keeper: Keeper | None = None,
     watcher: ProgressReporter | None = None,
     function: str = _FUNCTION,
+    ranks: Ranks | None = None,
 ) -> Trained:
     """Train a ``SequenceClassifier`` on encoded sequences.
 
@@ -175,6 +187,7 @@ def train_classifier(
         keeper: stores results and checkpoints; by default in memory.
         watcher: shows progress; by default nothing is shown.
         function: name of the caller in error texts.
+        ranks: the processes that share the training; by default this one alone.
 
     Returns:
         A ``Trained``: the model with its best weights, and the outcome.
@@ -195,8 +208,8 @@ def train_classifier(
     model = build_classifier(options, vocab_size=vocab_size, num_classes=num_classes).to(device)
     if options.compile:
         model.compile_blocks()
-    task = ClassifierTask(train, held_out, options, unknown_id)
-    engine = Engine(model, task, options, keeper=keeper, watcher=watcher, function=function)
+    task = ClassifierTask(train, held_out, options, unknown_id, ranks)
+    engine = Engine(model, task, options, keeper=keeper, watcher=watcher, function=function, ranks=ranks)
     outcome = engine.fit()
     return Trained(model.eval(), outcome)
 
@@ -222,6 +235,7 @@ def train_text_classifier(
     options: ClassifierOptions | None = None,
     resume: bool = False,
     watcher: ProgressReporter | None = None,
+    parallel: ParallelOptions | None = None,
 ) -> dict[str, Any]:
     """Train a classifier on a table of texts and write a run folder.
 
@@ -236,6 +250,7 @@ def train_text_classifier(
         options: options of the model and of training; by default ``ClassifierOptions()``.
         resume: whether to continue an interrupted run.
         watcher: shows progress; by default nothing is shown.
+        parallel: how the processes that torchrun started share the work; by default each has a part of the batch.
 
     Returns:
         The contents of ``metrics.json``: the held-out metrics, ``best_step``, ``steps``, ``seconds``, and ``test`` if
@@ -247,29 +262,33 @@ def train_text_classifier(
         ShapeError: an option is out of range.
         UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
-    options = (options or ClassifierOptions()).checked(_FUNCTION)
-    options.chosen_device(_FUNCTION)
-    folder, watcher = RunFolder(Path(out)), watcher or Silent()
-    columns = {"text_column": text_column, "label_column": label_column}
-    read = partial(read_table, text_column=text_column, label_column=label_column, function=_FUNCTION)
-    table = read(data)
-    tested = read(test) if test is not None else None
-    labels = _labels(table, tested)
-    config = _config(table, tested, columns, options, labels)
-    with folder.locked(watcher=watcher, function=_FUNCTION):
-        begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
-        if done is not None:
-            return done
-        ready = _prepare(table, tested, labels, options, folder if begun else None)
-        _say_cut(ready, options, watcher)
-        if not begun:
-            ready.tokenizer.save(folder.tokenizer)
-            folder.begin(config | {"vocab_size": len(ready.tokenizer)})
-        return _run(ready, folder, options, watcher)
+    options = options or ClassifierOptions()
+    with opened(parallel, options.chosen_device(_FUNCTION), _FUNCTION) as ranks:
+        ranks.check(_FUNCTION, options.checked(_FUNCTION), options.max_len)
+        folder, watcher = RunFolder(Path(out)), ranks.watcher(watcher)
+        columns = {"text_column": text_column, "label_column": label_column}
+        read = partial(read_table, text_column=text_column, label_column=label_column, function=_FUNCTION)
+        table = read(data)
+        tested = read(test) if test is not None else None
+        labels = _labels(table, tested)
+        config = _config(table, tested, columns, options, labels) | {"job": ranks.job}
+        with entered(folder, config, ranks, resume=resume, watcher=watcher, function=_FUNCTION) as (begun, done):
+            if done is not None:
+                return done
+            ready = _prepare(table, tested, labels, options, folder if begun else None)
+            ranks.check_same(_FUNCTION, "the tokenizer", ready.tokenizer.sha256())
+            ranks.check_same(_FUNCTION, "data", config["data"])
+            _say_cut(ready, options, watcher)
+            if not begun and ranks.first:
+                ready.tokenizer.save(folder.tokenizer)
+                folder.begin(config | {"vocab_size": len(ready.tokenizer)})
+            return _run(ready, folder, options, watcher, ranks)
 
 
-def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watcher: ProgressReporter) -> dict[str, Any]:
-    with FolderKeeper(folder, function=_FUNCTION) as keeper:
+def _run(
+    ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watcher: ProgressReporter, ranks: Ranks
+) -> dict[str, Any]:
+    with FolderKeeper(folder, function=_FUNCTION, ranks=ranks) as keeper:
         trained = train_classifier(
             ready.train,
             ready.held_out,
@@ -279,6 +298,7 @@ def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watche
             unknown_id=ready.tokenizer.unknown_id,
             keeper=keeper,
             watcher=watcher,
+            ranks=ranks,
         )
     outcome = trained.outcome
     metrics: dict[str, Any] = {
@@ -289,9 +309,10 @@ def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watche
     }
     if ready.test is not None:
         device = options.chosen_device(_FUNCTION)
-        results = measured(trained.model, ready.test.cut(options.max_len), device)
+        results = measured(trained.model, ready.test.cut(options.max_len), device, ranks)
         metrics["test"] = results | {"examples": len(ready.test)}
-    write_json(folder.metrics, metrics)
+    if ranks.first:
+        write_json(folder.metrics, metrics)
     return metrics
 
 

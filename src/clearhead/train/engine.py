@@ -17,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from clearhead.batch_part import batch_part
 from clearhead.errors import DataError
 from clearhead.train.batches import Batch
 from clearhead.train.checkpoint import Place
 from clearhead.train.optimizer import Average, adamw, learning_rate
 from clearhead.train.options import TrainingOptions
 from clearhead.train.progress import ProgressReporter, Shown, Silent
+from clearhead.train.ranks import Ranks
+from clearhead.train.sharding import reshard, scale_gradients, sync_gradients
 
 __all__ = ["Engine", "Keeper", "Outcome", "Task", "Weighed", "seeded"]
 
@@ -186,6 +189,7 @@ class Engine:
         keeper: stores results and checkpoints; by default in memory.
         watcher: shows progress; by default nothing is shown.
         function: name of the caller in error texts.
+        ranks: the processes that share the training; by default this one alone.
 
     Cost: one forward and backward pass per step, and the evaluations.
     """
@@ -199,13 +203,16 @@ class Engine:
         keeper: Keeper | None = None,
         watcher: ProgressReporter | None = None,
         function: str = "train",
+        ranks: Ranks | None = None,
     ) -> None:
-        self.model, self.task, self.options, self._function = model, task, options, function
+        self._ranks = Ranks() if ranks is None else ranks
+        self.task, self.options, self._function = task, options, function
+        self.model = self._ranks.parallelized(model)
         self.keeper: Keeper = InMemory() if keeper is None else keeper
         self._watcher: ProgressReporter = Silent() if watcher is None else watcher
         self._device = next(model.parameters()).device
-        self._optimizer = adamw(model, options)
-        self._average = Average(model, options.average)
+        self._optimizer = adamw(self.model, options)
+        self._average = Average(self.model, options.average)
 
     def fit(self) -> Outcome:
         """Train to the last step or until early stopping; the model then has the best weights.
@@ -246,24 +253,41 @@ class Engine:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         batch = self.task.batch(place.step)
-        with seeded(self.options.seed, place.step):
-            with self._precision():
-                weighed = self.task.weigh(self.model, batch.to(self._device))
-            loss = weighed.loss.item()
-            if not math.isfinite(loss):
-                raise self._not_finite(place, loss)
-            self._optimizer.zero_grad(set_to_none=True)
-            weighed.loss.backward()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss_sum, correct, counted = self._gradients(batch, place.step)
+        loss = loss_sum / counted
+        if not math.isfinite(loss):
+            raise self._not_finite(place, loss)
+        scale_gradients(self.model, self._ranks.mean_over / counted)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self._optimizer.step()
         self._average.update(place.step)
         size = int(batch.lengths.sum())
         place.step += 1
-        place.loss_sum += loss * weighed.counted
-        place.correct += int(weighed.correct)
-        place.counted += weighed.counted
+        place.loss_sum += loss_sum
+        place.correct += int(correct)
+        place.counted += int(counted)
         place.tokens += size
         return loss, size
+
+    def _gradients(self, batch: Batch, step: int) -> list[float]:
+        """Add up the gradients of the summed loss; that loss, and the numbers of correct and of counted targets."""
+        sums = [0.0, 0.0, 0.0]
+        count = self.options.accumulate
+        for place, share in enumerate(self._ranks.shares(batch, count)):
+            if count > 1:
+                sync_gradients(self.model, place + 1 == count)
+            with seeded(self.options.seed, step), batch_part(share.part):
+                with self._precision():
+                    weighed = self.task.weigh(self.model, share.batch.to(self._device))
+                counted = weighed.counted if share.counts else 0
+                # Gradients of means would have the wrong weights where shares have different numbers of targets.
+                (weighed.loss * counted).backward()
+            if share.counts:
+                sums[0] += weighed.loss.item() * counted
+                sums[1] += float(weighed.correct)
+                sums[2] += counted
+        return self._ranks.total(sums)
 
     def _precision(self) -> torch.autocast:
         wanted = self.options.precision == "bf16"
@@ -277,7 +301,9 @@ class Engine:
     def _measured(self) -> dict[str, float]:
         self.model.eval()
         with torch.no_grad(), self._precision():
-            return self.task.evaluate(self.model, self._device)
+            measured = self.task.evaluate(self.model, self._device)
+        reshard(self.model)
+        return measured
 
     def _evaluate(self, place: Place) -> None:
         with self._average.lent():

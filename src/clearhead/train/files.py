@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +18,22 @@ from clearhead.errors import DataError
 from clearhead.train.extra import need
 
 __all__ = [
+    "LEFTOVER",
     "check_writable",
     "clear_leftovers",
     "read_json",
+    "read_note",
     "read_tensors",
     "replacing",
+    "sync_folder",
     "unwritable",
     "write_bytes",
     "write_json",
     "write_tensors",
 ]
 
-_LEFTOVER = ".half-written-"
+#: The beginning of a temporary file's name, and of a temporary folder's.
+LEFTOVER = ".half-written-"
 _DEVICES = Path("/dev")
 
 
@@ -59,7 +64,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         half.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _written_in_place(path: Path) -> bool:
@@ -68,7 +73,7 @@ def _written_in_place(path: Path) -> bool:
 
 
 def _half_written(folder: Path) -> Path:
-    return folder / f"{_LEFTOVER}{secrets.token_hex(8)}"
+    return folder / f"{LEFTOVER}{secrets.token_hex(8)}"
 
 
 def check_writable(path: Path, *, function: str, argument: str) -> None:
@@ -100,12 +105,15 @@ def unwritable(path: Path, failure: OSError, *, function: str, argument: str) ->
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove the temporary files that a killed process left in ``folder`` and the folders in it."""
-    for path in folder.rglob(f"{_LEFTOVER}*"):
-        path.unlink(missing_ok=True)
+    """Remove the temporary files and folders that a killed process left in ``folder`` and the folders in it."""
+    for path in list(folder.rglob(f"{LEFTOVER}*")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new directory entry durable, which the file's fsync does not."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -138,12 +146,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, 
     write_bytes(path, save(plain, metadata=dict(note or {})))
 
 
+def read_note(path: Path, *, function: str) -> dict[str, str]:
+    """Read the text metadata of a safetensors file."""
+    with _opened(path, function) as file:
+        return file.metadata() or {}
+
+
 def read_tensors(path: Path, *, function: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a safetensors file: its tensors and its text metadata."""
+    with _opened(path, function) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path, function: str) -> Iterator[Any]:
     safetensors = need("safetensors")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            yield file
+        return
     except FileNotFoundError:
         got = "no such file"
     except (OSError, safetensors.SafetensorError) as error:

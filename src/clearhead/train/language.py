@@ -18,9 +18,11 @@ from clearhead.train.batches import Batch
 from clearhead.train.data import read_known
 from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
 from clearhead.train.files import write_json
-from clearhead.train.options import LanguageOptions
-from clearhead.train.progress import ProgressReporter, Silent
-from clearhead.train.run import FolderKeeper, RunFolder, versions
+from clearhead.train.keeper import FolderKeeper
+from clearhead.train.options import LanguageOptions, ParallelOptions
+from clearhead.train.progress import ProgressReporter
+from clearhead.train.ranks import Ranks, opened
+from clearhead.train.run import RunFolder, entered, versions
 from clearhead.train.text import TextTokenizer, train_bytes, train_characters
 
 __all__ = ["LanguageTask", "build_language_model", "train_language_model", "train_text_language_model"]
@@ -35,13 +37,16 @@ class LanguageTask:
     monitor = "loss"
     larger_is_better = False
 
-    def __init__(self, train: Tensor, held_out: Tensor, options: LanguageOptions, function: str) -> None:
+    def __init__(
+        self, train: Tensor, held_out: Tensor, options: LanguageOptions, function: str, ranks: Ranks | None = None
+    ) -> None:
         for part, ids in (("training part", train), ("held-out part", held_out)):
             if len(ids) <= options.context:
                 must, got = f"have more than --context {options.context} tokens in its {part}", len(ids)
                 then = "Give a longer text or a smaller --context."
                 raise DataError.about(function, "data", must=must, got=got, then=then)
         self._train, self._held_out, self._options = train, held_out, options
+        self._ranks = Ranks() if ranks is None else ranks
         self.steps = options.steps
 
     def batch(self, step: int) -> Batch:
@@ -73,12 +78,15 @@ class LanguageTask:
         count = (len(self._held_out) - 1) // context
         places = torch.arange(count)[:, None] * context + torch.arange(context + 1)
         rows = self._held_out[places]
-        loss, correct, counted = 0.0, 0, 0
+        loss, correct, counted = 0.0, 0.0, 0.0
         for part in rows.split(max(1, _EVALUATION_TOKENS // context)):
-            weighed = self.weigh(model, _windows(part).to(device))
-            loss += weighed.loss.item() * weighed.counted
-            correct += int(weighed.correct)
-            counted += weighed.counted
+            for share in self._ranks.shares(_windows(part)):
+                weighed = self.weigh(model, share.batch.to(device))
+                if share.counts:
+                    loss += weighed.loss.item() * weighed.counted
+                    correct += int(weighed.correct)
+                    counted += weighed.counted
+        loss, correct, counted = self._ranks.total([loss, correct, counted])
         return {"loss": loss / counted, "accuracy": correct / counted}
 
 
@@ -124,6 +132,7 @@ def train_language_model(
     keeper: Keeper | None = None,
     watcher: ProgressReporter | None = None,
     function: str = _FUNCTION,
+    ranks: Ranks | None = None,
 ) -> TrainedLanguage:
     """Train a ``LanguageModel`` on token ids.
 
@@ -135,6 +144,7 @@ def train_language_model(
         keeper: stores results and checkpoints; by default in memory.
         watcher: shows progress; by default nothing is shown.
         function: name of the caller in error texts.
+        ranks: the processes that share the training; by default this one alone.
 
     Returns:
         A record with ``model``, the model with its best weights, and ``outcome``, the result of training.
@@ -152,11 +162,12 @@ def train_language_model(
     """
     options.checked(function)
     device = options.chosen_device(function)
-    task = LanguageTask(train, held_out, options, function)
+    task = LanguageTask(train, held_out, options, function, ranks)
     model = build_language_model(options, vocab_size=vocab_size).to(device)
     if options.compile:
         model.compile_blocks()
-    outcome = Engine(model, task, options, keeper=keeper, watcher=watcher, function=function).fit()
+    engine = Engine(model, task, options, keeper=keeper, watcher=watcher, function=function, ranks=ranks)
+    outcome = engine.fit()
     return TrainedLanguage(model.eval(), outcome)
 
 
@@ -167,6 +178,7 @@ def train_text_language_model(
     options: LanguageOptions | None = None,
     resume: bool = False,
     watcher: ProgressReporter | None = None,
+    parallel: ParallelOptions | None = None,
 ) -> dict[str, Any]:
     """Train a language model on a text file and write a run folder.
 
@@ -179,6 +191,7 @@ def train_text_language_model(
         options: options of the model and of training; by default ``LanguageOptions()``.
         resume: whether to continue an interrupted run.
         watcher: shows progress; by default nothing is shown.
+        parallel: how the processes that torchrun started share the work; by default each has a part of the batch.
 
     Returns:
         The contents of ``metrics.json``: the held-out metrics, ``best_step``, ``steps`` and ``seconds``.
@@ -189,23 +202,22 @@ def train_text_language_model(
         ShapeError: an option is out of range.
         UnsupportedError: the device or a package of the extra ``train`` is not available.
     """
-    options = (options or LanguageOptions()).checked(_FUNCTION)
-    options.chosen_device(_FUNCTION)
-    folder, watcher = RunFolder(Path(out)), watcher or Silent()
-    path = Path(data)
-    text, sha256 = read_known(path, function=_FUNCTION)
-    config = {
-        "task": "lm",
-        "data": {"file": path.name, "sha256": sha256, "characters": len(text)},
-        "options": options.as_dict(),
-        "versions": versions(),
-        "threads": torch.get_num_threads(),
-    }
-    with folder.locked(watcher=watcher, function=_FUNCTION):
-        begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
-        if done is not None:
-            return done
-        return _run(text, folder, options, config, watcher, begun=begun)
+    options = options or LanguageOptions()
+    with opened(parallel, options.chosen_device(_FUNCTION), _FUNCTION) as ranks:
+        ranks.check(_FUNCTION, options.checked(_FUNCTION), options.context)
+        folder, watcher = RunFolder(Path(out)), ranks.watcher(watcher)
+        path = Path(data)
+        text, sha256 = read_known(path, function=_FUNCTION)
+        config = {
+            "task": "lm",
+            "data": {"file": path.name, "sha256": sha256, "characters": len(text)},
+            "options": options.as_dict(),
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+            "job": ranks.job,
+        }
+        with entered(folder, config, ranks, resume=resume, watcher=watcher, function=_FUNCTION) as (begun, done):
+            return done if done is not None else _run(text, folder, options, config, watcher, ranks, begun=begun)
 
 
 def _run(
@@ -214,18 +226,21 @@ def _run(
     options: LanguageOptions,
     config: dict[str, Any],
     watcher: ProgressReporter,
+    ranks: Ranks,
     *,
     begun: bool,
 ) -> dict[str, Any]:
     cut = len(text) - round(len(text) * options.held_out)
     tokenizer = _tokenizer(text, cut, options, folder if begun else None)
     train, held_out = (torch.tensor(tokenizer.encode_long(part)) for part in (text[:cut], text[cut:]))
+    ranks.check_same(_FUNCTION, "the tokenizer", tokenizer.sha256())
     LanguageTask(train, held_out, options, _FUNCTION)  # raises for a short text before anything is written
     watcher.said(f"{len(train)} tokens to train on, {len(held_out)} held out, vocabulary of {len(tokenizer)} tokens")
-    if not begun:
+    ranks.check_same(_FUNCTION, "data", config["data"])
+    if not begun and ranks.first:
         tokenizer.save(folder.tokenizer)
         folder.begin(config | {"vocab_size": len(tokenizer)})
-    with FolderKeeper(folder, function=_FUNCTION) as keeper:
+    with FolderKeeper(folder, function=_FUNCTION, ranks=ranks) as keeper:
         trained = train_language_model(
             train,
             held_out,
@@ -233,9 +248,11 @@ def _run(
             options=options,
             keeper=keeper,
             watcher=watcher,
+            ranks=ranks,
         )
     metrics = _metrics(trained.outcome, tokens=len(held_out), characters=len(text) - cut)
-    write_json(folder.metrics, metrics)
+    if ranks.first:
+        write_json(folder.metrics, metrics)
     return metrics
 
 

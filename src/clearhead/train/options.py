@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
 
 from clearhead.errors import DataError, ShapeError, UnsupportedError
 
-__all__ = ["ClassifierOptions", "LanguageOptions", "TrainingOptions"]
+__all__ = ["ClassifierOptions", "LanguageOptions", "ParallelOptions", "TrainingOptions"]
 
 
 #: Upper limits of widths, depths, lengths and counts.
@@ -40,6 +40,66 @@ _RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
+def check_limits(options: Any, function: str) -> None:
+    """Raise ``ShapeError`` if an option, a field made by ``_option``, is out of its limits."""
+    for item in fields(options):
+        value = getattr(options, item.name)
+        for rule, (words, holds) in _RULES.items():
+            limit = item.metadata.get(rule)
+            if limit is not None and not holds(value, limit):
+                shown = ", ".join(limit) if rule == "choices" else limit
+                flag = f"--{item.name.replace('_', '-')}"
+                must, then = words.format(shown), "Choose another value."
+                raise ShapeError.about(function, flag, must=must, got=value, then=then)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How the processes that torchrun started share a training; their product is the number of processes.
+
+    Attributes:
+        data_parallel: number of parts of each batch, each with a whole copy of the model; 0 for what remains.
+        shard: number of processes that share one copy of the model and divide a part of the batch again (FSDP2).
+        tensor_parallel: number of processes that divide the heads and the feedforward's channels.
+        context_parallel: number of processes that divide each sequence.
+    """
+
+    data_parallel: int = _option(
+        0, "Under torchrun: parts of each batch, each on a copy of the model; 0: all processes that remain.", least=0
+    )
+    shard: int = _option(1, "Under torchrun: processes that share a copy of the model (FSDP2).", least=1)
+    tensor_parallel: int = _option(1, "Under torchrun: processes that divide heads and channels.", least=1)
+    context_parallel: int = _option(1, "Under torchrun: processes that divide each sequence.", least=1)
+
+    @property
+    def processes(self) -> int:
+        """The product of the degrees."""
+        return self.data_parallel * self.shard * self.tensor_parallel * self.context_parallel
+
+    def checked(self, function: str, processes: int) -> Self:
+        """The options with ``data_parallel`` filled in.
+
+        Args:
+            function: name of the caller in error texts.
+            processes: number of processes.
+
+        Raises:
+            ShapeError: an option is out of its limits, or the product is not the number of processes.
+        """
+        check_limits(self, function)
+        others = replace(self, data_parallel=1).processes
+        data = self.data_parallel or max(1, processes // others)
+        if data * others != processes:
+            names = ("shard", "tensor_parallel", "context_parallel")
+            given = [(name, getattr(self, name)) for name in names]
+            shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given if value > 1)
+            must = f"multiply to {processes}, the number of processes"
+            got = " ".join(part for part in (f"--data-parallel {data}", shown) if part)
+            then = f"Start {data * others} processes: torchrun --nproc-per-node {data * others} -m clearhead train ..."
+            raise ShapeError.about(function, "the degrees", must=must, got=got, then=then)
+        return replace(self, data_parallel=data)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """Options of every training task.
@@ -51,6 +111,7 @@ class TrainingOptions:
         weight_decay: weight decay of matrices, not of embeddings, biases or norms.
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
+        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
@@ -67,6 +128,9 @@ class TrainingOptions:
     weight_decay: float = _option(0.01, "Weight decay of the matrices (not of embeddings).", least=0)
     beta2: float = _option(0.99, "Decay of AdamW's second moment.", least=0, below=1)
     clip: float = _option(1.0, "Largest gradient norm.", above=0)
+    accumulate: int = _option(
+        1, "Parts of a batch whose gradients are summed before a step, to save memory.", least=1, most=_LONG
+    )
     average: float = _option(0.0, "Decay of the moving average of weights; 0: none.", least=0, below=1)
     patience: int = _option(8, "Evaluations without improvement before early stopping.", least=1, most=_MANY)
     checkpoint_every: int = _option(
@@ -87,15 +151,7 @@ class TrainingOptions:
         Raises:
             ShapeError: an option is out of its limits.
         """
-        for item in fields(self):
-            value = getattr(self, item.name)
-            for rule, (words, holds) in _RULES.items():
-                limit = item.metadata.get(rule)
-                if limit is not None and not holds(value, limit):
-                    shown = ", ".join(limit) if rule == "choices" else limit
-                    flag = f"--{item.name.replace('_', '-')}"
-                    must, then = words.format(shown), "Choose another value."
-                    raise ShapeError.about(function, flag, must=must, got=value, then=then)
+        check_limits(self, function)
         return self
 
     def chosen_device(self, function: str) -> torch.device:
@@ -172,6 +228,7 @@ class ClassifierOptions(_ModelOptions):
         weight_decay: weight decay of matrices, not of embeddings, biases or norms.
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
+        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
@@ -242,6 +299,7 @@ class LanguageOptions(_ModelOptions):
         weight_decay: weight decay of matrices, not of embeddings, biases or norms.
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
+        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.

@@ -1,33 +1,36 @@
 """Run folders: their files, and how a run starts, resumes, finishes and is read.
 
 A run folder has ``config.json`` (data, options and versions), ``tokenizer.json`` (text runs), ``model.safetensors``
-(the best weights), ``checkpoint/last.safetensors`` (the whole state), ``log.jsonl``, ``tensorboard/`` and, after the
-end, ``metrics.json``.
+(the best weights), ``checkpoint/`` (the whole state: a file of one process, or a folder of several), ``log.jsonl``,
+``tensorboard/`` and, after the end, ``metrics.json``.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clearhead.errors import DataError
 from clearhead.ops.library import isa_name
 from clearhead.projection import KINDS, choice
-from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
-from clearhead.train.files import clear_leftovers, read_json, read_tensors, write_json, write_tensors
+from clearhead.train.checkpoint import load_weights
+from clearhead.train.files import read_json, read_tensors, write_json
 from clearhead.train.lock import one_writer
-from clearhead.train.logs import EventLog, LineLog
-from clearhead.train.optimizer import Average
 from clearhead.train.progress import ProgressReporter
+from clearhead.train.ranks import Ranks
 
-__all__ = ["RunFolder", "versions"]
+__all__ = ["STEP", "RunFolder", "entered", "versions"]
+
+#: Name of a checkpoint of several processes, before its step.
+STEP: Final = "step-"
 
 
 def versions() -> dict[str, str]:
@@ -80,8 +83,17 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """The whole state at the last checkpoint."""
+        """The whole state at the last checkpoint of one process."""
         return self.path / "checkpoint" / "last.safetensors"
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The last checkpoint: a file of one process, or a folder of several; None before the first."""
+        folders = sorted(self.checkpoint.parent.glob(f"{STEP}*"))
+        if folders and self.checkpoint.exists():
+            # A run that went on with another number of processes, and was killed before it removed the older one.
+            return max(folders[-1], self.checkpoint, key=lambda path: path.stat().st_mtime_ns)
+        return folders[-1] if folders else self.checkpoint if self.checkpoint.exists() else None
 
     @property
     def metrics(self) -> Path:
@@ -126,6 +138,12 @@ class RunFolder:
             watcher.said(f"{' and '.join(changed)} differ from those at the start of the run, so rounding may differ")
         return True, done
 
+    def is_of_job(self, job: str) -> bool:
+        """Whether the same torchrun has started this run, and now starts its processes again."""
+        if not job or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not self.config.exists():
+            return False
+        return bool(read_json(self.config, function="train").get("job") == job)
+
     def _refuse_what_is_there(self, *, resume: bool, function: str) -> None:
         if not self._without_result() and not resume:
             then = "Choose another --out, or add --resume to continue it."
@@ -138,7 +156,7 @@ class RunFolder:
     def _without_result(self) -> bool:
         """Whether the folder has no run, or one without results, so that a new run may start."""
         return not self.config.exists() or not any(
-            path.exists() for path in (self.checkpoint, self.weights, self.metrics)
+            path is not None and path.exists() for path in (self.last_checkpoint, self.weights, self.metrics)
         )
 
     def _foreign(self) -> list[Path]:
@@ -188,70 +206,33 @@ class RunFolder:
         load_weights(model, weights, path=self.weights, function=function)
 
 
+@contextmanager
+def entered(
+    folder: RunFolder,
+    config: dict[str, Any],
+    ranks: Ranks,
+    *,
+    resume: bool,
+    watcher: ProgressReporter,
+    function: str,
+) -> Iterator[tuple[bool, dict[str, Any] | None]]:
+    """Hold a run folder for one training, with ``RunFolder.entered``'s answer, in all of its processes.
+
+    The first process holds the folder. Every process raises what that raises.
+    """
+    with ExitStack() as stack:
+
+        def enter() -> tuple[bool, dict[str, Any] | None]:
+            stack.enter_context(folder.locked(watcher=watcher, function=function))
+            again = resume or folder.is_of_job(config["job"])
+            return folder.entered(config, resume=again, watcher=watcher, function=function)
+
+        yield ranks.agreed(enter)
+
+
 def _difference(part: str, saved: Any, given: Any) -> str:
     if not isinstance(saved, dict) or not isinstance(given, dict):
         return f"{part} {given!r} instead of {saved!r}"
     names = sorted(saved.keys() | given.keys())
     name = next(name for name in names if saved.get(name) != given.get(name))
     return f"{part} {name} = {given.get(name)!r} instead of {saved.get(name)!r}"
-
-
-class FolderKeeper:
-    """Stores the results of training in a run folder."""
-
-    def __init__(self, folder: RunFolder, *, function: str) -> None:
-        self.folder, self._function = folder, function
-        self._lines: LineLog | None = None
-        self._events: EventLog | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for log in (self._lines, self._events):
-            if log is not None:
-                log.close()
-
-    def resumed(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer) -> Place:
-        """The last checkpoint's position, or the start without a checkpoint; logs are truncated to it."""
-        clear_leftovers(self.folder.path)
-        place = Place()
-        if self.folder.checkpoint.exists():
-            weights: dict[str, Tensor] = average.weights
-            place = load_state(
-                self.folder.checkpoint,
-                model=model,
-                average=weights,
-                optimizer=optimizer,
-                function=self._function,
-            )
-        self._lines = LineLog(self.folder.log, keep_bytes=place.log_bytes)
-        self._events = EventLog(self.folder.path / "tensorboard", first_step=place.step)
-        return place
-
-    def log(self, step: int, record: dict[str, Any]) -> None:
-        """Write the record to ``log.jsonl`` and to TensorBoard."""
-        assert self._lines is not None
-        assert self._events is not None
-        self._lines.write({"step": step, **record})
-        self._events.write(step, record)
-
-    def best(self, model: nn.Module) -> None:
-        """Write ``model.safetensors``."""
-        write_tensors(self.folder.weights, weights_of(model))
-
-    def checkpoint(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer, place: Place) -> None:
-        """Write ``checkpoint/last.safetensors``."""
-        assert self._lines is not None
-        place.log_bytes = self._lines.size()
-        save_state(
-            self.folder.checkpoint,
-            model=model,
-            average=average.weights,
-            optimizer=optimizer,
-            place=place,
-        )
-
-    def restore_best(self, model: nn.Module) -> None:
-        """Load ``model.safetensors``."""
-        self.folder.load_best(model, function=self._function)

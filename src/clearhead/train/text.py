@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,10 @@ class TextTokenizer:
         if self.unknown_id is not None:
             return []
         return sorted({character for character in set(text) if not self.encode(character)})
+
+    def sha256(self) -> str:
+        """A digest of the vocabulary and the rules."""
+        return hashlib.sha256(self._inner.to_str(pretty=False).encode()).hexdigest()
 
     def save(self, path: Path) -> None:
         """Write ``tokenizer.json``, atomically."""
