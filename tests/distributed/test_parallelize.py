@@ -223,9 +223,9 @@ def test_padded_classifier_is_equal(axis: str, pooling: str, dropout: float) -> 
 
 def _observed(model: nn.Module, ids: Tensor) -> Tensor:
     """The entropy of each row of the first layer."""
-    with ch.observe(model, ch.Want(entropy=True)) as seen, torch.no_grad():
+    with ch.observe(model, ch.Want(entropy=True)) as observed, torch.no_grad():
         model(ids)
-    entropy = next(iter(seen.values())).entropy
+    entropy = next(iter(observed.values())).entropy
     assert entropy is not None
     return entropy
 
