@@ -125,7 +125,10 @@ class ByRows(Protocol):
     def backward(
         self, problem: Problem, rows: list[Tensor], grads: RowGrads, *, partial: bool, learned: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Gradients of query, key, value and of ``learned``; ``partial`` if the rows have other keys besides."""
+        """Gradients of query, key, value and of ``learned``; ``partial`` if the rows have other keys besides.
+
+        Partial rows contain no NaN and no infinity: the backend cannot know which keys they come from.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

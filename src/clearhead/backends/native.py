@@ -419,10 +419,6 @@ class _ByRows:
     ) -> list[Tensor]:
         grad_output, grad_lse = grads
         output, lse, softmax = (part.contiguous() for part in rows)
-        # NaN of keys that the problem does not have spoils its rows too.
-        spoiled = torch.isnan(lse) | torch.isnan(output).any(dim=-1)
-        if bool(spoiled.any()):
-            grad_lse = (torch.zeros_like(lse) if grad_lse is None else grad_lse).masked_fill(spoiled, torch.nan)
         arrived = Arrived(grad_output, None if grad_lse is None else grad_lse.contiguous())
         problem = _lowered(problem)
         computed = gradients(problem, Saved(output, lse, softmax, partial), arrived)

@@ -21,7 +21,7 @@ from clearhead.errors import ShapeError
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
-__all__ = ["Call", "Request"]
+__all__ = ["Call", "Request", "are_finite"]
 
 #: What ranks compare before a call, in this order.
 _COMPARED: Final = ("shapes, dtypes and numbers", "masks and rules", "seeds")
@@ -130,7 +130,7 @@ class Call:
             learned: the parameters.
         """
         output, lse = rows
-        if (by_rows := self.backend.by_rows) is not None:
+        if (by_rows := self.backend.by_rows) is not None and are_finite(output, lse):
             saved = by_rows.rows(problem, output, lse)
             return by_rows.backward(problem, saved, grads, partial=True, learned=learned)
         grad_output, grad_lse = grads
@@ -148,6 +148,11 @@ class Call:
     @property
     def heads(self) -> range:
         return range(self.whole.num_heads)
+
+
+def are_finite(output: Tensor, lse: Tensor) -> bool:
+    """Whether rows contain no NaN and no infinity, but for the log-sum-exp of empty rows, which is -infinity."""
+    return bool(torch.isfinite(output).all() and (lse < torch.inf).all())
 
 
 def _hollow(part: Tensor, length: int) -> Tensor:

@@ -13,23 +13,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Extent
-from clearhead.distributed.call import Call
+from clearhead.distributed.call import Call, are_finite
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
 from clearhead.distributed.statistics import AXES
 from clearhead.problem import Problem
-from clearhead.statistics import Observation, Want
+from clearhead.statistics import Observation
 
 __all__ = ["gather_attention", "observe_gathered"]
 
 #: Up to so many keys backward needs no output, and sums over all keys at once.
 _ONE_TILE: Final = 256
-_LSE: Final = Want(lse=True)
 
 
-def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's output and log-sum-exp, ``[batch, heads, len, value_dim]`` and ``[batch, heads, len]``."""
-    results: tuple[Tensor, Tensor] = _GatherAttention.apply(  # type: ignore[no-untyped-call]
+def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """This rank's output ``[batch, heads, len, value_dim]``, and its log-sum-exp ``[batch, heads, len]`` if wanted."""
+    results: tuple[Tensor, Tensor | None] = _GatherAttention.apply(  # type: ignore[no-untyped-call]
         call, query, key, value, *call.whole.rule_parameters
     )
     return results
@@ -82,24 +81,26 @@ class _GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=call.whole.work_dtype)
         saved: list[list[Tensor]] = []
-        for chunk, where in slices_of(call.queries, call.exchange.rank):
+        # A rank without queries saves rows too, none of them, which the others gather.
+        for chunk, where in slices_of(call.queries, call.exchange.rank) or [(range(0), slice(0, 0))]:
             problem = _rows_of(call, chunk, query[:, :, where], whole_key, whole_value)
             if call.backend.by_rows is not None and any(ctx.needs_input_grad):
                 output[:, :, where], lse[:, :, where], rows = call.backend.by_rows.forward(problem)
                 saved.append(rows)
             else:
-                done = call.run(problem, _LSE)
-                assert done.lse is not None
-                output[:, :, where], lse[:, :, where] = done.output, done.lse
+                done = call.run(problem, call.want)
+                output[:, :, where] = done.output
+                if done.lse is not None:
+                    lse[:, :, where] = done.lse
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, *(torch.cat(parts, dim=2) for parts in zip(*saved, strict=True)))
-        return output, lse
+        return output, lse if call.want.lse else None
 
     @staticmethod
     @once_differentiable
@@ -138,10 +139,12 @@ class _Backward:
         leaves = [tensor.requires_grad_() for tensor in self.whole]
         inputs = [*leaves, *call.whole.rule_parameters]
         with torch.enable_grad():
-            done = call.run(self._part(range(call.whole.q_len), range(call.whole.k_len), *leaves), _LSE)
-        assert done.lse is not None
-        grads = self.whole_grad, self.whole_grad_lse.to(done.lse.dtype)
-        computed = torch.autograd.grad([done.output, done.lse], inputs, grads, allow_unused=True)
+            done = call.run(self._part(range(call.whole.q_len), range(call.whole.k_len), *leaves), call.want)
+        ends = [(done.output, self.whole_grad)]
+        if done.lse is not None:
+            ends.append((done.lse, self.whole_grad_lse.to(done.lse.dtype)))
+        outputs, arrived = zip(*ends, strict=True)
+        computed = torch.autograd.grad(outputs, inputs, arrived, allow_unused=True)
         filled = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, computed, strict=True)]
         layouts = (call.queries, call.keys, call.keys)
         mine = [cut(layout, grad, call.exchange.rank) for layout, grad in zip(layouts, filled, strict=False)]
@@ -164,8 +167,10 @@ class _Backward:
             of_query[:, :, where] = computed[0]
             for total, grad in zip(of_learned, computed[3:], strict=True):
                 total += grad
-        call.exchange.sum(of_learned)
         rows = [self._whole_rows(part) for part in self.rows]
+        if not are_finite(*rows[:2]):
+            return self.at_once()
+        call.exchange.sum(of_learned)
         queries = range(call.whole.q_len)
         for chunk, where in slices_of(call.keys, rank):
             part = chunk if len(keys) > _ONE_TILE else keys

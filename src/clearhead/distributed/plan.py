@@ -18,7 +18,7 @@ from clearhead.errors import MaskError
 from clearhead.masks.base import Mask, carried_sizes
 from clearhead.shapes import Int
 
-__all__ = ["Plan", "plan_attention", "plan_of"]
+__all__ = ["Plan", "check_mask", "plan_attention", "plan_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def plan_attention(
 
 
 def check_mask(function: str, mask: Mask | None, length: int) -> Mask | None:
-    """A mask on the CPU and placed at 0, for the whole sequence; raises ``MaskError`` unless it fits."""
+    """A mask on the CPU and placed at 0; raises ``MaskError`` unless it fits a sequence of ``length`` tokens."""
     if mask is None:
         return None
     if not isinstance(mask, Mask):
@@ -163,7 +163,8 @@ def check_mask(function: str, mask: Mask | None, length: int) -> Mask | None:
 
 
 def plan_of(mask: Mask | None, layout: ShardLayout) -> Plan:
-    """The plan of a mask that is on the CPU and placed at 0."""
+    """The plan of a mask that has been checked against the layout's length."""
+    mask = None if mask is None else mask.to(torch.device("cpu")).placed(0)
     length, ranks = layout.length, layout.ranks
     rank_of = rank_of_positions(layout)
     pieces = sorted((chunk.start, rank) for rank, chunks in enumerate(layout.chunks) for chunk in chunks if len(chunk))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Extent
+from clearhead.dispatch import choose
 from clearhead.distributed.call import Call
 from clearhead.distributed.parts import slices_of
 from clearhead.distributed.plan import plan_of
@@ -91,7 +92,9 @@ class _Ring:
             needed = {pair: plan.needs(*pair) for pair in pairs}
         else:
             needed = {(one, other): call.keys.chunks[other] for one in others for other in others}
-        without = replace(call, whole=whole.with_scores(whole.elementwise))
+        # Every part has a log-sum-exp.
+        backend = choose("distributed.attention", whole, _LSE)
+        without = replace(call, whole=whole.with_scores(whole.elementwise), backend=backend)
         return cls(without, whole.sink, whole.rule_parameters, needed)
 
     @property

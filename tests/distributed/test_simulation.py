@@ -1,0 +1,194 @@
+"""Simulated times against times that can be computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead import ShapeError, UnsupportedError
+from clearhead.distributed import AttentionSizes, Link, Machine, ShardLayout, plan_attention, simulate
+from clearhead.distributed.simulation import METHODS, _finished
+
+#: One pair of one head takes a second forward and 2.5 s backward; a key and its value have 8 bytes, a query has 4.
+SIZES = AttentionSizes(heads=1, head_dim=1, dtype=torch.float32)
+FREE = Link(1e30)
+
+
+def _machine(**options: Any) -> Machine:
+    return Machine(**{"flops": 4.0, "link": FREE, **options})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_computes_all_pairs_and_sends_nothing(method: Any) -> None:
+    done = simulate(plan_attention(ch.Causal(), 16, ranks=1), SIZES, _machine(link=Link(1.0, 5.0)), method=method)
+    factor = 2 if method == "gather" else 1
+    assert (done.forward.seconds, done.backward.seconds) == (136.0, 340.0 * factor)
+    assert done.idle == 0.0
+    assert done.forward.sent.tolist() == done.backward.sent.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_time_grows_with_batch_heads_and_channels(method: Any) -> None:
+    sizes = AttentionSizes(batch=2, heads=6, kv_heads=3, head_dim=5, dtype=torch.float32)
+    plan = plan_attention(None, 16, ranks=2)
+    small, large = (simulate(plan, one, _machine(), method="ring") for one in (SIZES, sizes))
+    assert large.seconds == pytest.approx(60 * small.seconds)
+
+
+def test_mask_of_a_batch_counts_each_entry_once() -> None:
+    mask = ch.Padding([16, 8])
+    plan = plan_attention(mask, 16, ranks=2)
+    sizes = AttentionSizes(batch=2, heads=1, head_dim=1, dtype=torch.float32)
+    assert simulate(plan, sizes, _machine()).forward.compute.sum() == mask.dense(16, 16).expand(2, 1, 16, 16).sum()
+
+
+def test_gather_waits_for_all_messages_before_it_computes() -> None:
+    done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(2.0, 0.5)), method="gather")
+    message = 3 * (0.5 + 4 * 8 / 2)
+    assert done.forward.seconds == pytest.approx(message + 4 * 16)
+    assert done.forward.idle == pytest.approx(message / (message + 64))
+    assert done.forward.sent.tolist() == [3 * 4 * 8] * 4
+    assert done.forward.critical_compute == pytest.approx(64)
+    # Queries, outputs and their gradients too, and twice the pairs.
+    assert done.backward.seconds == pytest.approx(3 * (0.5 + 4 * 20 / 2) + 2 * 2.5 * 64)
+
+
+def test_heads_exchanges_twice() -> None:
+    sizes = AttentionSizes(heads=4, kv_heads=2, head_dim=1, dtype=torch.float32)
+    done = simulate(plan_attention(None, 16, ranks=2), sizes, _machine(link=Link(2.0, 0.5)), method="heads")
+    # Each rank keeps half of its 8 tokens' 16 + 16 bytes of inputs and 16 bytes of outputs.
+    messages = 0.5 + 8 * 16 / 2 + 0.5 + 8 * 8 / 2
+    assert done.forward.seconds == pytest.approx(messages + 16 * 16 * 2)
+    assert done.backward.seconds == pytest.approx(messages + 2.5 * 16 * 16 * 2)
+    assert done.forward.sent.tolist() == [192.0, 192.0]
+
+
+def test_heads_that_do_not_divide_leave_ranks_idle() -> None:
+    sizes = AttentionSizes(heads=3, head_dim=1, dtype=torch.float32)
+    done = simulate(plan_attention(None, 16, ranks=2), sizes, _machine(), method="heads")
+    assert done.forward.seconds == pytest.approx(2 * 256)
+    assert done.forward.idle == pytest.approx(0.25)
+
+
+def test_ring_hides_messages_that_are_shorter_than_computing() -> None:
+    done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(4.0, 1.0)))
+    assert done.forward.seconds == pytest.approx(4 * 1536**2)
+    assert done.forward.idle == 0.0
+    # Backward waits for the gradients that each of nine pieces returns.
+    assert done.backward.seconds == pytest.approx(2.5 * 4 * 1536**2 + 9 * (1 + 512 * 8 / 4))
+
+
+def test_ring_waits_for_messages_that_are_longer_than_computing() -> None:
+    piece = 1536**2 / 3
+    done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(512 * 8, 4 * piece)))
+    assert done.forward.seconds == pytest.approx(9 * (4 * piece + 1) + piece)
+    assert done.forward.critical_compute == pytest.approx(piece)
+
+
+def test_ring_without_overlap_adds_messages_to_computing() -> None:
+    done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(0.5, 1.0), overlap=0.0))
+    compute, messages = 4 * 1536**2, 9 * (1 + 512 * 8 / 0.5)
+    assert done.forward.seconds == pytest.approx(compute + messages)
+    assert done.forward.idle == pytest.approx(messages / (compute + messages))
+
+
+def test_ring_of_few_keys_sends_them_at_once() -> None:
+    done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(4.0, 1.0)))
+    # The first message passes while the rank's own keys are computed.
+    assert done.forward.seconds == pytest.approx(4 * 16 + 2 * 9)
+    assert done.forward.sent.tolist() == [3 * 32] * 4
+
+
+def test_ring_merges_partial_outputs_at_the_speed_of_memory() -> None:
+    free, slow = (
+        simulate(plan_attention(None, 6144, ranks=4, layout=layout), SIZES, _machine(memory=memory)).forward.seconds  # type: ignore[arg-type]
+        for layout, memory in (("contiguous", None), ("contiguous", 28.0))
+    )
+    # Ten pieces, each merged into 1536 rows of one channel, which take a second.
+    assert slow == pytest.approx(free + 10 * 1536)
+
+
+def test_ring_sends_what_the_plan_says() -> None:
+    plan = plan_attention(ch.Causal() & ch.Window(3), 64, ranks=4)
+    done = simulate(plan, SIZES, _machine())
+    assert done.forward.sent.tolist() == [24.0, 24.0, 24.0, 0.0]
+    assert done.backward.sent.tolist() == [24.0, 48.0, 48.0, 24.0]
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_idle_share_is_that_of_the_balance(method: Any) -> None:
+    for layout in ("contiguous", "zigzag"):
+        plan = plan_attention(ch.Causal(), 256, ranks=4, layout=layout)
+        done = simulate(plan, SIZES, _machine(), method=method)
+        assert done.forward.idle == pytest.approx(1 - 1 / plan.balance)
+        assert done.forward.last_rank == (3 if layout == "contiguous" else 0)
+        assert done.forward.critical_compute == pytest.approx(done.forward.seconds)
+
+
+def test_shared_processors_work_at_equal_shares() -> None:
+    seconds = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
+    start = torch.zeros(4, dtype=torch.float64)
+    assert _finished(start, seconds, 4).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert _finished(start, seconds, 2).tolist() == pytest.approx([2.0, 5.0, 7.0, 9.0])
+    assert _finished(start, seconds, 1).tolist() == pytest.approx([4.0, 10.0, 14.0, 16.0])
+    late = torch.tensor([0.0, 0.0, 4.0], dtype=torch.float64)
+    assert _finished(late, seconds[:3], 1).tolist() == pytest.approx([2.0, 4.0, 9.0])
+    nothing = torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)
+    assert _finished(late, nothing, 1).tolist() == pytest.approx([0.0, 2.0, 4.0])
+
+
+def test_two_processors_for_four_ranks_take_twice_as_long() -> None:
+    plan = plan_attention(None, 64, ranks=4)
+    for method in ("gather", "ring"):
+        alone, shared = (simulate(plan, SIZES, _machine(cores=cores), method=method) for cores in (None, 2))  # type: ignore[arg-type]
+        assert shared.seconds == pytest.approx(2 * alone.seconds)
+        assert shared.idle == pytest.approx(0.0)
+
+
+def test_links_between_nodes_carry_what_leaves_a_node() -> None:
+    machine = _machine(link=Link(1e30), outer=Link(2.0, 0.5), ranks_per_node=2)
+    plan = plan_attention(None, 16, ranks=4)
+    gathered = simulate(plan, SIZES, machine, method="gather")
+    assert gathered.forward.seconds == pytest.approx(2 * (0.5 + 16) + 64)
+    far = simulate(plan, SIZES, _machine(link=Link(2.0, 0.5)), method="gather")
+    assert far.forward.seconds == pytest.approx(3 * (0.5 + 16) + 64)
+
+
+def test_rank_without_tokens_computes_nothing() -> None:
+    layout = ShardLayout(((range(0, 8),), (), (range(8, 16),)))
+    plan = plan_attention(None, 16, ranks=3, layout=layout)
+    gather, ring = (simulate(plan, SIZES, _machine(), method=method) for method in ("gather", "ring"))  # type: ignore[arg-type]
+    assert gather.forward.compute.tolist() == ring.forward.compute.tolist() == [128.0, 0.0, 128.0]
+    assert gather.forward.idle == pytest.approx(1 / 3)
+
+
+def test_empty_call_takes_no_time() -> None:
+    done = simulate(plan_attention(ch.Prefix(0), 16, ranks=2), SIZES, _machine(link=Link(1.0, 1.0)))
+    assert (done.seconds, done.idle) == (0.0, 0.0)
+    assert "0 us" in str(done)
+
+
+def test_simulation_prints_both_passes() -> None:
+    text = str(simulate(plan_attention(ch.Causal(), 4096, ranks=4), SIZES, _machine(flops=1e9)))
+    assert text.splitlines()[0].startswith("ring   forward")
+    assert "critical path to rank 3: 100 % computing" in text
+
+
+def test_wrong_arguments_are_refused() -> None:
+    plan = plan_attention(None, 16, ranks=2)
+    with pytest.raises(UnsupportedError, match="method must be one of gather, ring, heads"):
+        simulate(plan, SIZES, _machine(), method="auto")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="be one for 1 key heads on 2 ranks"):
+        simulate(plan, SIZES, _machine(), method="heads")
+    with pytest.raises(UnsupportedError, match="plan must be a Plan; got None"):
+        simulate(None, SIZES, _machine())  # type: ignore[arg-type]
+    for options in ({"flops": 0.0}, {"overlap": 1.5}, {"call": -1.0}, {"cores": 0}, {"ranks_per_node": 0.5}):
+        with pytest.raises(ShapeError, match=f"Machine: {next(iter(options))} must be"):
+            _machine(**options)
+    with pytest.raises(ShapeError, match="Link: bandwidth must be a number above 0"):
+        Link(float("nan"))
+    with pytest.raises(ShapeError, match="AttentionSizes: kv_heads must be"):
+        AttentionSizes(heads=4, kv_heads=0, head_dim=8)
