@@ -166,7 +166,8 @@ class Ranks:
 
     def _tokens(self, share: BatchShare) -> BatchShare:
         """This process's tokens of each sequence, and their targets; ``lengths`` stay those of whole sequences."""
-        assert self._axes is not None and share.part is not None
+        assert self._axes is not None
+        assert share.part is not None
         batch, part, count = share.batch, share.part, self.options.context_parallel
         length = batch.ids.shape[1]
         # Sequences that are divided stay padded; one process would pack them.
