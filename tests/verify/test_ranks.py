@@ -127,9 +127,9 @@ METHODS = ("gather", "ring", "heads")
 
 
 def ours(method: str) -> Callable[..., Any]:
-    """``ch.distributed.attention`` by one method."""
+    """``ch.distributed.observe_attention`` by one method, with the log-sum-exp."""
     module = pytest.importorskip("clearhead.distributed.attention")
-    return partial(module.attention, method=method)
+    return partial(module.observe_attention, method=method, want=ch.Want(lse=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
