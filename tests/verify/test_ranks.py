@@ -127,8 +127,8 @@ METHODS = ("gather", "ring", "heads")
 
 
 def ours(method: str) -> Callable[..., Any]:
-    """``ch.distributed.attention`` by one method."""
-    return partial(ch.distributed.attention, method=method)
+    """``ch.distributed.observe_attention`` by one method, with the log-sum-exp."""
+    return partial(ch.distributed.observe_attention, method=method, want=ch.Want(lse=True))
 
 
 @pytest.mark.parametrize("method", METHODS)

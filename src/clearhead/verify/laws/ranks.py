@@ -117,9 +117,11 @@ def _from(laws: tuple[Law, ...], cases: dict[str, tuple[Case, ...]]) -> tuple[La
     return tuple(replace(named[name], cases=of_ranks, search=False) for name, of_ranks in cases.items())
 
 
-#: Except in laws of unequal parts, lengths divide by 2 * ranks for 2 and 4 ranks.
-_SMALL = Case(batch=2, kv_heads=2, q_len=8, k_len=8)
-_GROUPED = replace(_SMALL, group=3)
+#: For 2 and 4 ranks, lengths divide by 2 * ranks except in laws of unequal parts, and there are as many key heads as
+#: ranks, which exchanges of heads need.
+_SMALL = Case(batch=2, kv_heads=4, q_len=8, k_len=8)
+_GROUPED = replace(_SMALL, group=2)
+_FEW_KEY_HEADS = tuple(replace(_SMALL, kv_heads=kv_heads, group=3) for kv_heads in (2, 1))
 _MASK = frozenset({"mask"})
 #: Longer than a tile of 64 on each of two ranks.
 _LONG = 160
@@ -202,7 +204,7 @@ RANK_LAWS: tuple[Law, ...] = (
         check=check_both,
         needs=frozenset({"grouped heads"}),
         search=False,
-        cases=(_GROUPED, *_lengths(replace(_GROUPED, mask="causal"), 8, 16), replace(_GROUPED, kv_heads=1)),
+        cases=(_GROUPED, *_lengths(replace(_GROUPED, mask="causal"), 8, 16), *_FEW_KEY_HEADS),
     ),
     Law(
         name="huge scores",
