@@ -24,11 +24,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from clearhead.distributed.exchange import traffic
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.distributed import AttentionSizes, Link, Machine, plan_attention, simulate
+from clearhead.distributed.exchange import traffic
 from clearhead.distributed.launch import run_ranks
 from clearhead.masks import Mask
 

@@ -236,8 +236,7 @@ def _finished(start: Tensor, seconds: Tensor, cores: int | None) -> Tensor:
 
 def _gather(ranks: _Ranks, backward: bool) -> _Ranks:
     sizes, work = ranks.sizes, ranks.plan.work
-    # Backward gathers keys and values again, and queries, outputs and their gradients.
-    per_token = sizes.key_value_bytes + (3 * sizes.query_bytes if backward else 0)
+    per_token = sizes.key_value_bytes + (sizes.row_bytes if backward else 0)
     ranks.collective((ranks.tokens * per_token)[:, None].expand(-1, ranks.plan.ranks))
     ranks.compute(ranks.seconds(work.sum(dim=1), backward))
     if backward:
@@ -341,7 +340,8 @@ _METHODS: Final[dict[str, Callable[[_Ranks, bool], _Ranks]]] = {"gather": _gathe
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
     size, unit = next((one for one in units if value >= one[0]), units[-1])
-    return f"{value / size:.3g} {unit}"
+    scaled = value / size
+    return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:.0f} {unit}"
 
 
 def _seconds(value: float) -> str:
