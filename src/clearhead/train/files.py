@@ -6,9 +6,10 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ __all__ = [
     "clear_leftovers",
     "read_json",
     "read_tensors",
+    "replacing",
     "unwritable",
     "write_bytes",
     "write_json",
@@ -38,12 +40,19 @@ def write_bytes(path: Path, content: bytes) -> None:
     if _written_in_place(path):
         path.write_bytes(content)
         return
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that replaces ``path`` atomically at the end of the block; a symbolic link is followed."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     half = _half_written(path.parent)
     try:
         with half.open("xb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         half.replace(path)
