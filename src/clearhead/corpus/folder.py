@@ -97,6 +97,8 @@ class CorpusFolder:
         """The summary if the job has finished, else None."""
         if not self.summary.exists():
             return None
+        # A job that was killed at its end leaves this.
+        self._clear()
         try:
             return CorpusSummary.from_dict(read_json(self.summary, function=self.function))
         except (TypeError, KeyError, AttributeError) as error:
@@ -152,10 +154,9 @@ class CorpusFolder:
                     file.write(self._block_texts(index).read_bytes())
         write_bytes(self.path / "summary.txt", f"{summary}\n".encode())
         write_json(self.summary, summary.to_dict())
-        self.clear()
+        self._clear()
 
-    def clear(self) -> None:
-        """Remove what a finished job no longer needs."""
+    def _clear(self) -> None:
         for name in ("state", "texts"):
             shutil.rmtree(self.path / name, ignore_errors=True)
 

@@ -30,22 +30,27 @@ class CorpusOptions:
 
 @dataclass(frozen=True)
 class CorpusProgress:
-    """How far the reading of a corpus is; ``str()`` is one line.
+    """How far the reading of a corpus is.
 
     Attributes:
-        rows: number of rows that are finished.
-        of: number of rows of the file.
+        step: number of rows of the file that are finished.
+        steps: number of rows of the file.
         per_second: rows per second of all processes in this run.
         seconds_left: estimate of the remaining time.
     """
 
-    rows: int
-    of: int
+    step: int
+    steps: int
     per_second: float
     seconds_left: float
 
-    def __str__(self) -> str:
+    def words(self) -> str:
+        """The progress as one line.
+
+        >>> CorpusProgress(1200, 40000, 35.2, 4000.0).words()
+        'read 1,200 of 40,000 texts  35.2 texts/s  1:06:40 left'
+        """
         left = int(self.seconds_left + 0.5)
         hours, minutes = divmod(left // 60, 60)
         clock = f"{hours}:{minutes:02d}:{left % 60:02d}" if hours else f"{minutes}:{left % 60:02d}"
-        return f"read {self.rows:,} of {self.of:,} texts  {self.per_second:,.1f} texts/s  {clock} left"
+        return f"read {self.step:,} of {self.steps:,} texts  {self.per_second:,.1f} texts/s  {clock} left"

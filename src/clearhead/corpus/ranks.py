@@ -104,6 +104,11 @@ class Ranks:
                 raise each.kind(each.text)
             raise RuntimeError(f"rank {rank}: {each.text}")
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first that lives."""
+        return self.rank == (1 if self._signs is not None and self._signs.lost == 0 else 0)
+
     def report(self, texts: int) -> None:
         """Say how many texts this rank has finished."""
         self._texts = texts

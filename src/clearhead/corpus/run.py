@@ -30,13 +30,14 @@ SAVE_EVERY: Final = 5.0
 
 @dataclass(frozen=True)
 class CorpusJob:
-    """What ``observe_corpus`` was asked for; ``function`` names the caller in errors."""
+    """What ``observe_corpus`` was asked for; ``function`` names the caller in errors, ``data_name`` data of no file."""
 
     model: Path
     data: Path
     out: Path | None
     options: CorpusOptions
     function: str
+    data_name: str | None = None
 
 
 def observe_corpus(
@@ -125,19 +126,17 @@ def run_job(
     folder = None if job.out is None else CorpusFolder(job.out, job.function)
     with ExitStack() as stack:
 
-        def opened() -> tuple[CorpusSummary | None, Totals]:
+        def opened() -> CorpusSummary | Totals:
             if folder is None:
-                return None, Totals()
+                return Totals()
             stack.enter_context(folder.opened(asked, say=say))
-            done = folder.finished()
-            return done, Totals() if done else folder.resumed()
+            return folder.finished() or folder.resumed()
 
-        done, base = ranks.together(opened, only=0)
-        if done is not None:
-            if folder is not None and ranks.rank == 0:
-                folder.clear()
+        base = ranks.together(opened, only=0)
+        if isinstance(base, CorpusSummary):
+            if ranks.rank == 0:
                 say("this corpus has already been read")
-            return done
+            return base
         if base.blocks and ranks.rank == 0:
             say(f"going on after {base.texts + base.bad:,} of {contents.rows:,} texts")
         return _Work(job, ranks, reader, contents, folder, progress).summary(base)
@@ -263,7 +262,7 @@ class _Work:
         if not totals.texts:
             must, then = "have at least one text that the model reads", "Check the file."
             raise DataError.about(job.function, str(job.data), must=must, got=totals.first_bad, then=then)
-        summary = CorpusSummary.of(totals, model=str(job.model), data=str(job.data))
+        summary = CorpusSummary.of(totals, model=str(job.model), data=job.data_name or str(job.data))
         if self._folder is not None:
             self._folder.finish(summary, totals.blocks, per_text=job.options.per_text)
         return summary
