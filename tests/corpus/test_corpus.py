@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.corpus import jobs
 from typer.testing import CliRunner
 
 import clearhead as ch
@@ -22,6 +20,7 @@ from clearhead.observe import head_scores
 from clearhead.readers import reader_of
 from clearhead.train import LanguageOptions, load_run, train_text_language_model
 from clearhead.train.lock import one_writer
+from tests.corpus import jobs
 
 TEXT = "All:\nSpeak, speak.\n"
 
@@ -110,7 +109,7 @@ def test_figures_are_those_of_observe_and_head_scores(model: Path, tmp_path: Pat
 
 def test_a_killed_job_goes_on_with_other_ranks(model: Path, data: Path, alone: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(RankError, match="rank [01] died"):
+    with pytest.raises(RankError, match=r"rank [01] died"):
         run_ranks(jobs.killed, 2, model, data, out)
     saved = sorted(path.name for path in (out / "state").iterdir())
     assert saved
@@ -123,7 +122,7 @@ def test_a_killed_job_goes_on_with_other_ranks(model: Path, data: Path, alone: d
 
 
 @pytest.fixture
-def stopped(model: Path, data: Path, tmp_path: Path) -> Iterator[Path]:
+def stopped(model: Path, data: Path, tmp_path: Path) -> Path:
     """The folder of a job that was interrupted after its second block, with figures per text."""
 
     def stop(shown: CorpusProgress) -> None:
@@ -132,7 +131,7 @@ def stopped(model: Path, data: Path, tmp_path: Path) -> Iterator[Path]:
 
     with pytest.raises(KeyboardInterrupt):
         observe_corpus(model, data, out=tmp_path / "out", options=CorpusOptions(per_text=True), progress=stop)
-    yield tmp_path / "out"
+    return tmp_path / "out"
 
 
 def test_an_interrupted_job_goes_on_and_ends_with_every_text(
@@ -223,8 +222,8 @@ def test_every_rank_raises_the_error_of_one(model: Path, data: Path, tmp_path: P
 
 
 def test_a_rank_without_signs_of_life_is_named() -> None:
-    said, _ = run_ranks(jobs.silent, 2, 6.0)
-    assert said.startswith("observe: rank 1 must run to the end; got no sign of it for 1.5 s. Start the same command")
+    said, _ = run_ranks(jobs.silent, 2, 3.0)
+    assert said.startswith("observe: rank 1 must run to the end; got no sign of it for 1 s. Start the same command")
 
 
 def test_what_cannot_be_read_is_refused(model: Path, data: Path, tmp_path: Path) -> None:

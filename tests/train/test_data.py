@@ -171,7 +171,8 @@ def test_sha256_is_that_of_the_content_read(tmp_path: Path) -> None:
 
 #: Files of rows, with bad ones, as ``stream_texts`` reads them; the lines of rows with a text, and of those without.
 STREAMS = {
-    "t.jsonl": (b'\xef\xbb\xbf{"text": "a"}\r\n\n{"text": "\xc3\xa9"}\n[1]\n{"text": 7}\n{"no": 1}\n{"text": "z"}', [1, 3, 5, 7], [4, 6]),
+    "t.jsonl": (b'\xef\xbb\xbf{"text": "a"}\r\n\n{"text": "\xc3\xa9"}\n[1]\n{"text": 7}\n{"no": 1}\n{"text": "z"}',
+                [1, 3, 5, 7], [4, 6]),
     "t.csv": (b'\xef\xbb\xbf\ntext,b\n"x\ny, z",1\n\nshort\nq,2\n"",3\n', [3, 7, 8], [6]),
     "r.csv": (b"text,b\rone,1\rtwo,2\r\nthree,3\n", [2, 3, 4], []),
     "t.txt": (b"one\n\n  \ntwo \r\n\xc3\xa9", [1, 4, 5], []),

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from clearhead.errors import DataError
-from clearhead.train.data import Place, TextRow, stream_texts
+from clearhead.train.data import RowPlace, TextRow, stream_texts
 
-__all__ = ["Block", "Contents", "read_block", "scan"]
+__all__ = ["TextBlock", "Contents", "read_block", "scan"]
 
 #: A block ends with the row that reaches one of these. They decide which texts share a batch, and so belong to the
 #: identity of a corpus: small enough to balance thousands of texts, large enough to fill batches.
@@ -21,10 +21,10 @@ BLOCK_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """Consecutive rows of a file."""
 
-    start: Place
+    start: RowPlace
     rows: int
 
 
@@ -35,7 +35,7 @@ class Contents:
     path: Path
     size: int
     sha256: str
-    blocks: list[Block] = field(repr=False)
+    blocks: list[TextBlock] = field(repr=False)
 
     @property
     def rows(self) -> int:
@@ -50,17 +50,17 @@ def scan(path: Path, *, text_column: str, skip_bad: bool, function: str) -> Cont
         DataError: the file cannot be read or has no rows, or without ``skip_bad`` a row has no text; the error names
             the line.
     """
-    blocks: list[Block] = []
-    start, rows = Place(), 0
+    blocks: list[TextBlock] = []
+    start, rows = RowPlace(), 0
     for row in stream_texts(path, text_column=text_column, function=function):
         if isinstance(row.text, DataError) and not skip_bad:
             raise row.text
         rows += 1
         if rows == BLOCK_ROWS or row.following.offset - start.offset >= BLOCK_BYTES:
-            blocks.append(Block(start, rows))
+            blocks.append(TextBlock(start, rows))
             start, rows = row.following, 0
     if rows:
-        blocks.append(Block(start, rows))
+        blocks.append(TextBlock(start, rows))
     if not blocks:
         must, then = "have at least one text", "Check the file."
         raise DataError.about(function, str(path), must=must, got="none", then=then)
@@ -69,7 +69,7 @@ def scan(path: Path, *, text_column: str, skip_bad: bool, function: str) -> Cont
     return Contents(path, path.stat().st_size, sha256, blocks)
 
 
-def read_block(contents: Contents, block: Block, *, text_column: str, function: str) -> Iterator[TextRow]:
+def read_block(contents: Contents, block: TextBlock, *, text_column: str, function: str) -> Iterator[TextRow]:
     """The rows of one block."""
     rows = stream_texts(contents.path, text_column=text_column, start=block.start, function=function)
     return islice(rows, block.rows)

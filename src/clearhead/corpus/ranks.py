@@ -200,8 +200,8 @@ class _Signs:
             self._read[rank] = read
 
     def total(self) -> int:
-        own = self._ranks.rank
-        return sum(self.texts if rank == own else texts for rank, (_, texts, _) in enumerate(self._read))
+        this = self._ranks.rank
+        return sum(self.texts if rank == this else texts for rank, (_, texts, _) in enumerate(self._read))
 
     def all_wait(self) -> bool:
         return all(state == "waiting" for _, _, state in self._read)

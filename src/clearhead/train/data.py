@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 
 from clearhead.errors import DataError
 
-__all__ = ["Place", "Table", "TextRow", "read_known", "read_table", "read_text", "stream_texts"]
+__all__ = ["RowPlace", "Table", "TextRow", "read_known", "read_table", "read_text", "stream_texts"]
 
 #: The ends of lines that an editor, and csv, count.
 _LINE_ENDS: Final = re.compile(rb"\r\n|\n|\r")
@@ -114,7 +114,7 @@ def read_table(
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """Where a row starts: its byte in the file and its line, counted from 1."""
 
     offset: int = 0
@@ -127,11 +127,11 @@ class TextRow:
 
     text: str | DataError
     line: int
-    following: Place
+    following: RowPlace
 
 
 def stream_texts(
-    path: Path, *, text_column: str = "text", start: Place | None = None, function: str = "stream_texts"
+    path: Path, *, text_column: str = "text", start: RowPlace | None = None, function: str = "stream_texts"
 ) -> Iterator[TextRow]:
     """Read the texts of ``.csv``, ``.jsonl`` or ``.txt`` (one text per line) one by one, from the row at ``start`` on.
 
@@ -144,16 +144,16 @@ def stream_texts(
         raise DataError.about(function, str(path), must=must, got=repr(path.suffix), then=then)
     try:
         with path.open("rb") as file:
-            yield from _streamed(file, kind, path, text_column, start or Place(), function)
+            yield from _streamed(file, kind, path, text_column, start or RowPlace(), function)
     except OSError as error:
         must, then = "be a readable file", "Check the path."
         raise DataError.about(function, str(path), must=must, got=error.strerror, then=then) from error
 
 
-def _streamed(file: BinaryIO, kind: str, path: Path, column: str, start: Place, function: str) -> Iterator[TextRow]:
+def _streamed(file: BinaryIO, kind: str, path: Path, column: str, start: RowPlace, function: str) -> Iterator[TextRow]:
     header: list[str] | None = None
     if kind == ".csv" and start.offset:
-        top = csv.reader(_Lines(file, path, Place(), function, split=True), strict=True)
+        top = csv.reader(_Lines(file, path, RowPlace(), function, split=True), strict=True)
         header = next((cells for cells in top if cells), None)
     lines = _Lines(file, path, start, function, split=kind == ".csv")
     if kind == ".csv":
@@ -169,7 +169,7 @@ def _streamed(file: BinaryIO, kind: str, path: Path, column: str, start: Place, 
             text = row if isinstance(row, DataError) else _cell(row, column, path, line, function)
         except DataError as error:
             text = error
-        yield TextRow(text, line, Place(lines.offset, lines.line))
+        yield TextRow(text, line, RowPlace(lines.offset, lines.line))
 
 
 class _Lines:
@@ -178,7 +178,7 @@ class _Lines:
     With ``split`` a lone carriage return ends a line too, as ``csv`` counts.
     """
 
-    def __init__(self, file: BinaryIO, path: Path, start: Place, function: str, *, split: bool) -> None:
+    def __init__(self, file: BinaryIO, path: Path, start: RowPlace, function: str, *, split: bool) -> None:
         self._file, self._path, self._function, self._split = file, path, function, split
         self.offset, self.line = start.offset, start.line
         file.seek(start.offset)
