@@ -148,8 +148,8 @@ def test_an_interrupted_job_goes_on_and_ends_with_every_text(
     layer = "decoder.blocks.0.attention"
     total = sum(line["layers"][layer]["entropy"][0] * line["tokens"] for line in lines)
     assert alone["heads"][0]["entropy"] == pytest.approx(total / alone["tokens"], rel=1e-12)
-    code, again, err = called("observe", model, "--data", data, "--out", stopped, "--per-text")
-    assert (code, again, err[0]) == (0, out, "this corpus has already been read")
+    code, repeated, err = called("observe", model, "--data", data, "--out", stopped, "--per-text")
+    assert (code, repeated, err[0]) == (0, out, "this corpus has already been read")
 
 
 def test_ranks_files_that_the_base_has_count_once(

@@ -12,7 +12,7 @@ from typing import Final
 from clearhead.errors import DataError
 from clearhead.train.data import RowPlace, TextRow, stream_texts
 
-__all__ = ["TextBlock", "Contents", "read_block", "scan"]
+__all__ = ["Contents", "TextBlock", "read_block", "scan"]
 
 #: A block ends with the row that reaches one of these. They decide which texts share a batch, and so belong to the
 #: identity of a corpus: small enough to balance thousands of texts, large enough to fill batches.

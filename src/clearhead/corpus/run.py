@@ -15,7 +15,7 @@ from clearhead.corpus.folder import CorpusFolder, fingerprint
 from clearhead.corpus.options import CorpusOptions, CorpusProgress
 from clearhead.corpus.ranks import Ranks
 from clearhead.corpus.schedule import assign, linear_share, work_of
-from clearhead.corpus.summary import CorpusSummary
+from clearhead.corpus.summary import CorpusSummary, summary_of
 from clearhead.corpus.totals import Totals
 from clearhead.errors import DataError, ShapeError
 from clearhead.observe.layers import choose_layers
@@ -262,7 +262,7 @@ class _Work:
         if not totals.texts:
             must, then = "have at least one text that the model reads", "Check the file."
             raise DataError.about(job.function, str(job.data), must=must, got=totals.first_bad, then=then)
-        summary = CorpusSummary.of(totals, model=str(job.model), data=job.data_name or str(job.data))
+        summary = summary_of(totals, model=str(job.model), data=job.data_name or str(job.data))
         if self._folder is not None:
             self._folder.finish(summary, totals.blocks, per_text=job.options.per_text)
         return summary

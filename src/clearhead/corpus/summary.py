@@ -10,7 +10,7 @@ from clearhead.corpus.totals import Totals
 from clearhead.observe.head_sums import FIGURES
 from clearhead.observe.text import table
 
-__all__ = ["CorpusSummary", "HeadFigures"]
+__all__ = ["CorpusSummary", "HeadFigures", "summary_of"]
 
 _DECIMALS: Final = {"entropy": 2, "distance": 1}
 
@@ -70,29 +70,6 @@ class CorpusSummary:
     longest_line: int
     heads: tuple[HeadFigures, ...]
 
-    @classmethod
-    def of(cls, totals: Totals, *, model: str, data: str) -> Self:
-        """The summary of the totals of a whole corpus."""
-        heads = []
-        for layer, sums in totals.layers.items():
-            for head in range(sums.shape[0]):
-                moments = {figure: totals.moments(layer, head, figure) for figure in FIGURES}
-                means = {figure: mean for figure, (mean, _) in moments.items()}
-                errors = {figure: error for figure, (_, error) in moments.items()}
-                heads.append(HeadFigures(layer, head, **means, errors=errors))
-        return cls(
-            model=model,
-            data=data,
-            texts=totals.texts,
-            bad=totals.bad,
-            first_bad=None if totals.first_bad is None else totals.first_bad[1],
-            tokens=totals.tokens,
-            parts=totals.parts,
-            longest=totals.longest[0],
-            longest_line=totals.longest[1],
-            heads=tuple(heads),
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {**asdict(self), "heads": [asdict(head) for head in self.heads]}
@@ -119,3 +96,26 @@ class CorpusSummary:
         if self.bad:
             lines.append(f"skipped {self.bad:,} row{'' if self.bad == 1 else 's'}; the first: {self.first_bad}")
         return lines
+
+
+def summary_of(totals: Totals, *, model: str, data: str) -> CorpusSummary:
+    """The summary of the totals of a whole corpus."""
+    heads = []
+    for layer, sums in totals.layers.items():
+        for head in range(sums.shape[0]):
+            moments = {figure: totals.moments(layer, head, figure) for figure in FIGURES}
+            means = {figure: mean for figure, (mean, _) in moments.items()}
+            errors = {figure: error for figure, (_, error) in moments.items()}
+            heads.append(HeadFigures(layer, head, **means, errors=errors))
+    return CorpusSummary(
+        model=model,
+        data=data,
+        texts=totals.texts,
+        bad=totals.bad,
+        first_bad=None if totals.first_bad is None else totals.first_bad[1],
+        tokens=totals.tokens,
+        parts=totals.parts,
+        longest=totals.longest[0],
+        longest_line=totals.longest[1],
+        heads=tuple(heads),
+    )
