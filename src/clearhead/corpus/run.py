@@ -83,13 +83,13 @@ def observe_corpus(
     Cost: for each text a forward pass and the statistics of its attention. Memory: the model and one batch of 2,048
     tokens or one part; 100 bytes for each 64 KiB of the file. With several ranks every text is tokenized twice.
 
-    >>> import tempfile, clearhead as ch
+    >>> import tempfile
     >>> from clearhead.corpus import observe_corpus
-    >>> from clearhead.train import LanguageOptions, train_text_language_model
+    >>> from clearhead.train import LanguageOptions, Silent, train_text_language_model
     >>> folder = Path(tempfile.mkdtemp())
     >>> _ = (folder / "play.txt").write_text("Enter the king. " * 20)
-    >>> options = LanguageOptions(steps=1, embed_dim=8, num_heads=2, num_layers=1, context=8)
-    >>> _ = train_text_language_model(folder / "play.txt", options, out=folder / "run")
+    >>> sizes = LanguageOptions(steps=1, embed_dim=8, num_heads=2, num_layers=1, context=8)
+    >>> _ = train_text_language_model(folder / "play.txt", out=folder / "run", options=sizes, watcher=Silent())
     >>> _ = (folder / "texts.txt").write_text("Enter\\nthe king\\n")
     >>> summary = observe_corpus(folder / "run", folder / "texts.txt")
     >>> summary.texts, summary.tokens, len(summary.heads)
