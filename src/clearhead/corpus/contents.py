@@ -14,10 +14,13 @@ from clearhead.train.data import RowPlace, TextRow, stream_texts
 
 __all__ = ["Contents", "TextBlock", "read_block", "scan"]
 
-#: A block ends with the row that reaches one of these. They decide which texts share a batch, and so belong to the
-#: identity of a corpus: small enough to balance thousands of texts, large enough to fill batches.
-BLOCK_ROWS: Final = 64
-BLOCK_BYTES: Final = 1 << 16
+#: A unit ends with the row that reaches one of these. A block has up to so many units: few in a small file, whose
+#: blocks are then enough to balance ranks, many in a large one, whose blocks then fill batches. All of them decide
+#: which texts share a batch, and so belong to the identity of a corpus.
+UNIT_ROWS: Final = 32
+UNIT_BYTES: Final = 1 << 15
+UNITS: Final = 8
+_BLOCKS: Final = 128
 
 
 @dataclass(frozen=True)
@@ -50,23 +53,30 @@ def scan(path: Path, *, text_column: str, skip_bad: bool, function: str) -> Cont
         DataError: the file cannot be read or has no rows, or without ``skip_bad`` a row has no text; the error names
             the line.
     """
-    blocks: list[TextBlock] = []
+    units: list[TextBlock] = []
     start, rows = RowPlace(), 0
     for row in stream_texts(path, text_column=text_column, function=function):
         if isinstance(row.text, DataError) and not skip_bad:
             raise row.text
         rows += 1
-        if rows == BLOCK_ROWS or row.following.offset - start.offset >= BLOCK_BYTES:
-            blocks.append(TextBlock(start, rows))
+        if rows == UNIT_ROWS or row.following.offset - start.offset >= UNIT_BYTES:
+            units.append(TextBlock(start, rows))
             start, rows = row.following, 0
     if rows:
-        blocks.append(TextBlock(start, rows))
-    if not blocks:
+        units.append(TextBlock(start, rows))
+    if not units:
         must, then = "have at least one text", "Check the file."
         raise DataError.about(function, str(path), must=must, got="none", then=then)
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return Contents(path, path.stat().st_size, sha256, blocks)
+    return Contents(path, path.stat().st_size, sha256, _blocks_of(units))
+
+
+def _blocks_of(units: list[TextBlock]) -> list[TextBlock]:
+    """Units joined to blocks, of which there are at least 128 where that is possible."""
+    count = min(UNITS, max(1, len(units) // _BLOCKS))
+    groups = [units[first : first + count] for first in range(0, len(units), count)]
+    return [TextBlock(group[0].start, sum(unit.rows for unit in group)) for group in groups]
 
 
 def read_block(contents: Contents, block: TextBlock, *, text_column: str, function: str) -> Iterator[TextRow]:

@@ -10,10 +10,10 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from clearhead.errors import ClearheadError, DataError
 from clearhead.observe.head_sums import FIGURES, head_sums
-from clearhead.observe.layers import Layers
 from clearhead.readers import Reader
 from clearhead.train.data import TextRow
 
@@ -56,12 +56,13 @@ class BlockFigures:
 class BlockReader:
     """Computes figures of texts with a model.
 
-    ``size`` is the largest number of tokens of a part. Unless ``skip_bad``, a text that cannot be read raises.
+    ``size`` is the largest number of tokens of a part, and ``layers`` are the attention layers by name. Unless
+    ``skip_bad``, a text that cannot be read raises.
     """
 
     reader: Reader
     size: int
-    layers: Layers
+    layers: dict[str, nn.Module]
     skip_bad: bool
     function: str
 
@@ -104,7 +105,7 @@ class BlockReader:
         for batch in _batches([len(part) for part in parts]):
             check()
             ids = torch.tensor([parts[place] for place in batch])
-            for name, values in head_sums(self.function, self.reader.model, ids, layers=self.layers).items():
+            for name, values in head_sums(self.function, self.reader.model, ids, self.layers).items():
                 whole = sums.setdefault(name, np.zeros((len(parts), *values.shape[1:])))
                 whole[batch] = values
         layers = {name: _by_text(values, owners, len(texts)) for name, values in sums.items()}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from clearhead.corpus.contents import BLOCK_BYTES, BLOCK_ROWS, Contents, read_block, scan
+from clearhead.corpus.contents import UNIT_BYTES, UNIT_ROWS, UNITS, Contents, read_block, scan
 from clearhead.corpus.figures import BlockReader
 from clearhead.corpus.folder import CorpusFolder, fingerprint
 from clearhead.corpus.options import CorpusOptions, CorpusProgress
@@ -81,7 +81,8 @@ def observe_corpus(
         ClearheadError: a rank died. All other ranks raise within a minute.
 
     Cost: for each text a forward pass and the statistics of its attention. Memory: the model and one batch of 2,048
-    tokens or one part; 100 bytes for each 64 KiB of the file. With several ranks every text is tokenized twice.
+    tokens or one part; about 200 bytes for each 32 rows or 32 KiB of the file. With several ranks every text is
+    tokenized twice.
 
     >>> import tempfile
     >>> from clearhead.corpus import observe_corpus
@@ -162,7 +163,7 @@ def _identity(job: CorpusJob) -> dict[str, Any]:
     return {
         **options,
         "layers": list(layers) if isinstance(layers, (list, tuple)) else layers,
-        "block": [BLOCK_ROWS, BLOCK_BYTES],
+        "block": [UNIT_ROWS, UNIT_BYTES, UNITS],
     }
 
 
@@ -195,7 +196,8 @@ class _Work:
         self._job, self._ranks, self._contents, self._folder = job, ranks, contents, folder
         self._progress, self._model = progress, reader.model
         size = reader.limit if options.chunk is None else options.chunk
-        self._reader = BlockReader(reader, size, options.layers, options.skip_bad, job.function)
+        layers = choose_layers(job.function, reader.model, options.layers)
+        self._reader = BlockReader(reader, size, layers, options.skip_bad, job.function)
         self._totals = Totals()
         self._began = self._saved = time.monotonic()
 

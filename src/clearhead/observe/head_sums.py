@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import UnsupportedError
 from clearhead.observe.band import band
-from clearhead.observe.layers import Layers, choose_layers, not_called
+from clearhead.observe.layers import not_called
 from clearhead.observe.packed import sequences_of
 from clearhead.statistics import Observation, Want
 from clearhead.watch import Attend, Call, watching
@@ -26,24 +26,26 @@ _DISTANCES: Final = [1, -1, 0]
 _WANT: Final = Want(entropy=True, distance=True, sink=1, lse=True)
 
 
-def head_sums(function: str, model: nn.Module, ids: Tensor, *, layers: Layers = None) -> dict[str, NDArray[np.float64]]:
+def head_sums(
+    function: str, model: nn.Module, ids: Tensor, layers: dict[str, nn.Module]
+) -> dict[str, NDArray[np.float64]]:
     """Run a model on token ids ``[batch, length]`` without padding, and sum the figures of each head over queries.
 
+    ``layers`` are attention layers of the model by name, from ``choose_layers``.
+
     Returns:
-        For each call of an attention layer, by its name and in the model's order, float64 ``[batch, heads, figures]``.
+        For each call of such a layer, by its name and in the model's order, float64 ``[batch, heads, figures]``.
 
     Raises:
-        UnsupportedError: the model has no attention that can be observed, or a layer is no self-attention.
-        ShapeError: there is no such layer.
+        UnsupportedError: no layer was called, or one is no self-attention.
 
     Cost: one pass for the statistics, and three diagonals; memory is linear in the length.
     """
-    chosen = choose_layers(function, model, layers)
-    watcher = _Summing(function, chosen)
+    watcher = _Summing(function, layers)
     with torch.no_grad(), watching(watcher):
         model(ids)
     if not any(watcher.sums.values()):
-        raise not_called(function, model, list(chosen))
+        raise not_called(function, model, list(layers))
     return {
         name if len(calls) == 1 else f"{name} (call {place} of {len(calls)})": sums
         for name, calls in watcher.sums.items()
