@@ -136,7 +136,7 @@ class Ranks:
 
     def died(self, rank: int) -> ClearheadError:
         """The error for a rank that died."""
-        must, got = "run to the end", f"no sign of it for {_LOST_AFTER:g} s"
+        must, got = "run to the end", "no sign of life"
         then = "Start the same command again: it goes on from the texts that are saved."
         return ClearheadError.about(self._function, f"rank {rank}", must=must, got=got, then=then)
 
