@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,8 +23,6 @@ __all__ = ["observe_corpus", "world_size"]
 
 _FUNCTION: Final = "observe"
 _STDIN: Final = Path("-")
-#: Ranks wait for each other as long as their work takes; a rank that dies is found by its signs of life.
-_NO_LIMIT: Final = timedelta(days=30)
 
 
 def world_size() -> int:
@@ -66,7 +63,7 @@ def _ranks() -> Iterator[Ranks]:
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=_NO_LIMIT)
+    dist.init_process_group("gloo")
     with Ranks(_FUNCTION) as ranks:
         yield ranks
     # A rank that leaves early closes connections that others still read.
