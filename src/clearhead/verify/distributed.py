@@ -57,7 +57,7 @@ class _RankCall:
     """
 
     function: Callable[..., Any]
-    layout: str
+    layout: LayoutName
     number: int
     message: bytes
     tensors: tuple[Tensor, ...]
