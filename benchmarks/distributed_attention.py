@@ -3,9 +3,9 @@
     python benchmarks/distributed_attention.py                1x12x8192x64, causal, zigzag
     python benchmarks/distributed_attention.py --quick        a small size, to see that it runs
 
-The same two processes compute both in turns: all ranks compute a sharded call, then rank 0 computes the whole call with as many
-threads as there are ranks while the others wait. A figure is the median over rounds. The ratio is the time of one process over
-that of the slowest rank, so 1.00 is as fast. Bytes are what rank 0 sent forward and backward.
+The same two processes compute both in turns: all ranks compute a sharded call, then rank 0 computes the whole call with
+as many threads as there are ranks while the others wait. A figure is the median over rounds. The ratio is the time of
+one process over that of the slowest rank, so 1.00 is as fast. Bytes are what rank 0 sent forward and backward.
 """
 
 from __future__ import annotations
