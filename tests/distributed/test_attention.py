@@ -47,8 +47,8 @@ def _compare(method: str, layout: Any, length: int, names: list[str], dtype: tor
         exact = _results(ch.attention, doubled, learned, {**options, "backend": "reference"})
         parts = [ch.distributed.shard(tensor, layout=layout) for tensor in whole]
         sharded = {**options, "layout": layout, "method": method}
-        found = _results(ch.distributed.attention, parts, learned, sharded)
-        for place, (mine, one, right) in enumerate(zip(found, single, exact, strict=True)):
+        sharded = _results(ch.distributed.attention, parts, learned, sharded)
+        for place, (mine, one, right) in enumerate(zip(sharded, single, exact, strict=True)):
             if place < 4:
                 one, right = (ch.distributed.shard(tensor, layout=layout) for tensor in (one, right))
             if not right.numel():
@@ -114,10 +114,10 @@ def _nan(method: str) -> list[bool]:
     whole = [query, key, value, grad]
     single = _results(ch.attention, whole, [], options)
     parts = [ch.distributed.shard(tensor) for tensor in whole]
-    found = _results(ch.distributed.attention, parts, [], {**options, "method": method})
+    sharded = _results(ch.distributed.attention, parts, [], {**options, "method": method})
     return [
         bool((torch.isfinite(mine) == torch.isfinite(ch.distributed.shard(one))).all())
-        for mine, one in zip(found, single, strict=True)
+        for mine, one in zip(sharded, single, strict=True)
     ]
 
 
@@ -131,8 +131,8 @@ def _leading() -> list[Any]:
     right = ch.distributed.shard(ch.attention(*whole, mask=ch.Causal()))
     parts = [ch.distributed.shard(tensor) for tensor in whole]
     with torch.no_grad():
-        found = ch.distributed.attention(*parts, mask=ch.Causal(), method="gather")
-    return [found.shape == right.shape, torch.equal(found, right)]
+        sharded = ch.distributed.attention(*parts, mask=ch.Causal(), method="gather")
+    return [sharded.shape == right.shape, torch.equal(sharded, right)]
 
 
 def test_leading_axes_may_be_missing() -> None:
@@ -158,11 +158,11 @@ def test_rank_0_draws_the_seed(method: str) -> None:
 def _repeated() -> bool:
     options, _ = CASES["dropout"](HEADS, 66)
     parts = [ch.distributed.shard(tensor, layout="zigzag") for tensor in _tensors(66)]
-    once, again = (
+    first, second = (
         _results(ch.distributed.attention, parts, [], {**options, "layout": "zigzag", "method": "ring"})
         for _ in range(2)
     )
-    return all(map(torch.equal, once, again))
+    return all(map(torch.equal, first, second))
 
 
 def test_ring_gives_the_same_bits_every_time() -> None:
@@ -175,12 +175,12 @@ def _log_sum_exp(method: str) -> list[bool]:
     parts = [ch.distributed.shard(tensor).requires_grad_() for tensor in whole]
     options = {"mask": ch.Causal(), "want": ch.Want(lse=True)}
     one = ch.observe_attention(*single, **options)
-    found = ch.distributed.observe_attention(*parts, method=method, **options)
+    sharded = ch.distributed.observe_attention(*parts, method=method, **options)
     assert one.lse is not None
-    assert found.lse is not None
+    assert sharded.lse is not None
     right = torch.autograd.grad([one.output.sum(), one.lse.square().sum()], single)
-    mine = torch.autograd.grad([found.output.sum(), found.lse.square().sum()], parts)
-    pairs = [(found.lse, ch.distributed.shard(one.lse[..., None])[..., 0])]
+    mine = torch.autograd.grad([sharded.output.sum(), sharded.lse.square().sum()], parts)
+    pairs = [(sharded.lse, ch.distributed.shard(one.lse[..., None])[..., 0])]
     pairs += [(grad, ch.distributed.shard(other)) for grad, other in zip(mine, right, strict=True)]
     return [torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs]
 

@@ -31,10 +31,10 @@ def _observed(method: str, layout: Any) -> list[str]:
     whole = ch.observe_attention(*tensors, want=_want(weights), **options)
     parts = [ch.distributed.shard(tensor, layout=layout) for tensor in tensors]
     want = _want(ch.distributed.shard(weights, dim=-1, layout=layout))
-    found = ch.distributed.observe_attention(*parts, want=want, layout=layout, method=method, **options)
+    sharded = ch.distributed.observe_attention(*parts, want=want, layout=layout, method=method, **options)
     differing = []
     for name, axes in AXES.items():
-        right, mine = getattr(whole, name), getattr(found, name)
+        right, mine = getattr(whole, name), getattr(sharded, name)
         if axes.sharded is not None:
             right = axes.restored(ch.distributed.shard(axes.tokens_first(right), layout=layout))
         if mine.shape != right.shape or not torch.equal(mine, right):
@@ -53,8 +53,8 @@ def _rows(method: str) -> list[bool]:
     want = ch.Want(entropy=True, distance=True)
     whole = ch.observe_attention(*tensors, want=want, mask=ch.Causal())
     parts = [ch.distributed.shard(tensor, layout="zigzag") for tensor in tensors]
-    found = ch.distributed.observe_attention(*parts, want=want, mask=ch.Causal(), layout="zigzag", method=method)
-    pairs = ((found.entropy, whole.entropy), (found.distance, whole.distance))
+    sharded = ch.distributed.observe_attention(*parts, want=want, mask=ch.Causal(), layout="zigzag", method=method)
+    pairs = ((sharded.entropy, whole.entropy), (sharded.distance, whole.distance))
     return [torch.equal(a, ch.distributed.shard(b[..., None], layout="zigzag")[..., 0]) for a, b in pairs]
 
 

@@ -147,7 +147,7 @@ class _Ring:
             for keys, where in here
         ]
 
-    def passing(self, *tensors: Tensor) -> Iterator[tuple[_Visit, tuple[Tensor, ...]]]:
+    def arrivals(self, *tensors: Tensor) -> Iterator[tuple[_Visit, tuple[Tensor, ...]]]:
         """Each visit with the tensors that are here; those of the next one are on their way meanwhile."""
         waiting: tuple[tuple[Tensor, ...], list[Any]] = (tensors, [])
         following = [*self.visits[1:], None]
@@ -219,7 +219,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows = _MergedRows(ring.call, query, value)
-        for visit, tensors in ring.passing(key, value):
+        for visit, tensors in ring.arrivals(key, value):
             for block in ring.blocks(visit):
                 done = ring.call.run(_problem(ring.call, block, query, tensors), _LSE)
                 assert done.lse is not None
@@ -260,7 +260,7 @@ class _RingBackward:
         """Gradients of query, key, value and the rules' parameters."""
         ring = self.ring
         _, *key_value = self.tensors
-        for visit, here in ring.passing(*key_value):
+        for visit, here in ring.arrivals(*key_value):
             grads = (
                 self.sums[1:] if visit.step == 0 else [torch.zeros_like(one, dtype=self.sums[0].dtype) for one in here]
             )
