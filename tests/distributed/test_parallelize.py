@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead.distributed.launch import run_ranks
+from clearhead.ops.library import library
+from clearhead.testing import fused_calls
 
 VOCABULARY, LENGTH, BATCH = 50, 16, 4
 
@@ -454,3 +456,20 @@ def _swapped_errors(axis: str) -> dict[str, float]:
 def test_swapped_llama_learns_as_the_original_in_one_process(axis: str) -> None:
     for errors in run_ranks(_swapped_errors, 2, axis, timeout=200):
         assert max(errors.values()) < 2e-5, errors
+
+
+def _fused(axis: str) -> list[str]:
+    """The operators of which a step consists."""
+    torch.manual_seed(0)
+    model = ch.nn.LanguageModel(VOCABULARY, embed_dim=256, num_heads=4, num_layers=1, max_len=64)
+    ch.distributed.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)))
+    with fused_calls() as calls:
+        model(torch.zeros(2, 32, dtype=torch.int64)).sum().backward()
+    return calls
+
+
+def test_parts_of_layers_are_fused_operators() -> None:
+    if library() is None:
+        pytest.skip("without the compiled kernels nothing is fused")
+    for axis, kinds in (("shard", ["layer"]), ("tensor", ["attention", "feedforward"]), ("context", ["feedforward"])):
+        assert run_ranks(_fused, 2, axis) == [kinds, kinds]
