@@ -254,6 +254,7 @@ def _refusals() -> list[str]:
     sharded = ch.distributed.parallelize(language_model(), mesh["context"])
     split = ch.distributed.parallelize(language_model(), mesh["tensor"])
     ids = torch.zeros(1, 4, dtype=torch.int64)
+    jagged = torch.nested.nested_tensor([torch.zeros(3, 12), torch.zeros(2, 12)], layout=torch.jagged)
     parallelize = ch.distributed.parallelize
     calls = [
         lambda: parallelize(language_model(), odd),
@@ -272,6 +273,8 @@ def _refusals() -> list[str]:
         lambda: _observed(sharded.eval(), ids),
         lambda: _observed(split.eval(), ids),
         lambda: parallelize(split, mesh["data"]),
+        lambda: sharded.decoder(jagged),
+        lambda: split.decoder.blocks[0].attention(jagged),
         lambda: ch.distributed.mean_loss(torch.zeros(2), 1, mesh["data"]),
     ]
     said = []
@@ -289,7 +292,8 @@ def test_wrong_calls_are_refused_in_one_line_on_every_rank() -> None:
         "name its axes", "be a DeviceMesh", "divides num_heads", "divides feedforward_dim", "rules of the library",
         "have a tp_plan", "with 'context'", "the same on every rank", "name its axes", "contiguous",
         "parts of the lengths", "at most 8 tokens long", "sharded over ranks", "while a model is observed",
-        "while a model is observed", "be whole on every rank", "one floating point number",
+        "while a model is observed", "be whole on every rank", "be padded",
+        "be padded", "one floating point number",
     ]  # fmt: skip
     for said in run_ranks(_refusals, 2):
         for word, line in zip(words, said, strict=True):
