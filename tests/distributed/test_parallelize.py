@@ -381,6 +381,7 @@ SLOW = [
     Run(("data", "context"), (2, 2), "zigzag", dropout=0.2, mask="window"),
     Run(("shard", "tensor"), (2, 2), scores="learned", mask="dense heads"),
     Run(("shard", "context"), (2, 2), "zigzag", scores="learned"),
+    Run(("context", "data"), (2, 2), scores="shared"),
     Run(("context", "tensor"), (2, 2), scores="shared", mask="function"),
     Run(("tensor",), (2,), options=(("checkpoint_activations", True),), dropout=0.2),
     Run(("shard",), (2,), options=(("checkpoint_activations", True),), dropout=0.2),
