@@ -144,7 +144,8 @@ class RankPart:
                     "parallelize", "dropout", must="be 0 in attention where a mesh has 'context' and other axes",
                     got=dropout, then="Build the model with attention_dropout=0.0.",
                 )  # fmt: skip
-            rules = [rule.mapped(lambda tensor: _averaged(tensor, self.copies)) for rule in scores]
+            ranks = dist.get_world_size(self.sequence.group)
+            rules = [rule.mapped(lambda tensor: _averaged(tensor, ranks)) for rule in scores]
             options = {"mask": mask, "scores": rules, "scale": scale, "dropout": dropout}
             output: Tensor = self.sequence.attend(query, key, value, **options)
             return output
