@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clearhead.train import load_run
 
@@ -84,7 +85,7 @@ def undisturbed(play: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_of_ranks_is_read_like_any_other(undisturbed: Path) -> None:
     run = load_run(undisturbed)
-    assert run.model.generate(__import__("torch").tensor([[1]]), 4, seed=0).shape == (1, 5)
+    assert run.model.generate(torch.tensor([[1]]), 4, seed=0).shape == (1, 5)
     said = undisturbed.with_suffix(".errors").read_text()
     assert said.count("tokens to train on") == 1, "one rank shows progress"
 
