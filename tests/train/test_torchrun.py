@@ -41,7 +41,7 @@ def _start(
 
 def _said(errors: Path) -> list[str]:
     """What clearhead wrote to stderr: torchrun's own lines begin otherwise."""
-    return [line for line in errors.read_text().splitlines() if line.startswith(("train ", "clearhead"))]
+    return [line for line in errors.read_text().splitlines() if line.startswith(("train lm:", "clearhead:"))]
 
 
 def _pid(launcher: int, rank: int) -> int:
