@@ -146,7 +146,16 @@ class Ranks:
 
     def parallelized(self, model: nn.Module) -> nn.Module:
         """The model on the mesh; itself for one process."""
-        return model if self._axes is None else parallelize(model, self._axes.mesh, equal_batches=False, layout=_LAYOUT)
+        if self._axes is None:
+            return model
+        # Where every process has whole parameters, gathering them again for backward would copy them for nothing.
+        return parallelize(
+            model,
+            self._axes.mesh,
+            equal_batches=False,
+            layout=_LAYOUT,
+            reshard_after_forward=self.options.shard > 1,
+        )
 
     def shares(self, batch: Batch, accumulate: int = 1) -> Iterator[BatchShare]:
         """What this process computes of a batch, one after the other.
@@ -166,7 +175,8 @@ class Ranks:
 
     def _tokens(self, share: BatchShare) -> BatchShare:
         """This process's tokens of each sequence, and their targets; ``lengths`` stay those of whole sequences."""
-        assert self._axes is not None and share.part is not None
+        assert self._axes is not None
+        assert share.part is not None
         batch, part, count = share.batch, share.part, self.options.context_parallel
         length = batch.ids.shape[1]
         # Sequences that are divided stay padded; one process would pack them.
