@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_dead_rank_is_named_and_ends_the_job_within_a_minute(
     try:
         process.communicate(timeout=2 * MINUTE)
     finally:
-        if how is signal.SIGSTOP:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     # torchrun gives a rank that does not answer SIGTERM half a minute more; the line is there before.
     assert time.monotonic() - killed < MINUTE + 30.0

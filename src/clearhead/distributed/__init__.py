@@ -18,14 +18,14 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "clearhead.distributed.sharded_attention": "attention observe_attention",
-            "clearhead.distributed.exchange": "Traffic traffic",
             "clearhead.distributed.balance": "balanced",
+            "clearhead.distributed.exchange": "Traffic traffic",
             "clearhead.distributed.layout": "ShardLayout shard unshard",
-            "clearhead.distributed.machine": "AttentionSizes Link Machine",
             "clearhead.distributed.loss": "mean_loss",
+            "clearhead.distributed.machine": "AttentionSizes Link Machine",
             "clearhead.distributed.parallel": "parallelize",
             "clearhead.distributed.plan": "Plan plan_attention",
+            "clearhead.distributed.sharded_attention": "attention observe_attention",
             "clearhead.distributed.simulation": "PassTime Simulation simulate",
         },
     )

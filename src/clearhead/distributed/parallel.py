@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from clearhead.arguments import flag, one_of, repr_of
 from clearhead.distributed.layout import LayoutName, check_layout
@@ -70,6 +71,10 @@ def parallelize(
         if not isinstance(model, nn.Module):
             then = "Pass a model of clearhead.nn, of torch or of transformers."
             raise UnsupportedError.about(_NAME, "model", must="be a module", got=repr_of(model), then=then)
+        if any(isinstance(tensor, DTensor) for _, tensor in _tensors(model)):
+            raise UnsupportedError.about(
+                _NAME, "model", must="be whole on every rank", got="DTensors", then="Parallelize a new model."
+            )
         check_layout(_NAME, layout)
         one_of(_NAME, "method", method, METHODS, "'auto' chooses.")
         flag(_NAME, "reshard_after_forward", reshard_after_forward)

@@ -204,6 +204,11 @@ class _Split(_Local):
         shared: dict[int, Tensor] = {}
 
         def enter(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.is_nested:
+                raise UnsupportedError.about(
+                    type(module).__name__, "tokens", must="be padded or packed on a mesh with 'tensor'",
+                    got="a jagged tensor", then="Use clearhead.packing.pack, or pass it to a whole block or model.",
+                )  # fmt: skip
             if isinstance(value, Tensor) and value.is_floating_point():
                 return shared.setdefault(id(value), _enter(value, self._group))
             return value

@@ -81,7 +81,9 @@ def takes_jagged(
                 return forward(self, *args, **kwargs)
             given = signature.bind(self, *args, **kwargs).arguments
             del given["self"]
-            laid, layout, packed = laid_out_arguments(type(self).__name__, call, given, call.attentions(self))
+            attentions = call.attentions(self)
+            _refuse_parts(type(self).__name__, tokens, attentions)
+            laid, layout, packed = laid_out_arguments(type(self).__name__, call, given, attentions)
             run: Callable[..., Any] = forward
             restored: Any = layout.restored(run(self, **laid), packed=packed)
             return restored  # type: ignore[no-any-return]
@@ -89,6 +91,16 @@ def takes_jagged(
         return taking
 
     return decorate
+
+
+def _refuse_parts(name: str, tokens: str, attentions: Sequence[object]) -> None:
+    """Raise where other processes have other tokens of each sequence: a jagged tensor has whole sequences."""
+    parts = (getattr(attention, "part", None) for attention in attentions)
+    if any(part is not None and part.sequence is not None for part in parts):
+        raise UnsupportedError.about(
+            name, tokens, must="be padded where a sequence is sharded over ranks", got="a jagged tensor",
+            then="Pass lengths=, or a Padding as mask.",
+        )  # fmt: skip
 
 
 def laid_out_arguments(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from clearhead.shapes import Float, Int
 __all__ = ["ModelPart", "SequencePart"]
 
 
+@runtime_checkable
 class SequencePart(Protocol):
     """The tokens of each sequence that this process has."""
 
@@ -33,6 +34,7 @@ class SequencePart(Protocol):
         ...
 
 
+@runtime_checkable
 class ModelPart(Protocol):
     """The sequences, tokens and heads that this process computes."""
 
