@@ -3,11 +3,11 @@
     python benchmarks/distributed_model.py                    2 and 4 ranks, 1x12x8192x64, causal and a window
     python benchmarks/distributed_model.py --quick            a small size, to see that it runs
 
-Ranks are processes of this machine, of one thread each, over gloo on the loopback. Small probes measure the figures of
-the machine first: FLOP/s of attention of one process with this mask, bandwidth and latency of messages that all ranks
-send at once, and how far messages hide behind computing. Then each method runs forward and backward; methods are
-interleaved, and a figure is the median over rounds of the slowest rank's time. The last column is simulated over
-measured: the cost model holds where it is from 0.8 to 1.2.
+Ranks are processes of this machine, of one thread each, over gloo on the loopback. A round measures the figures of the
+machine by small probes (FLOP/s of attention of one process with this mask, bandwidth and latency of messages that all
+ranks send at once, how far messages hide behind computing, bytes merged per second) and then runs each method forward
+and backward. A figure is the median over rounds, and a pass takes as long as its slowest rank. The ratio is simulated
+over measured: the cost model holds where it is from 0.8 to 1.2.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from clearhead.distributed.exchange import traffic
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.distributed import AttentionSizes, Link, Machine, plan_attention, simulate
+from clearhead.distributed.exchange import traffic
 from clearhead.distributed.launch import run_ranks
 from clearhead.masks import Mask
 
@@ -57,126 +58,111 @@ class Call:
         return [torch.randn(1, self.heads, self.length, self.head_dim) for _ in range(4)]
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a call that all ranks begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
+class Rounds:
+    """Seconds of what a rank ran, by name, a value for each round; and bytes that it sent."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.bytes: dict[str, int] = {}
+
+    def time(self, name: str, call: Callable[[], Any], times: int = 1) -> Any:
+        """Run a call that all ranks begin together, and return its result; the median of ``times`` runs counts."""
+        seconds, result = [], None
+        for _ in range(times):
+            dist.barrier()
+            start = time.perf_counter()
+            result = call()
+            seconds.append(time.perf_counter() - start)
+        self.seconds.setdefault(name, []).append(statistics.median(seconds))
+        return result
 
 
-def median(call: Callable[[], Any], repeats: int) -> float:
-    """The median seconds of a call that all ranks begin together."""
-    return statistics.median([timed(call)[0] for _ in range(repeats)])
-
-
-def computing(call: Call, repeats: int) -> tuple[float, float, float, float]:
-    """On a rank: seconds of the call forward and backward, and of one of 64 tokens; bytes merged per second."""
-    query, key, value, grad = call.tensors()
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    mask = call.whole()
-    passes = []
-    for _ in range(repeats):
-        forward, output = timed(lambda: ch.attention(*leaves, mask=mask))
-        backward, _ = timed(lambda output=output: torch.autograd.grad(output, leaves, grad))  # type: ignore[misc]
-        passes.append((forward, backward))
-    short = [tensor[:, :, :64].detach() for tensor in leaves]
-    small = median(lambda: ch.attention(*short), 20)
-    rows, factor = query.detach()[:, :, : call.length // 4], torch.rand(call.length // 4, 1)
-    total = torch.zeros_like(rows)
-
-    def merge() -> None:
-        total.mul_(factor).add_(rows * factor)
-
-    # Seven passes over the rows: two reads and a write of each result, but that of mul_ reads one.
-    memory = 7 * rows.numel() * 4 / median(merge, 20)
-    forward, backward = (statistics.median(times) for times in zip(*passes, strict=True))
-    return forward, backward, small, memory
-
-
-def pass_round(size: int) -> Callable[[], None]:
-    """A message of some bytes to the next rank, while one from the rank before arrives."""
+def begin_messages(size: int) -> list[Any]:
+    """Begin a message of some bytes to the next rank, and one from the rank before."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sent, received = torch.zeros(2, size, dtype=torch.uint8)
-
-    def run() -> None:
-        operations = [
-            dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
-            dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    return run
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, (rank + 1) % ranks), dist.P2POp(dist.irecv, received, (rank - 1) % ranks)]
+    )
 
 
-def messages(call: Call, repeats: int) -> tuple[float, float, float]:
-    """On a rank: bandwidth, latency, and the share of a message that computing hides."""
-    small, large = (median(pass_round(size), 4 * repeats) for size in (SMALL, LARGE))
-    bandwidth = (LARGE - SMALL) / max(large - small, 1e-9)
-    query, key, value, _ = (tensor[:, :, : call.length // 4] for tensor in call.tensors())
-    run = pass_round(LARGE)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent, received = torch.zeros(2, LARGE, dtype=torch.uint8)
+def finish(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def probe(rounds: Rounds, call: Call, tensors: list[Tensor]) -> None:
+    """Measure the figures of the machine once."""
+    # As many ranks as there are processors compute the whole call, the others wait.
+    computes = dist.get_rank() < CORES
+    *leaves, grad = tensors
+    mask = call.whole()
+    output = rounds.time("forward", lambda: ch.attention(*leaves, mask=mask) if computes else None)
+    rounds.time("backward", lambda: torch.autograd.grad(output, leaves, grad) if computes else None)
+    query, key, value = (tensor.detach()[:, :, : call.length // 4].contiguous() for tensor in leaves)
+    short = [tensor[:, :, :64] for tensor in (query, key, value)]
+    rounds.time("call", lambda: ch.attention(*short) if computes else None, 9)
+    total, factor = torch.zeros_like(query), torch.rand(query.shape[2], 1)
+    rounds.time("merge", lambda: total.mul_(factor).add_(query * factor) if computes else None, 9)
+    rounds.time("small", lambda: finish(begin_messages(SMALL)), 9)
+    rounds.time("large", lambda: finish(begin_messages(LARGE)), 3)
+    rounds.time("alone", lambda: ch.attention(query, key, value))
 
     def both() -> None:
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
-                dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-            ]
-        )
+        works = begin_messages(LARGE)
         ch.attention(query, key, value)
-        for work in works:
-            work.wait()
+        finish(works)
 
-    alone, message, together = (median(one, repeats) for one in (lambda: ch.attention(query, key, value), run, both))
-    overlap = (alone + message - together) / min(alone, message)
-    return bandwidth, small, min(1.0, max(0.0, overlap))
+    rounds.time("both", both)
 
 
-def measured(call: Call, methods: list[str], repeats: int) -> dict[str, list[tuple[float, float, int, int]]]:
-    """On a rank: for each method the rounds' seconds and bytes, forward and backward."""
-    mask, layout = call.whole(), call.layout
-    query, key, value, grad = (ch.distributed.shard(tensor, layout=layout) for tensor in call.tensors())
+def measured(call: Call, methods: list[str], repeats: int) -> Rounds:
+    """On a rank: rounds of probes and of every method."""
+    rounds, whole = Rounds(), [tensor.requires_grad_(place < 3) for place, tensor in enumerate(call.tensors())]
+    query, key, value, grad = (ch.distributed.shard(tensor.detach(), layout=call.layout) for tensor in whole)  # type: ignore[arg-type]
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    rounds: dict[str, list[tuple[float, float, int, int]]] = {method: [] for method in methods}
+    options: dict[str, Any] = {"mask": call.whole(), "layout": call.layout}
     for turn in range(repeats + 1):
+        probe(rounds, call, whole)
         for method in methods:
-            options = {"mask": mask, "layout": layout, "method": method}
-            with traffic() as there:
-                forward, output = timed(lambda options=options: ch.distributed.attention(*leaves, **options))  # type: ignore[misc]
-            with traffic() as back:
-                backward, _ = timed(lambda output=output: torch.autograd.grad(output, leaves, grad))  # type: ignore[misc]
-            if turn:
-                rounds[method].append((forward, backward, there.bytes, back.bytes))
+            with traffic() as sent:
+                run = partial(ch.distributed.attention, *leaves, method=method, **options)
+                output = rounds.time(f"{method} forward", run)
+            rounds.bytes[f"{method} forward"] = sent.bytes
+            with traffic() as sent:
+                rounds.time(f"{method} backward", partial(torch.autograd.grad, output, leaves, grad))
+            rounds.bytes[f"{method} backward"] = sent.bytes
+        if not turn:
+            # The first round warms up.
+            rounds.seconds.clear()
     return rounds
 
 
-def machine_of(call: Call, ranks: int, repeats: int) -> Machine:
-    """The machine's figures, by probes with as many ranks as will run."""
-    together = min(ranks, CORES)
-    by_rank = run_ranks(computing, together, call, repeats, timeout=LIMIT)
-    forward, backward, small, memory = (statistics.median(values) for values in zip(*by_rank, strict=True))
-    bandwidth, latency, overlap = (
-        statistics.median(values)
-        for values in zip(*run_ranks(messages, ranks, call, repeats, timeout=LIMIT), strict=True)
-    )
+def machine_of(call: Call, seconds: Callable[[str], float]) -> Machine:
+    """The machine's figures, from the seconds of the probes."""
     operations = int(plan_attention(call.whole(), call.length, ranks=1).work) * call.heads * call.head_dim
+    hidden = seconds("alone") + seconds("large") - seconds("both")
     return Machine(
-        flops=4 * operations / forward,
-        backward_flops=10 * operations / backward,
-        link=Link(bandwidth, latency),
-        overlap=overlap,
-        memory=memory,
-        call=small,
+        flops=4 * operations / seconds("forward"),
+        backward_flops=10 * operations / seconds("backward"),
+        link=Link((LARGE - SMALL) / max(seconds("large") - seconds("small"), 1e-9), seconds("small")),
+        overlap=min(1.0, max(0.0, hidden / min(seconds("alone"), seconds("large")))),
+        # Seven passes over float32.
+        memory=7 * call.heads * (call.length // 4) * call.head_dim * 4 / seconds("merge"),
+        call=seconds("call"),
         cores=CORES,
     )
 
 
 def compare(call: Call, ranks: int, methods: list[str], repeats: int) -> None:
     """Print a line for each method and pass."""
-    machine = machine_of(call, ranks, repeats)
+    by_rank = run_ranks(measured, ranks, call, methods, repeats, timeout=LIMIT)
+
+    def seconds(name: str) -> float:
+        """The median over rounds of the slowest rank's time."""
+        return statistics.median(map(max, zip(*(rounds.seconds[name] for rounds in by_rank), strict=True)))
+
+    machine = machine_of(call, seconds)
     print(
         f"\n{ranks} ranks, 1x{call.heads}x{call.length}x{call.head_dim} {call.mask}, {call.layout}: "
         f"{machine.flops / 1e9:.1f} GFLOP/s forward, {(machine.backward_flops or 0) / 1e9:.1f} backward, "
@@ -187,16 +173,14 @@ def compare(call: Call, ranks: int, methods: list[str], repeats: int) -> None:
     )
     plan = plan_attention(call.whole(), call.length, ranks=ranks, layout=call.layout)  # type: ignore[arg-type]
     sizes = AttentionSizes(heads=call.heads, head_dim=call.head_dim, dtype=torch.float32)
-    by_rank = run_ranks(measured, ranks, call, methods, repeats, timeout=LIMIT)
     for method in methods:
         simulated = simulate(plan, sizes, machine, method=method)  # type: ignore[arg-type]
-        for column, part in enumerate((simulated.forward, simulated.backward)):
-            rounds = zip(*(rank[method] for rank in by_rank), strict=True)
-            seconds = statistics.median(max(one[column] for one in ranks_of) for ranks_of in rounds)
-            sent = max(rank[method][0][2 + column] for rank in by_rank)
+        for name, part in (("forward", simulated.forward), ("backward", simulated.backward)):
+            took = seconds(f"{method} {name}")
+            sent = max(rounds.bytes[f"{method} {name}"] for rounds in by_rank)
             print(
-                f"{method:<8}{('forward', 'backward')[column]:<10}{1e3 * seconds:>12.2f}{1e3 * part.seconds:>13.2f}"
-                f"{part.seconds / seconds:>7.2f}{sent / 2**20:>10.2f}{float(part.sent.amax()) / 2**20:>10.2f}"
+                f"{method:<8}{name:<10}{1e3 * took:>12.2f}{1e3 * part.seconds:>13.2f}{part.seconds / took:>7.2f}"
+                f"{sent / 2**20:>10.2f}{float(part.sent.amax()) / 2**20:>10.2f}"
             )
 
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from clearhead.cut import Extent, part_of
+from clearhead.cut import Region, part_of
 from clearhead.dispatch import loaded
 from clearhead.problem import Problem
 from clearhead.statistics import Want
 from tests.distributed.cases import CASES
 
 HEADS, LENGTH = 4, 40
-EXTENTS = [
-    Extent(range(HEADS), range(12, 30), range(LENGTH)),
-    Extent(range(2, 4), range(3, 40), range(17, 33)),
-    Extent(range(1), range(5), range(30, 40)),
+REGIONS = [
+    Region(range(HEADS), range(12, 30), range(LENGTH)),
+    Region(range(2, 4), range(3, 40), range(17, 33)),
+    Region(range(1), range(5), range(30, 40)),
 ]
 
 
@@ -27,20 +27,20 @@ def _problem(**options: Any) -> Problem:
     return Problem.of("test", *tensors, **options)
 
 
-def _part(whole: Problem, extent: Extent) -> Problem:
-    heads, queries, keys = (slice(one.start, one.stop) for one in (extent.heads, extent.queries, extent.keys))
+def _part(whole: Problem, region: Region) -> Problem:
+    heads, queries, keys = (slice(one.start, one.stop) for one in (region.heads, region.queries, region.keys))
     query = whole.query[:, heads, queries]
-    return part_of(whole, extent, query, whole.key[:, heads, keys], whole.value[:, heads, keys])
+    return part_of(whole, region, query, whole.key[:, heads, keys], whole.value[:, heads, keys])
 
 
-@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("case", CASES)
-def test_part_has_the_scores_of_the_whole(case: str, extent: Extent) -> None:
+def test_part_has_the_scores_of_the_whole(case: str, region: Region) -> None:
     torch.manual_seed(0)
     options, _ = CASES[case](HEADS, LENGTH)
     whole = _problem(**options)
-    part = _part(whole, extent)
-    heads, queries, keys = (slice(one.start, one.stop) for one in (extent.heads, extent.queries, extent.keys))
+    part = _part(whole, region)
+    heads, queries, keys = (slice(one.start, one.stop) for one in (region.heads, region.queries, region.keys))
     scores, mine = torch.zeros(2, HEADS, LENGTH, LENGTH), torch.zeros(*part.query.shape[:3], part.k_len)
     for rule, cut in zip(whole.elementwise, part.elementwise, strict=True):
         scores, mine = rule.apply(scores, *whole.indices()), cut.apply(mine, *part.indices())
@@ -57,7 +57,7 @@ def test_rows_of_a_part_with_all_keys_are_those_of_the_whole(case: str, backend:
     whole = _problem(**options)
     run = loaded(backend).run
     with torch.no_grad():
-        mine = run(_part(whole, Extent(range(2, 4), range(7, 29), range(LENGTH))), Want()).output
+        mine = run(_part(whole, Region(range(2, 4), range(7, 29), range(LENGTH))), Want()).output
         right = run(whole, Want()).output[:, 2:4, 7:29]
     assert torch.allclose(mine, right, rtol=1e-5, atol=1e-6)
 
@@ -68,12 +68,12 @@ def test_dropout_of_a_part_is_that_of_its_place(backend: str) -> None:
     whole = _problem(dropout=0.5, seed=3)
     dropped = []
     with torch.no_grad():
-        for extent in (
-            Extent(range(HEADS), range(LENGTH), range(LENGTH)),
-            Extent(range(1, 3), range(8, 31), range(20, 40)),
+        for region in (
+            Region(range(HEADS), range(LENGTH), range(LENGTH)),
+            Region(range(1, 3), range(8, 31), range(20, 40)),
         ):
-            part = _part(whole, extent)
-            ones = torch.eye(part.k_len).expand(2, len(extent.heads), -1, -1)
+            part = _part(whole, region)
+            ones = torch.eye(part.k_len).expand(2, len(region.heads), -1, -1)
             output = loaded(backend).run(part.with_tensors(part.query, part.key, ones), Want()).output
             dropped.append(output == 0.0)
     assert torch.equal(dropped[1], dropped[0][:, 1:3, 8:31, 20:40])

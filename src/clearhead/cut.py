@@ -19,11 +19,11 @@ from clearhead.masks.tables import Dense
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
 
-__all__ = ["Extent", "cut_mask", "cut_rule", "part_of", "pulled"]
+__all__ = ["Region", "cut_mask", "cut_rule", "part_of", "pulled"]
 
 
 @dataclass(frozen=True)
-class Extent:
+class Region:
     """Ranges of heads, queries and keys of a whole call, by absolute position."""
 
     heads: range
@@ -73,53 +73,53 @@ class _ShiftedRule(ScoreRule):
         return self.rule.parameters()
 
 
-def cut_mask(mask: Mask, extent: Extent) -> Mask:
+def cut_mask(mask: Mask, region: Region) -> Mask:
     """The mask of a part of a call.
 
     Args:
         mask: the mask of the whole call, placed.
-        extent: the part; its queries' positions are those of the whole call.
+        region: the part; its queries' positions are those of the whole call.
     """
     if does_as(mask, Dense):
         assert isinstance(mask, Dense)
-        part = Dense(_sliced(mask.allowed, extent, mask.first))
-        return part.placed(extent.query_offset)
+        part = Dense(_sliced(mask.allowed, region, mask.first))
+        return part.placed(region.query_offset)
     if type(mask) in (Both, Either, Not):
-        return type(mask)(*(cut_mask(part, extent) for part in mask.parts()))  # type: ignore[attr-defined]
-    if (mask.relative and extent.heads.start == 0) or (extent.heads.start, extent.keys.start) == (0, 0):
+        return type(mask)(*(cut_mask(part, region) for part in mask.parts()))  # type: ignore[attr-defined]
+    if (mask.relative and region.heads.start == 0) or (region.heads.start, region.keys.start) == (0, 0):
         return mask
-    return _ShiftedMask(mask, extent.heads.start, extent.keys.start)
+    return _ShiftedMask(mask, region.heads.start, region.keys.start)
 
 
-def cut_rule(rule: ScoreRule, extent: Extent) -> ScoreRule:
+def cut_rule(rule: ScoreRule, region: Region) -> ScoreRule:
     """The score rule of a part of a call; its tensors are views of the rule's, so gradients reach those.
 
     Args:
         rule: the rule of the whole call, placed.
-        extent: the part; its queries' positions are those of the whole call.
+        region: the part; its queries' positions are those of the whole call.
     """
-    heads = slice(extent.heads.start, extent.heads.stop)
+    heads = slice(region.heads.start, region.heads.stop)
     match rule:
         case SoftCap():
             return rule
         case Alibi() | RelativeBias() | Sink():
             return rule.mapped(lambda table: table[heads] if table.shape[0] > 1 else table)
         case DenseBias():
-            return DenseBias(_sliced(rule.bias, extent, rule.first)).placed(extent.query_offset)
-    if (extent.heads.start, extent.keys.start) == (0, 0):
+            return DenseBias(_sliced(rule.bias, region, rule.first)).placed(region.query_offset)
+    if (region.heads.start, region.keys.start) == (0, 0):
         return rule
     if does_as(rule, ScoreFunction, "apply"):
         assert isinstance(rule, ScoreFunction)
-        return ScoreFunction(_moved(rule.fn, extent.heads.start, extent.keys.start)).bound()
-    return _ShiftedRule(rule, extent.heads.start, extent.keys.start)
+        return ScoreFunction(_moved(rule.fn, region.heads.start, region.keys.start)).bound()
+    return _ShiftedRule(rule, region.heads.start, region.keys.start)
 
 
-def part_of(whole: Problem, extent: Extent, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+def part_of(whole: Problem, region: Region, query: Tensor, key: Tensor, value: Tensor) -> Problem:
     """A part of a call as a problem.
 
     Args:
         whole: the whole call, of which only sizes, mask, rules and numbers are read.
-        extent: the part's heads, queries and keys.
+        region: the part's heads, queries and keys.
         query: ``[batch, heads, q_len, head_dim]`` of the part.
         key: ``[batch, kv_heads, k_len, head_dim]`` of the part.
         value: ``[batch, kv_heads, k_len, value_dim]`` of the part.
@@ -127,16 +127,16 @@ def part_of(whole: Problem, extent: Extent, query: Tensor, key: Tensor, value: T
     first_batch, first_head, first_key = whole.origin
     with torch.enable_grad():
         # Also in an autograd function: gradients reach parameters through views of them.
-        rules = tuple(cut_rule(rule, extent) for rule in whole.scores)
+        rules = tuple(cut_rule(rule, region) for rule in whole.scores)
     return replace(
         whole,
         query=query,
         key=key,
         value=value,
-        mask=None if whole.mask is None else cut_mask(whole.mask, extent),
+        mask=None if whole.mask is None else cut_mask(whole.mask, region),
         scores=rules,
-        query_offset=extent.query_offset,
-        origin=(first_batch, first_head + extent.heads.start, first_key + extent.keys.start),
+        query_offset=region.query_offset,
+        origin=(first_batch, first_head + region.heads.start, first_key + region.keys.start),
     )
 
 
@@ -154,9 +154,9 @@ def pulled(learned: Sequence[Tensor], parameters: Sequence[Tensor], grads: Seque
     return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(learned, computed, strict=True)]
 
 
-def _sliced(table: Tensor, extent: Extent, first: int) -> Tensor:
+def _sliced(table: Tensor, region: Region, first: int) -> Tensor:
     """``[batch | 1, heads | 1, q_len | 1, k_len | 1]`` of a whole call, for a part; its rows start at ``first``."""
-    ranges = (extent.heads, range(extent.queries.start - first, extent.queries.stop - first), extent.keys)
+    ranges = (region.heads, range(region.queries.start - first, region.queries.stop - first), region.keys)
     for axis, part in enumerate(ranges, start=1):
         if table.shape[axis] > 1:
             table = table.narrow(axis, part.start, len(part))

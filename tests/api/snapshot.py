@@ -28,6 +28,7 @@ PACKAGES: Final = (
     "clearhead", "clearhead.nn", "clearhead.masks", "clearhead.scores", "clearhead.positions", "clearhead.sparse",
     "clearhead.linear", "clearhead.observe", "clearhead.verify", "clearhead.bridges", "clearhead.bridges.transformers",
     "clearhead.inspector", "clearhead.train", "clearhead.errors", "clearhead.functional", "clearhead.distributed",
+    "clearhead.corpus",
 )  # fmt: skip
 
 #: Names without an underscore that only clearhead's modules use; no page or docstring mentions them.

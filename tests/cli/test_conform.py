@@ -181,3 +181,22 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], said: str
     assert result.exit_code == 2
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_function_on_several_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "own_tokens.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def local(query, key, value, is_causal=False):
+                return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        """),
+        encoding="utf-8",
+    )
+    command = ["conform", f"{path}:local", "--ranks", "2", "--layout", "zigzag", "--law", "causal"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1, result.output
+    assert "own_tokens.py:local on 2 ranks, zigzag" in "".join(result.stdout.split("\n"))
+    assert "FAILS causal" in result.stdout
+    assert "raises" not in result.stdout

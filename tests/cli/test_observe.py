@@ -148,7 +148,7 @@ def test_observe_help_shows_an_example() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "--text or --file must be given, one of the two; got neither"),
+        ((), "--text, --file or --data must be given, one of the three; got none"),
         (("--text", "film", "--file", "x.txt"), "got both"),
         (("--file", "no/such.txt"), "no/such.txt must be a readable file; got No such file or directory"),
         (("--text", ""), "text must have at least one token"),

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead import ShapeError, UnsupportedError
+from clearhead import ShapeError, UnsupportedError, distributed
 from clearhead.distributed import AttentionSizes, Link, Machine, ShardLayout, plan_attention, simulate
+from clearhead.distributed.launch import run_ranks
 from clearhead.distributed.simulation import METHODS, _finished
+from clearhead.masks import Mask
 
 #: One pair of one head takes a second forward and 2.5 s backward; a key and its value have 8 bytes, a query has 4.
 SIZES = AttentionSizes(heads=1, head_dim=1, dtype=torch.float32)
@@ -52,8 +54,8 @@ def test_gather_waits_for_all_messages_before_it_computes() -> None:
     assert done.forward.idle == pytest.approx(message / (message + 64))
     assert done.forward.sent.tolist() == [3 * 4 * 8] * 4
     assert done.forward.critical_compute == pytest.approx(64)
-    # Queries, outputs and their gradients too, and twice the pairs.
-    assert done.backward.seconds == pytest.approx(3 * (0.5 + 4 * 20 / 2) + 2 * 2.5 * 64)
+    # Queries, outputs, their gradients and four numbers of each row too, and twice the pairs.
+    assert done.backward.seconds == pytest.approx(3 * (0.5 + 4 * 36 / 2) + 2 * 2.5 * 64)
 
 
 def test_heads_exchanges_twice() -> None:
@@ -163,6 +165,32 @@ def test_rank_without_tokens_computes_nothing() -> None:
     gather, ring = (simulate(plan, SIZES, _machine(), method=method) for method in ("gather", "ring"))  # type: ignore[arg-type]
     assert gather.forward.compute.tolist() == ring.forward.compute.tolist() == [128.0, 0.0, 128.0]
     assert gather.forward.idle == pytest.approx(1 / 3)
+
+
+def _sent(call: tuple[str, Any, Mask, AttentionSizes, int]) -> tuple[int, int]:
+    """Bytes that this rank sends, forward and backward."""
+    method, layout, mask, sizes, length = call
+    torch.manual_seed(0)
+    heads = [sizes.heads, sizes.kv_heads or sizes.heads, sizes.kv_heads or sizes.heads]
+    whole = [torch.randn(sizes.batch, count, length, sizes.head_dim, dtype=sizes.dtype) for count in heads]
+    parts = [distributed.shard(tensor, layout=layout).requires_grad_() for tensor in whole]
+    with distributed.traffic() as forward:
+        output = distributed.attention(*parts, mask=mask, layout=layout, method=method)  # type: ignore[arg-type]
+    with distributed.traffic() as backward:
+        torch.autograd.grad(output.sum(), parts)
+    return forward.bytes, backward.bytes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_simulated_bytes_are_those_that_attention_sends(method: Any) -> None:
+    length, ranks = 640, 2
+    sizes = AttentionSizes(batch=2, heads=4, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+    for layout, mask in (("contiguous", ch.Causal() & ch.Window(40)), ("zigzag", ch.Causal())):
+        plan = plan_attention(mask, length, ranks=ranks, layout=layout)  # type: ignore[arg-type]
+        done = simulate(plan, sizes, _machine(), method=method)
+        sent = run_ranks(_sent, ranks, (method, layout, mask, sizes, length))
+        assert [forward for forward, _ in sent] == done.forward.sent.tolist()
+        assert [backward for _, backward in sent] == done.backward.sent.tolist()
 
 
 def test_empty_call_takes_no_time() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clearhead.errors import DataError
-from clearhead.train.data import read_table, read_text
+from clearhead.train.data import read_table, read_text, stream_texts
 
 
 def _written(folder: Path, name: str, content: str | bytes) -> Path:
@@ -167,3 +167,52 @@ def test_sha256_is_that_of_the_content_read(tmp_path: Path) -> None:
     writer.start()
     assert read_table(tmp_path / "pipe.csv").sha256 == hashlib.sha256(content).hexdigest()
     writer.join()
+
+
+#: Files of rows, with bad ones, as ``stream_texts`` reads them; the lines of rows with a text, and of those without.
+STREAMS = {
+    "t.jsonl": (b'\xef\xbb\xbf{"text": "a"}\r\n\n{"text": "\xc3\xa9"}\n[1]\n{"text": 7}\n{"no": 1}\n{"text": "z"}',
+                [1, 3, 5, 7], [4, 6]),
+    "t.csv": (b'\xef\xbb\xbf\ntext,b\n"x\ny, z",1\n\nshort\nq,2\n"",3\n', [3, 7, 8], [6]),
+    "r.csv": (b"text,b\rone,1\rtwo,2\r\nthree,3\n", [2, 3, 4], []),
+    "t.txt": (b"one\n\n  \ntwo \r\n\xc3\xa9", [1, 4, 5], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_stream_starts_again_at_any_row(tmp_path: Path, name: str) -> None:
+    content, good, bad = STREAMS[name]
+    path = _written(tmp_path, name, content)
+    rows = list(stream_texts(path))
+    assert [row.line for row in rows if isinstance(row.text, str)] == good
+    assert [row.line for row in rows if isinstance(row.text, DataError)] == bad
+    for row in rows:
+        assert isinstance(row.text, str) or f"in line {row.line}" in str(row.text)
+    for place, row in enumerate(rows):
+        rest = list(stream_texts(path, start=row.following))
+        assert [(each.line, str(each.text)) for each in rest] == [(r.line, str(r.text)) for r in rows[place + 1 :]]
+
+
+def test_stream_reads_the_texts_of_a_table(tmp_path: Path) -> None:
+    for name, content in (
+        ("t.csv", b'text,label\n"a, b",x\n"c\r\nd",y\n'),
+        ("t.jsonl", b'{"text": "a, b", "label": 1}\n\n{"text": "c\\nd", "label": 2}\n'),
+    ):
+        path = _written(tmp_path, name, content)
+        table = read_table(path)
+        rows = list(stream_texts(path))
+        assert [(row.text, row.line) for row in rows] == list(zip(table.texts, table.lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("t.csv", b"other\na\n", "must have the column 'text'"),
+        ("t.csv", b'text\n"open\n', "must be well-formed CSV; got unexpected end of data in line 2"),
+        ("t.txt", b"one\ntw\xffo\n", "must be UTF-8; got byte 0xff in line 2"),
+        ("t.md", b"one\n", "must end in .csv, .jsonl or .txt"),
+    ],
+)
+def test_stream_raises_where_nothing_after_can_be_read(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        list(stream_texts(_written(tmp_path, name, content)))

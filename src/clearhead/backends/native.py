@@ -24,6 +24,7 @@ from clearhead.ops.attention import (
     attend_backward,
     attend_plain,
     attend_plain_backward,
+    softmax_rows,
 )
 from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES
 from clearhead.ops.library import in_memory, reason
@@ -410,9 +411,7 @@ class _ByRows:
         return done.output, done.lse, [exact, done.lse, done.softmax]
 
     def rows(self, problem: Problem, output: Tensor, lse: Tensor) -> list[Tensor]:
-        # Without score rules the kernels scale a score in the exponential, so a row's maximum is not scaled.
-        largest = lse if _lowered(problem).elementwise else lse / problem.scale
-        return [output, lse, torch.stack((largest, torch.ones_like(lse)), dim=-1)]
+        return [output, lse, softmax_rows(lse, 1.0 if _lowered(problem).elementwise else problem.scale)]
 
     def backward(
         self, problem: Problem, rows: list[Tensor], grads: RowGrads, *, partial: bool, learned: Sequence[Tensor]

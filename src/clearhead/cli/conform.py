@@ -41,6 +41,10 @@ def command(
     examples: Annotated[
         int, typer.Option(min=0, help="Random cases for each law; with 0, failing examples are not minimised either.")
     ] = 20,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Run it in so many processes, each with its part of the sequence.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="Of the parts under --ranks: contiguous or zigzag.")] = "contiguous",
     linear_memory: Annotated[bool, typer.Option(help="Require memory that grows linearly with the length.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -51,23 +55,28 @@ def command(
         clearhead conform torch.nn.functional:scaled_dot_product_attention
         clearhead conform mine.py:attention --dtype bfloat16
         clearhead conform torch.nn:MultiheadAttention --signature mha
+        clearhead conform mine.py:ring_attention --ranks 2 --layout zigzag
 
     A law is skipped where the function has no parameter for it, or raises NotImplementedError for it; this does not
     count as a failure.
     """
-    from clearhead.verify import verify
+    from clearhead.verify import Distributed, verify
     from clearhead.verify.process import undisturbed
 
     with _shown_progress() as progress, _to_stderr(), undisturbed(), _importable(target):
+        function = _resolved_target(target)
+        where = ""
+        if ranks is not None:
+            function, where = Distributed(function, ranks=ranks, layout=layout), f" on {ranks} ranks, {layout}"  # type: ignore[arg-type]
         report = verify(
-            _resolved_target(target),
+            function,
             signature=signature,
             dtype=_dtype(dtype),
             device=_device(device),
             laws=laws or None,
             examples=examples,
             linear_memory=linear_memory,
-            name=target,
+            name=target + where,
             progress=progress,
         )
     if as_json:

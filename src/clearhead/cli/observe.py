@@ -1,17 +1,18 @@
-"""clearhead observe: statistics of every head of a trained model on a text of any length."""
+"""clearhead observe: statistics of every head of a trained model on a text of any length, or on a file of texts."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clearhead.cli.observe_corpus import observe_corpus, world_size
 from clearhead.cli.reading import layers_of, read_text
 from clearhead.errors import DataError, ShapeError
 from clearhead.readers import Reader, read_ids, reader_of
@@ -24,6 +25,7 @@ __all__ = ["command"]
 _FUNCTION = "observe"
 _STDOUT = Path("-")
 _LINE_EVERY = 10.0
+_EDGES = 3
 
 
 def command(
@@ -33,10 +35,26 @@ def command(
     ],
     text: Annotated[str | None, typer.Option(help="The text to read.")] = None,
     file: Annotated[Path | None, typer.Option(help="A text file to read, UTF-8, of any length.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of many texts: .jsonl, .csv, or .txt with a text per line; - for JSON lines on stdin."
+        ),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="With --data: the field or column of the text.")] = "text",
+    out: Annotated[
+        Path | None, typer.Option(help="With --data: folder of the results. The same command goes on after a stop.")
+    ] = None,
+    per_text: Annotated[bool, typer.Option(help="With --out: write each text's figures too, as texts.jsonl.")] = False,
+    skip_bad: Annotated[
+        bool, typer.Option(help="With --data: skip rows without a text that the model reads, and count them.")
+    ] = False,
     layer: Annotated[
         list[str] | None, typer.Option(help="Only this layer: number, name or glob such as '*.0.*'. Repeatable.")
     ] = None,
-    edges: Annotated[int, typer.Option(help="Number of the strongest edges to show for each head.")] = 3,
+    edges: Annotated[
+        int | None, typer.Option(help="Number of the strongest edges to show for each head, 3 by default.")
+    ] = None,
     chunk: Annotated[
         int | None, typer.Option(help="Most tokens to read at once; by default the model's limit.")
     ] = None,
@@ -54,20 +72,89 @@ def command(
 
     A text that is longer than the model's limit is read in parts, and the first line says so. Nothing is downloaded.
 
+    With **--data** the means are over all texts of a file, and three more figures take the place of the edges:
+
+    **previous**, **following**, **same**: weight on the token before the query, after it, and on itself.
+
+    torchrun shares the texts over processes. The figures are the same bits with any number of processes.
+
         clearhead train lm --data plays.txt --out runs/plays
         clearhead observe runs/plays --file plays.txt
         clearhead observe runs/plays --text "Enter the king" --layer 0 --json heads.json
+        torchrun --nproc-per-node 4 -m clearhead observe runs/plays --data texts.jsonl --out runs/heads
     """
-    from clearhead.train.files import check_writable, write_bytes, write_tensors
+    if text is None and file is None and data is None:
+        must, then = "be given, one of the three", "See --help."
+        raise ShapeError.about(_FUNCTION, "--text, --file or --data", must=must, got="none", then=then)
+    one_text: Mapping[str, object] = {"--text": text, "--file": file, "--edges": edges, "--safetensors": safetensors}
+    many_texts: Mapping[str, object] = {"--out": out, "--per-text": per_text or None, "--skip-bad": skip_bad or None}
+    _refuse(one_text if data is not None else many_texts, with_data=data is not None)
+    _check_files({"--json": as_json, "--safetensors": safetensors})
+    if data is None:
+        _observe_text(model, read_text(_FUNCTION, text, file), (layer, edges, chunk), as_json, safetensors)
+        return
+    from clearhead.corpus import CorpusOptions
 
-    written = read_text(_FUNCTION, text, file)
-    if edges < 1:
-        raise ShapeError.about(_FUNCTION, "--edges", must="be at least 1", got=edges, then="Leave it out for 3.")
-    for option, path in (("--json", as_json), ("--safetensors", safetensors)):
+    options = CorpusOptions(
+        text_column=text_column, layers=layers_of(layer), chunk=chunk, skip_bad=skip_bad, per_text=per_text
+    )
+    summary = observe_corpus(model, data, out, options)
+    if summary is not None:
+        _write(as_json, summary.to_dict(), str(summary))
+        if out is not None:
+            typer.echo(f"wrote {out}", err=True)
+
+
+def _refuse(options: Mapping[str, object], *, with_data: bool) -> None:
+    """Raise if an option is given that belongs to the other kind of input."""
+    for option, value in options.items():
+        if value is not None:
+            must = f"be left out {'with' if with_data else 'without'} --data"
+            raise ShapeError.about(_FUNCTION, option, must=must, got=value, then="See --help.")
+    if not with_data and world_size() > 1:
+        must, got = "be given for several processes", "none"
+        then = "A single text needs one process: leave torchrun out."
+        raise ShapeError.about(_FUNCTION, "--data", must=must, got=got, then=then)
+
+
+def _check_files(files: dict[str, Path | None]) -> None:
+    from clearhead.train.files import check_writable
+
+    for option, path in files.items():
         if path is not None and path.is_dir():
             raise DataError.about(_FUNCTION, option, must="be a file", got=f"the folder {path}", then="Add a name.")
         if path is not None and path != _STDOUT:
             check_writable(path, function=_FUNCTION, argument=option)
+
+
+def _write(as_json: Path | None, values: dict[str, Any], table: str) -> None:
+    """Print the table, or write the values as JSON, or both."""
+    from clearhead.train.files import write_bytes
+
+    if as_json is not None:
+        content = json.dumps(values, ensure_ascii=False, indent=1) + "\n"
+        if as_json == _STDOUT:
+            sys.stdout.write(content)
+            return
+        write_bytes(as_json, content.encode())
+    typer.echo(table)
+    if as_json is not None:
+        typer.echo(f"wrote {as_json}", err=True)
+
+
+def _observe_text(
+    model: Path,
+    written: str,
+    chosen: tuple[list[str] | None, int | None, int | None],
+    as_json: Path | None,
+    safetensors: Path | None,
+) -> None:
+    from clearhead.train.files import write_tensors
+
+    layer, given_edges, chunk = chosen
+    edges = _EDGES if given_edges is None else given_edges
+    if edges < 1:
+        raise ShapeError.about(_FUNCTION, "--edges", must="be at least 1", got=edges, then="Leave it out for 3.")
     reader = reader_of(_FUNCTION, model)
     ids = read_ids(_FUNCTION, reader, written)
     size = _chunk(reader, chunk)
@@ -75,17 +162,10 @@ def command(
     said = _reading_line(reader, len(ids), size, chunk)
     if safetensors is not None:
         write_tensors(safetensors, summary.tensors(), {"model": reader.name, "read": said})
-    if as_json is not None:
-        content = json.dumps(_as_dict(said, summary.heads(), tokens), ensure_ascii=False, indent=1) + "\n"
-        if as_json == _STDOUT:
-            sys.stdout.write(content)
-            return
-        write_bytes(as_json, content.encode())
-    typer.echo(said)
-    _print(summary.heads(), tokens)
-    for path in (as_json, safetensors):
-        if path is not None:
-            typer.echo(f"wrote {path}", err=True)
+    heads = summary.heads()
+    _write(as_json, _as_dict(said, heads, tokens), f"{said}\n{_table(heads, tokens)}")
+    if safetensors is not None and as_json != _STDOUT:
+        typer.echo(f"wrote {safetensors}", err=True)
 
 
 def _chunk(reader: Reader, chunk: int | None) -> int:
@@ -159,7 +239,7 @@ def _as_dict(said: str, heads: Sequence[HeadSummary], tokens: list[str]) -> dict
     return {"read": said, "heads": [head.to_dict() for head in heads], "tokens": tokens}
 
 
-def _print(heads: Sequence[HeadSummary], tokens: list[str]) -> None:
+def _table(heads: Sequence[HeadSummary], tokens: list[str]) -> str:
     from clearhead.observe.text import printable, table
 
     def word(place: int) -> str:
@@ -170,4 +250,4 @@ def _print(heads: Sequence[HeadSummary], tokens: list[str]) -> None:
         edges = "  ".join(f"{word(pair.query)} > {word(pair.key)} {pair.weight:.2f}" for pair in head.edges)
         numbers = [f"{head.entropy:.2f}", f"{head.distance:.1f}", f"{head.first:.2f}"]
         rows.append([head.layer or "attention", str(head.head), *numbers, edges])
-    typer.echo(table(["layer", "head", "entropy", "distance", "first", "strongest edges"], rows, right={1, 2, 3, 4}))
+    return table(["layer", "head", "entropy", "distance", "first", "strongest edges"], rows, right={1, 2, 3, 4})

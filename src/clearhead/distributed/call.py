@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from clearhead.backends.capability import Backend, RowGrads
 from clearhead.backends.containment import without_autocast
-from clearhead.cut import Extent, part_of
+from clearhead.cut import Region, part_of
 from clearhead.dispatch import choose
 from clearhead.distributed.exchange import Exchange
 from clearhead.distributed.layout import LayoutName, ShardLayout, check_layout, layout_of
@@ -21,7 +21,7 @@ from clearhead.errors import ShapeError
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
-__all__ = ["Call", "Request", "are_finite"]
+__all__ = ["Request", "ShardedCall", "are_finite"]
 
 #: What ranks compare before a call, in this order.
 _COMPARED: Final = ("shapes, dtypes and numbers", "masks and rules", "seeds")
@@ -51,7 +51,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Call:
+class ShardedCall:
     """A sharded call.
 
     Attributes:
@@ -71,7 +71,7 @@ class Call:
     keys: ShardLayout
 
     @classmethod
-    def of(cls, request: Request) -> Call:
+    def of(cls, request: Request) -> ShardedCall:
         """Validate a call on this rank and hold it against the others'; all ranks raise if one of them does."""
         exchange = Exchange.of(request.function, request.group)
         lengths, want = _lengths(request, exchange)
@@ -88,7 +88,9 @@ class Call:
         return call
 
     @classmethod
-    def _validated(cls, request: Request, exchange: Exchange, lengths: tuple[list[int], list[int]], want: Want) -> Call:
+    def _validated(
+        cls, request: Request, exchange: Exchange, lengths: tuple[list[int], list[int]], want: Want
+    ) -> ShardedCall:
         function, layout = request.function, request.layout
         check_layout(function, layout)
         queries, keys = (layout_of(sum(given), exchange.ranks, layout) for given in lengths)
@@ -109,9 +111,9 @@ class Call:
         want.check(function, (whole.batch, whole.num_heads, whole.q_len, whole.k_len))
         return cls(whole, want, choose(function, whole, want), exchange, queries, keys)
 
-    def part(self, extent: Extent, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+    def part(self, region: Region, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The problem of some heads, queries and keys."""
-        return part_of(self.whole, extent, query, key, value)
+        return part_of(self.whole, region, query, key, value)
 
     def run(self, problem: Problem, want: Want) -> Observation:
         """A part's output and statistics."""
@@ -193,7 +195,7 @@ def _lengths(request: Request, exchange: Exchange) -> tuple[tuple[list[int], lis
     return lengths, replace(request.want, row_weights=joined(queries, parts).transpose(2, 3))
 
 
-def _facts(call: Call | None, request: Request) -> list[int]:
+def _facts(call: ShardedCall | None, request: Request) -> list[int]:
     """Numbers that must be equal on all ranks."""
     if call is None:
         return [0] * len(_COMPARED)

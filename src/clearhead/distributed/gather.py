@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clearhead.cut import Extent
-from clearhead.distributed.call import Call, are_finite
+from clearhead.cut import Region
+from clearhead.distributed.call import ShardedCall, are_finite
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
 from clearhead.distributed.statistics import AXES
@@ -26,7 +26,7 @@ __all__ = ["gather_attention", "observe_gathered"]
 _ONE_TILE: Final = 256
 
 
-def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+def gather_attention(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """This rank's output ``[batch, heads, len, value_dim]``, and its log-sum-exp ``[batch, heads, len]`` if wanted."""
     results: tuple[Tensor, Tensor | None] = _GatherAttention.apply(  # type: ignore[no-untyped-call]
         call, query, key, value, *call.whole.rule_parameters
@@ -34,7 +34,7 @@ def gather_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> t
     return results
 
 
-def observe_gathered(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Observation:
+def observe_gathered(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> Observation:
     """This rank's rows of the output, and statistics without a gradient.
 
     Statistics that are sums over queries are computed on each rank for the whole call.
@@ -51,7 +51,7 @@ def observe_gathered(call: Call, query: Tensor, key: Tensor, value: Tensor) -> O
         names = [name for name in AXES if getattr(done[0], name) is not None]
         return Observation(**{name: torch.cat([getattr(one, name) for one in done], dim=2) for name in names})
     everything = call.part(
-        Extent(call.heads, range(call.whole.q_len), range(call.whole.k_len)),
+        Region(call.heads, range(call.whole.q_len), range(call.whole.k_len)),
         _whole(call, call.queries, query),
         whole_key,
         whole_value,
@@ -67,20 +67,20 @@ def observe_gathered(call: Call, query: Tensor, key: Tensor, value: Tensor) -> O
     return Observation(**results)
 
 
-def _whole(call: Call, layout: ShardLayout, part: Tensor) -> Tensor:
+def _whole(call: ShardedCall, layout: ShardLayout, part: Tensor) -> Tensor:
     """A tensor of all ranks, in the order of positions."""
     return joined(layout, call.exchange.gather(part.detach(), 2, lengths_of(layout)))
 
 
-def _rows_of(call: Call, queries: range, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+def _rows_of(call: ShardedCall, queries: range, query: Tensor, key: Tensor, value: Tensor) -> Problem:
     """Some queries with all keys as a problem."""
-    return call.part(Extent(call.heads, queries, range(call.whole.k_len)), query.detach(), key, value)
+    return call.part(Region(call.heads, queries, range(call.whole.k_len)), query.detach(), key, value)
 
 
 class _GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
+        ctx: Any, call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
         output = query.new_empty(*query.shape[:3], value.shape[3])
@@ -105,21 +105,21 @@ class _GatherAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: ShardedCall = ctx.call
         query, key, value, *rows = ctx.saved_tensors
         if grad_output is None:
             grad_output = query.new_zeros(*query.shape[:3], value.shape[3])
-        backward = _Backward(call, (query, key, value), rows, grad_output, grad_lse)
+        backward = _GatheredBackward(call, (query, key, value), rows, grad_output, grad_lse)
         grads = backward.by_rows() if call.backend.by_rows is not None else backward.at_once()
         return None, *(grad.to(like.dtype) for grad, like in zip(grads, backward.inputs, strict=True))
 
 
-class _Backward:
+class _GatheredBackward:
     """One backward pass: all tensors are gathered again, since saved ones would take the memory of the whole."""
 
     def __init__(
         self,
-        call: Call,
+        call: ShardedCall,
         tensors: tuple[Tensor, Tensor, Tensor],
         rows: list[Tensor],
         grad_output: Tensor,
@@ -189,4 +189,4 @@ class _Backward:
         return _whole(self.call, self.call.queries, part)
 
     def _part(self, queries: range, keys: range, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        return self.call.part(Extent(self.call.heads, queries, keys), query, key, value)
+        return self.call.part(Region(self.call.heads, queries, keys), query, key, value)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clearhead.cut import Extent
-from clearhead.distributed.call import Call
+from clearhead.cut import Region
+from clearhead.distributed.call import ShardedCall
 from clearhead.distributed.exchange import Exchange
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of
@@ -39,7 +39,7 @@ def split_heads(heads: int, ranks: int) -> list[range]:
     return [range(start, start + size + (rank < longer)) for rank, start in enumerate(starts)]
 
 
-def observe_by_heads(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Observation:
+def observe_by_heads(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> Observation:
     """This rank's rows of the output, and statistics: of rows those of this rank, of keys those of this rank's keys.
 
     Args:
@@ -56,8 +56,8 @@ def observe_by_heads(call: Call, query: Tensor, key: Tensor, value: Tensor) -> O
     want = call.want
     if want.row_weights is not None and want.row_weights.shape[1] > 1:
         want = replace(want, row_weights=want.row_weights[:, mine.start : mine.stop])
-    extent = Extent(mine, range(whole.q_len), range(whole.k_len))
-    done = _run(call, call.part(extent, *tensors), want)
+    region = Region(mine, range(whole.q_len), range(whole.k_len))
+    done = _run(call, call.part(region, *tensors), want)
     given = {name: getattr(done, name) for name in AXES if getattr(done, name) is not None}
     sharded = {name: tensor for name, tensor in given.items() if AXES[name].sharded}
     back = [_Route(call.queries if AXES[name].sharded == "queries" else call.keys, heads) for name in sharded]
@@ -70,7 +70,7 @@ def observe_by_heads(call: Call, query: Tensor, key: Tensor, value: Tensor) -> O
     return Observation(**results)
 
 
-def _run(call: Call, problem: Problem, want: Want) -> Observation:
+def _run(call: ShardedCall, problem: Problem, want: Want) -> Observation:
     """Output and statistics of this rank's heads; gradients of rules' tensors are summed over ranks."""
     learned = call.whole.rule_parameters
     if not (learned and torch.is_grad_enabled()):
@@ -86,7 +86,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, problem: Problem, want: Want, names: list[str], *inputs: Tensor
+        ctx: Any, call: ShardedCall, problem: Problem, want: Want, names: list[str], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
         with torch.enable_grad():

@@ -146,6 +146,12 @@ class AttentionSizes:
         """Bytes of a key and its value of all heads."""
         return 2 * self.batch * (self.kv_heads or self.heads) * self.head_dim * self.dtype.itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a query and its output's gradient, the output in float32, and four numbers of each row of scores."""
+        numbers = self.head_dim * 4 + 3 * 4 + self.dtype.itemsize
+        return 2 * self.query_bytes + self.batch * self.heads * numbers
+
 
 def _positive(function: str, argument: str, value: object) -> None:
     must = "be a number above 0"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clearhead.cut import Extent
+from clearhead.cut import Region
 from clearhead.dispatch import choose
-from clearhead.distributed.call import Call
+from clearhead.distributed.call import ShardedCall
 from clearhead.distributed.parts import slices_of
 from clearhead.distributed.plan import plan_of
 from clearhead.problem import Problem
@@ -31,7 +31,7 @@ __all__ = ["ring_attention"]
 _LSE = Want(lse=True)
 
 
-def ring_attention(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def ring_attention(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's output and log-sum-exp, ``[batch, heads, len, value_dim]`` and ``[batch, heads, len]``."""
     ring = _Ring.of(call)
     tensors = (query, key, value)
@@ -53,16 +53,16 @@ class _Visit:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _KeyBlock:
     """Keys that are here and that a chunk of this rank's queries may need.
 
     Attributes:
-        extent: heads, queries and keys by position.
+        region: heads, queries and keys by position.
         queries: where the queries are in this rank's part.
         keys: where the keys are among those that are here.
     """
 
-    extent: Extent
+    region: Region
     queries: slice
     keys: slice
 
@@ -77,13 +77,13 @@ _FEW_KEYS: Final = 512
 class _Ring:
     """A sharded call without a sink, which is added after all keys, and the keys that each pair of ranks exchanges."""
 
-    call: Call
+    call: ShardedCall
     sink: Sink | None
     parameters: list[Tensor]
     needed: dict[tuple[int, int], tuple[range, ...]]
 
     @classmethod
-    def of(cls, call: Call) -> _Ring:
+    def of(cls, call: ShardedCall) -> _Ring:
         whole, rank = call.whole, call.exchange.rank
         others = range(call.exchange.ranks)
         if whole.q_len == whole.k_len:
@@ -134,7 +134,7 @@ class _Ring:
         """Where the keys that this rank sends are in its part."""
         return [where for _, where in self.passed(self.call.exchange.rank, self.receiver(visit), visit)]
 
-    def blocks(self, visit: _Visit) -> list[_Block]:
+    def blocks(self, visit: _Visit) -> list[_KeyBlock]:
         """What this rank computes with the keys that are here: its own part, or what was sent, range after range."""
         here, start = [], 0
         for keys, where in self.passed(self.sender(visit), self.call.exchange.rank, visit):
@@ -142,7 +142,7 @@ class _Ring:
             start += len(keys)
         chunks = slices_of(self.call.queries, self.call.exchange.rank)
         return [
-            _Block(Extent(self.call.heads, chunk, keys), queries, where)
+            _KeyBlock(Region(self.call.heads, chunk, keys), queries, where)
             for chunk, queries in chunks
             for keys, where in here
         ]
@@ -186,10 +186,10 @@ class _Alive:
         """There is nothing to wait for."""
 
 
-class _Rows:
+class _MergedRows:
     """Output and log-sum-exp of this rank's rows, in float32 or float64, to which partial results are added."""
 
-    def __init__(self, call: Call, query: Tensor, value: Tensor) -> None:
+    def __init__(self, call: ShardedCall, query: Tensor, value: Tensor) -> None:
         dtype = call.whole.work_dtype
         self.output = query.new_zeros(*query.shape[:3], value.shape[3], dtype=dtype)
         self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
@@ -218,7 +218,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        rows = _Rows(ring.call, query, value)
+        rows = _MergedRows(ring.call, query, value)
         for visit, tensors in ring.passing(key, value):
             for block in ring.blocks(visit):
                 done = ring.call.run(_problem(ring.call, block, query, tensors), _LSE)
@@ -237,11 +237,11 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         if grad_output is None:
             grad_output = torch.zeros_like(output, dtype=query.dtype)
-        backward = _Backward(ctx.ring, (query, key, value), (output, lse), (grad_output, grad_lse))
+        backward = _RingBackward(ctx.ring, (query, key, value), (output, lse), (grad_output, grad_lse))
         return None, *backward.run()
 
 
-class _Backward:
+class _RingBackward:
     """One backward pass of the ring: gradients of queries stay, those of keys return to their rank."""
 
     def __init__(
@@ -275,7 +275,7 @@ class _Backward:
         learned = [(self.of_parameters[id(one)], one) for one in ring.parameters]
         return [total.to(like.dtype) for total, like in [*summed, *learned]]
 
-    def _add_block(self, block: _Block, here: Sequence[Tensor], grads: list[Tensor]) -> None:
+    def _add_block(self, block: _KeyBlock, here: Sequence[Tensor], grads: list[Tensor]) -> None:
         """Add a block's gradients of queries, of the keys and values that are here, and of parameters."""
         call, rows = self.ring.call, block.queries
         output, lse = (part[:, :, rows].contiguous() for part in self.rows)
@@ -316,10 +316,10 @@ class _Backward:
         self.of_parameters[id(sink.logits)] += per_head if per_head.shape == shape else per_head.sum().view(shape)
 
 
-def _problem(call: Call, block: _Block, query: Tensor, key_value: Sequence[Tensor]) -> Problem:
+def _problem(call: ShardedCall, block: _KeyBlock, query: Tensor, key_value: Sequence[Tensor]) -> Problem:
     """A block as a problem; ``key_value`` are the keys and values that are here."""
     key, value = (tensor[:, :, block.keys].detach() for tensor in key_value)
-    return call.part(block.extent, query[:, :, block.queries].detach(), key, value)
+    return call.part(block.region, query[:, :, block.queries].detach(), key, value)
 
 
 def _rows_like(tensor: Tensor, count: int) -> Tensor:

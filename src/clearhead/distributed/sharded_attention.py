@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from clearhead.arguments import repr_of
-from clearhead.distributed.call import Call, Request
+from clearhead.distributed.call import Request, ShardedCall
 from clearhead.distributed.gather import gather_attention, observe_gathered
 from clearhead.distributed.heads import observe_by_heads
 from clearhead.distributed.layout import LayoutName, ShardLayout
@@ -161,7 +161,7 @@ def observe_attention(
 
 def _observed(request: Request) -> Observation:
     """A call's output and statistics, with axes batch and heads."""
-    call = Call.of(request)
+    call = ShardedCall.of(request)
     method = _method(call, request)
     tensors = [tensor if tensor.ndim == 4 else tensor[(None,) * (4 - tensor.ndim)] for tensor in request.tensors]
     if method == "heads":
@@ -177,7 +177,7 @@ def _rules(scores: Any) -> Any:
     return tuple(scores) if isinstance(scores, Iterable) and not isinstance(scores, (Tensor, ScoreRule)) else scores
 
 
-def _method(call: Call, request: Request) -> str:
+def _method(call: ShardedCall, request: Request) -> str:
     """The method to run, which depends on nothing but what the ranks agree on."""
     whole, ranks, method = call.whole, call.exchange.ranks, request.method
     enough_heads, others = whole.num_kv_heads >= ranks, call.want.names - _ROWS

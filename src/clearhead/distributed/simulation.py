@@ -236,8 +236,7 @@ def _finished(start: Tensor, seconds: Tensor, cores: int | None) -> Tensor:
 
 def _gather(ranks: _Ranks, backward: bool) -> _Ranks:
     sizes, work = ranks.sizes, ranks.plan.work
-    # Backward gathers keys and values again, and queries, outputs and their gradients.
-    per_token = sizes.key_value_bytes + (3 * sizes.query_bytes if backward else 0)
+    per_token = sizes.key_value_bytes + (sizes.row_bytes if backward else 0)
     ranks.collective((ranks.tokens * per_token)[:, None].expand(-1, ranks.plan.ranks))
     ranks.compute(ranks.seconds(work.sum(dim=1), backward))
     if backward:
@@ -263,32 +262,50 @@ def _heads(ranks: _Ranks, backward: bool) -> _Ranks:
 
 
 def _ring(ranks: _Ranks, backward: bool) -> _Ranks:
-    rank, count, tokens = ranks.rank, ranks.plan.ranks, ranks.plan.tokens
-    visits = [(0, 0), *((step, piece) for step in range(1, count) for piece in range(_PIECES))]
-    following: list[tuple[int, int] | None] = [*visits[1:], None]
-    for visit, upcoming in zip(visits, following, strict=True):
-        owner = (rank - visit[0]) % count
-        coming = None
-        if upcoming is not None:
-            receiver = (rank + upcoming[0]) % count
-            coming = _Messages(ranks, upcoming[0], _in_piece(tokens[receiver, rank], upcoming))
-        share = _in_piece(tokens[rank, owner], visit) / tokens[rank, owner].clamp(min=1)
-        pairs = ranks.plan.work[rank, owner].double() * share
-        ranks.compute(ranks.seconds(pairs, backward) + ranks.merging(owner) * (pairs > 0))
+    steps = range(1, ranks.plan.ranks)
+    visits = [(0, 0), *((step, piece) for step in steps for piece in range(_PIECES))]
+    upcoming = _Step(ranks, 0, backward)
+    for place, (step, piece) in enumerate(visits):
+        here, coming = upcoming, None
+        if place + 1 < len(visits):
+            next_step, next_piece = visits[place + 1]
+            upcoming = here if next_step == step else _Step(ranks, next_step, backward)
+            coming = _Messages(ranks, next_step, upcoming.sent[min(next_piece, 1)])
+        ranks.compute(here.seconds[min(piece, 1)])
         if coming is not None:
             ranks.time = ranks.time + coming.busy
             coming.wait()
-        if backward and visit[0]:
+        if backward and step:
             # Gradients of keys return to their rank, and every rank waits for those of its own keys.
-            _Messages(ranks, -visit[0], _in_piece(tokens[rank, owner], visit)).wait()
+            _Messages(ranks, -step, here.received[min(piece, 1)]).wait()
     return ranks
 
 
-def _in_piece(tokens: Tensor, visit: tuple[int, int]) -> Tensor:
-    """How many of a step's keys are in one piece of it."""
-    step, piece = visit
-    whole = (tokens < _FEW_KEYS) | (step == 0)
-    return torch.where(whole, tokens.double() * (piece == 0), tokens.double() / _PIECES)
+class _Step:
+    """What the ranks do in a step of the ring: for the first piece and for each other piece of it.
+
+    Attributes:
+        received: keys that each rank receives.
+        sent: keys that each rank sends.
+        seconds: seconds that each rank computes.
+    """
+
+    def __init__(self, ranks: _Ranks, step: int, backward: bool) -> None:
+        rank, tokens, pieces = ranks.rank, ranks.plan.tokens, _PIECES if step else 1
+        owner, receiver = (rank - step) % ranks.plan.ranks, (rank + step) % ranks.plan.ranks
+        needed, work = tokens[rank, owner], ranks.plan.work[rank, owner]
+        self.received = _in_pieces(needed, needed, pieces)
+        self.sent = _in_pieces(tokens[receiver, rank], tokens[receiver, rank], pieces)
+        merging = ranks.merging(owner)
+        pairs = _in_pieces(work, needed, pieces)
+        self.seconds = [ranks.seconds(part, backward) + merging * (part > 0) for part in pairs]
+
+
+def _in_pieces(values: Tensor, tokens: Tensor, pieces: int) -> tuple[Tensor, Tensor]:
+    """How much of some values is in the first piece of a step, and in each other piece; few keys are not cut."""
+    whole, part = values.double(), values.double() / pieces
+    cut = tokens >= _FEW_KEYS
+    return torch.where(cut, part, whole), part * cut
 
 
 class _Messages:
@@ -323,7 +340,8 @@ _METHODS: Final[dict[str, Callable[[_Ranks, bool], _Ranks]]] = {"gather": _gathe
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
     size, unit = next((one for one in units if value >= one[0]), units[-1])
-    return f"{value / size:.3g} {unit}"
+    scaled = value / size
+    return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:.0f} {unit}"
 
 
 def _seconds(value: float) -> str:

@@ -17,11 +17,11 @@ __all__ = ["band", "column"]
 
 
 def band(
-    problem: Problem, distances: Sequence[int]
+    problem: Problem, distances: Sequence[int], lse: Float[Tensor, "batch heads q_len"] | None = None
 ) -> tuple[Float[Tensor, "batch heads q_len n"], Float[Tensor, "q_len n"]]:
     """The weight of the key at each distance before the query; a negative distance is a key after the query.
 
-    ``p[i, i - d] = exp(s[i, i - d] - lse[i])``, with scores after rules and mask.
+    ``p[i, i - d] = exp(s[i, i - d] - lse[i])``, with scores after rules and mask. Without ``lse`` it is computed.
 
     Returns:
         Weights ``[batch, heads, q_len, n]``, 0 where there is no such key; and bool ``[q_len, n]``, where there is one.
@@ -29,7 +29,7 @@ def band(
     Cost: one pass for ``lse``, and ``q_len * n`` dot products; memory is linear in the length.
     """
     problem = replace(problem, dropout=0.0)
-    lse, (_, _, q_pos, _) = _lse(problem), problem.indices()
+    lse, (_, _, q_pos, _) = _lse(problem) if lse is None else lse, problem.indices()
     group = problem.num_heads // problem.num_kv_heads
     query = problem.query.to(problem.work_dtype)
     key = problem.key.to(problem.work_dtype).repeat_interleave(group, dim=1)

@@ -34,8 +34,11 @@ __all__ = [
     "gathers",
     "mask_options",
     "rule_options",
+    "softmax_rows",
 ]
 
+#: A smaller factor makes scores of float32 inputs 0.
+_LEAST_SCALE: Final = 1e-30
 #: Statistics that backward takes gradients of.
 DIFFERENTIABLE: Final = ("max_score", "entropy", "distance", "sink", "received")
 #: Keys that backward processes at a time: with as many or fewer it needs no output of forward.
@@ -229,14 +232,29 @@ def attend_with_lse_backward(
 
     None where NaN or infinity meets a mask.
     """
-    # Without score rules the kernels scale a score in the exponential, so a row's maximum is not scaled.
-    largest = lse if options.get("rule_kinds") else lse / scale
-    softmax = torch.stack((largest, torch.ones_like(lse)), dim=-1)
+    softmax = softmax_rows(lse, 1.0 if options.get("rule_kinds") else scale)
     exact = output if output.dtype is torch.float32 else output.to(torch.float32).contiguous()
     results, finite = torch.ops.clearhead.attention_gradients.default(
         grad, query, key, value, softmax, exact, scale, **options
     )
     return results[:3] if finite else None
+
+
+def softmax_rows(lse: Tensor, scale: float) -> Float[Tensor, "batch heads q_len 2"]:
+    """Each row's maximum and reciprocal normaliser, with which the kernels compute weights from the log-sum-exp.
+
+    Args:
+        lse: ``[batch, heads, q_len]``, -infinity for an empty row.
+        scale: the factor that the kernels apply to differences of scores: the call's without score rules, else 1.
+    """
+    if abs(scale) < _LEAST_SCALE:
+        # All scores are 0, and the log-sum-exp divided by the factor would be infinite.
+        largest, normaliser = torch.zeros_like(lse), torch.exp(-lse)
+    else:
+        largest, normaliser = lse / scale, torch.ones_like(lse)
+    # A row maximum of infinity and a reciprocal normaliser of 0 make all weights of a row 0.
+    empty = lse == -torch.inf
+    return torch.stack((largest.masked_fill(empty, torch.inf), normaliser.masked_fill(empty, 0.0)), dim=-1)
 
 
 def _saved(problem: Problem, want: Want, saves_output: bool) -> set[str]:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ __all__ = [
     "read_json",
     "read_note",
     "read_tensors",
+    "replacing",
     "sync_folder",
     "unwritable",
     "write_bytes",
@@ -44,12 +45,19 @@ def write_bytes(path: Path, content: bytes) -> None:
     if _written_in_place(path):
         path.write_bytes(content)
         return
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that replaces ``path`` atomically at the end of the block; a symbolic link is followed."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     half = _half_written(path.parent)
     try:
         with half.open("xb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         half.replace(path)

@@ -30,6 +30,21 @@ class Shown:
         )
 
 
+class Progress(Protocol):
+    """The progress of a job with a known number of steps; ``Shown`` is that of training."""
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+
+    def words(self) -> str:
+        """The progress as one line."""
+
+
 class ProgressReporter(Protocol):
     """Receives the progress of training."""
 
@@ -46,7 +61,7 @@ class ProgressReporter(Protocol):
 class Silent:
     """A progress reporter that shows nothing."""
 
-    def stepped(self, shown: Shown) -> None:
+    def stepped(self, shown: Progress) -> None:
         """Do nothing."""
 
     def said(self, line: str) -> None:
@@ -62,7 +77,7 @@ class Lines:
     def __init__(self, stream: TextIO, every: float = 10.0) -> None:
         self._stream, self._every, self._last = stream, every, time.monotonic()
 
-    def stepped(self, shown: Shown) -> None:
+    def stepped(self, shown: Progress) -> None:
         """Print the progress if the last line is at least ``every`` seconds old."""
         if time.monotonic() - self._last >= self._every:
             self.said(shown.words())
@@ -88,7 +103,7 @@ class Bar:
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("starting", total=None)
 
-    def stepped(self, shown: Shown) -> None:
+    def stepped(self, shown: Progress) -> None:
         """Update the bar; it starts at the first step, so a run that ends earlier shows none."""
         self._progress.start()
         self._progress.update(self._task, total=shown.steps, completed=shown.step, description=shown.words())
@@ -102,7 +117,7 @@ class Bar:
         self._progress.stop()
 
 
-def watcher_for(stream: TextIO | None = None) -> ProgressReporter:
+def watcher_for(stream: TextIO | None = None) -> Silent | Lines | Bar:
     """The progress reporter for a stream: a bar on a terminal, otherwise plain lines; silent without a stream.
 
     Args:

@@ -7,11 +7,12 @@ import inspect
 import sys
 from types import ModuleType
 
+from clearhead.verify.distributed import Distributed
 from clearhead.verify.report import Finding, Report
 from clearhead.verify.signatures import SIGNATURES
 from clearhead.verify.suite import law_names, verify
 
-__all__ = ["SIGNATURES", "Finding", "Report", "law_names", "verify"]
+__all__ = ["SIGNATURES", "Distributed", "Finding", "Report", "law_names", "verify"]
 
 
 class _VerifyModule(ModuleType):

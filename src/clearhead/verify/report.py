@@ -127,8 +127,8 @@ class Report:
     def notes(self) -> tuple[str, ...]:
         """Limitations of the report: laws without a search for examples, and parameters that were never passed."""
         without = (
-            "Only the fixed cases were tried, and failing examples were not shrunk (examples is 0, or Hypothesis "
-            "is not installed: install clearhead[verify])."
+            "Only the fixed cases were tried, and failing examples were not shrunk (examples is 0, the function runs "
+            "on several ranks, or Hypothesis is not installed: install clearhead[verify])."
         )
         never = (
             f"Never passed, so not tested: {', '.join(self.unheard)}. The convention {self.signature} passes "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import platform
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from clearhead.errors import UnsupportedError
 from clearhead.problem import DTYPES
 from clearhead.verify.case import Case
+from clearhead.verify.distributed import Distributed
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws import LAWS
+from clearhead.verify.laws.ranks import RANK_LAWS
 from clearhead.verify.process import undisturbed, undrawn
 from clearhead.verify.report import Finding, Report, Status
 from clearhead.verify.search import can_search, search
@@ -91,6 +94,9 @@ def verify(
         raise UnsupportedError.about(
             "verify", "fn", must="be callable", got=type(fn).__name__, then="Pass an attention function."
         )
+    ranks = isinstance(fn, Distributed)
+    if ranks:
+        _check_distributed(signature, torch.device(device))
     how = convention.refused(fn)
     if how is not None:
         raise UnsupportedError.about(
@@ -107,10 +113,11 @@ def verify(
     subject = Subject(
         fn=fn, signature=convention, dtype=dtype, device=torch.device(device), linear_memory=linear_memory
     )
-    searched = examples > 0 and can_search()
-    chosen = _chosen(laws)
+    searched = examples > 0 and can_search() and not ranks
+    chosen = _chosen(laws, RANK_LAWS if ranks else LAWS)
     findings: list[Finding] = []
-    with undisturbed(), undrawn(subject.device), torch.enable_grad():
+    processes = fn if isinstance(fn, Distributed) else nullcontext()
+    with processes, undisturbed(), undrawn(subject.device), torch.enable_grad():
         for law in chosen:
             if progress is not None:
                 progress(law.name)
@@ -128,25 +135,47 @@ def verify(
     )
 
 
-def law_names() -> tuple[str, ...]:
+def law_names(*, distributed: bool = False) -> tuple[str, ...]:
     """The names of all laws, in the order in which they are tried.
+
+    Args:
+        distributed: whether to name the laws of a ``Distributed`` function, by default those of any other.
 
     >>> law_names()[:3]
     ('output', 'gradients', 'shape and dtype')
     """
-    return tuple(law.name for law in LAWS)
+    return tuple(law.name for law in (RANK_LAWS if distributed else LAWS))
 
 
-def _chosen(names: Iterable[str] | None) -> list[Law]:
-    if names is None:
-        return list(LAWS)
-    wanted = [names] if isinstance(names, str) else list(names)
+def _chosen(names: Iterable[str] | None, laws: tuple[Law, ...]) -> list[Law]:
+    wanted = [law.name for law in laws] if names is None else [names] if isinstance(names, str) else list(names)
+    there_are = [law.name for law in laws]
     for name in wanted:
-        if name not in law_names():
+        if name not in there_are:
             raise UnsupportedError.about(
-                "verify", "laws", must="be names of laws", got=repr(name), then=f"There are: {', '.join(law_names())}."
+                "verify", "laws", must="be names of laws", got=repr(name), then=f"There are: {', '.join(there_are)}."
             )
-    return [law for law in LAWS if law.name in wanted]
+    return [law for law in laws if law.name in wanted]
+
+
+def _check_distributed(signature: str, device: torch.device) -> None:
+    """Ranks are processes of gloo on the CPU, and are given functions of tensors."""
+    if signature == "mha":
+        raise UnsupportedError.about(
+            "verify",
+            "signature",
+            must="be 'sdpa' or 'clearhead' for a function on several ranks",
+            got=repr(signature),
+            then="Wrap the module's heads in a function.",
+        )
+    if device.type != "cpu":
+        raise UnsupportedError.about(
+            "verify",
+            "device",
+            must="be the CPU for a function on several ranks",
+            got=repr(str(device)),
+            then="The laws run the same code with gloo.",
+        )
 
 
 def _shown(fn: Callable[..., Any]) -> str:

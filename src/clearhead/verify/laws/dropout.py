@@ -18,13 +18,13 @@ from clearhead.verify.oracle import attend
 from clearhead.verify.signatures import CARRIED
 from clearhead.verify.subject import Subject, Tensors, expected_of
 
-__all__ = ["LAWS"]
+__all__ = ["LAWS", "factors", "probe", "wide"]
 
 #: Tolerance in standard deviations; a correct function exceeds it once in two million times.
 _SIGMAS = 5.0
 
 
-def _probe(subject: Subject, case: Case, allowed: Tensor | None = None) -> tuple[Tensors, Tensor]:
+def probe(subject: Subject, case: Case, allowed: Tensor | None = None) -> tuple[Tensors, Tensor]:
     """Tensors whose values are the identity and random channels, and the weights before dropout."""
     query, key, value = subject.draw(case)
     value = value.clone()
@@ -33,7 +33,7 @@ def _probe(subject: Subject, case: Case, allowed: Tensor | None = None) -> tuple
     return (query, key, value), exact.weights
 
 
-def _factors(subject: Subject, case: Case, output: Tensor, weights: Tensor, allowed: Tensor | None = None) -> Tensor:
+def factors(subject: Subject, case: Case, output: Tensor, weights: Tensor, allowed: Tensor | None = None) -> Tensor:
     """The factor of each weight, 0 or ``1 / (1 - p)``; other factors raise, and masked weights have 0."""
     factor = output[..., : case.k_len].detach().double() / weights
     if allowed is not None:
@@ -54,9 +54,9 @@ def _check_statistics(subject: Subject, case: Case) -> None:
         check_output(subject, replace(case, dropout=0.0))
     except Broken:
         raise NotApplicable("it is wrong without dropout, which other laws report") from None
-    tensors, weights = _probe(subject, case)
+    tensors, weights = probe(subject, case)
     output = subject.call(case, tensors, training=True).output
-    survives = (_factors(subject, case, output, weights) > 0.0).double()
+    survives = (factors(subject, case, output, weights) > 0.0).double()
     p = case.dropout
     _near("the share of weights kept", survives.mean().item(), 1.0 - p, (p * (1.0 - p) / survives.numel()) ** 0.5)
     both = (1.0 - p) ** 2 + p**2
@@ -82,12 +82,12 @@ def _check_values(subject: Subject, case: Case, tensors: Tensors, output: Tensor
 
 def _check_draws(subject: Subject, case: Case) -> None:
     """Two calls in a row, and one from another seed."""
-    tensors, weights = _probe(subject, case)
+    tensors, weights = probe(subject, case)
     with torch.random.fork_rng(devices=[subject.device] if subject.device.type == "cuda" else []):
         torch.manual_seed(case.seed)
         outputs = [subject.call(case, tensors, training=True, seed=None).output.clone() for _ in range(2)]
     outputs.append(subject.call(case, tensors, training=True, seed=case.seed + 1).output)
-    survive = [_factors(subject, case, output, weights) > 0.0 for output in outputs]
+    survive = [factors(subject, case, output, weights) > 0.0 for output in outputs]
     same = (1.0 - case.dropout) ** 2 + case.dropout**2
     for other, what in ((survive[1], "in two calls"), (survive[2], "under two random seeds")):
         share = (survive[0] == other).double().mean().item()
@@ -104,9 +104,9 @@ def _check_masked(subject: Subject, case: Case) -> None:
     mask = subject.spoken(case)
     assert mask is not None
     allowed, p = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len), case.dropout
-    tensors, weights = _probe(subject, case, allowed)
+    tensors, weights = probe(subject, case, allowed)
     output = subject.call(case, tensors, training=True).output
-    survives = (_factors(subject, case, output, weights, allowed) > 0.0)[allowed].double()
+    survives = (factors(subject, case, output, weights, allowed) > 0.0)[allowed].double()
     _near(
         "the share of weights kept under a mask",
         survives.mean().item(),
@@ -118,7 +118,7 @@ def _check_masked(subject: Subject, case: Case) -> None:
     except REFUSALS:
         return
     if results is not None:
-        keep = _factors(subject, case, results[0], weights, allowed)
+        keep = factors(subject, case, results[0], weights, allowed)
         wrong = subject.off_budget(results, expected_of(tensors, allowed=allowed, keep=keep))
         require(None if wrong is None else f"for the weights that forward dropped, {wrong}")
 
@@ -137,23 +137,23 @@ def _check_off(subject: Subject, case: Case) -> None:
 
 
 def _check_backward(subject: Subject, case: Case) -> None:
-    tensors, weights = _probe(subject, case)
+    tensors, weights = probe(subject, case)
     results = subject.gradients(case, tensors, training=True)
     if results is None:
         raise NotApplicable("its output carries no gradient")
-    keep = _factors(subject, case, results[0], weights)
+    keep = factors(subject, case, results[0], weights)
     wrong = subject.off_budget(results, expected_of(tensors, keep=keep))
     require(None if wrong is None else f"for the weights that forward dropped, {wrong}")
 
 
-def _wide(case: Case) -> Case:
+def wide(case: Case) -> Case:
     """A case whose values are wide enough for the identity and as many random channels."""
     return replace(case, q_len=case.k_len, head_dim=2 * case.k_len, value_dim=2 * case.k_len, size=0.3)
 
 
-_PROBE = _wide(Case(batch=2, kv_heads=4, q_len=32, k_len=32, dropout=0.25))
+_PROBE = wide(Case(batch=2, kv_heads=4, q_len=32, k_len=32, dropout=0.25))
 #: Two tiles of keys, and of queries.
-_TILES = _wide(Case(kv_heads=2, q_len=128, k_len=128, dropout=0.25))
+_TILES = wide(Case(kv_heads=2, q_len=128, k_len=128, dropout=0.25))
 
 LAWS = (
     Law(
@@ -193,7 +193,7 @@ LAWS = (
         says="gradients are those of the weights that forward kept",
         check=_check_backward,
         needs=frozenset({"dropout"}),
-        fit=_wide,
+        fit=wide,
         cases=(_PROBE, replace(_PROBE, dropout=0.5)),
     ),
 )
