@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from clearhead.batch_part import current, first_row
-from clearhead.cut import Extent, cut_mask
+from clearhead.cut import Region, cut_mask
 from clearhead.dispatch import run
 from clearhead.distributed.layout import LayoutName, chunks_of, positions_of
 from clearhead.distributed.sharded_attention import Method, attention
@@ -168,7 +168,7 @@ class RankPart:
         if isinstance(mask, Carrying):
             mask.check("parallelize", mask.carries()[0], heads * self.heads[1], queries, keys)
         first = self.heads[0] * heads
-        return cut_mask(mask.placed(queries.start), Extent(range(first, first + heads), queries, range(keys)))
+        return cut_mask(mask.placed(queries.start), Region(range(first, first + heads), queries, range(keys)))
 
     def _rows(self, shape: torch.Size) -> Int[Tensor, " rows"]:
         """Numbers of the rows of ``[*batch, len, width]`` in the whole batch."""
