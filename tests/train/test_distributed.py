@@ -93,9 +93,9 @@ def _check(task: str, meshes: list[ParallelOptions], changes: dict[str, Any], to
     for rank, results in enumerate(every):
         assert results == every[0], f"rank {rank} has other losses than rank 0"
     for degrees, losses in zip(meshes, every[0], strict=True):
-        found = torch.tensor(losses, dtype=torch.float64)
+        result = torch.tensor(losses, dtype=torch.float64)
         torch.testing.assert_close(
-            found, expected, rtol=tolerance, atol=0.0, msg=lambda text, d=degrees: f"{d}: {text}"
+            result, expected, rtol=tolerance, atol=0.0, msg=lambda text, d=degrees: f"{d}: {text}"
         )
 
 
@@ -199,9 +199,9 @@ def test_run_resumes_on_another_mesh(
     assert last is not None
     assert last.is_dir() == (before.processes > 1)
     _on(after, str(play), str(stopped), True, -1)
-    expected, found = _records(whole), _records(stopped)
-    assert [record["step"] for record in found] == [record["step"] for record in expected]
-    for one, other in zip(expected, found, strict=True):
+    expected, result = _records(whole), _records(stopped)
+    assert [record["step"] for record in result] == [record["step"] for record in expected]
+    for one, other in zip(expected, result, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
     names = {path.name for path in (stopped / "checkpoint").iterdir()}
     assert len(names) == 1, "an older checkpoint is left"

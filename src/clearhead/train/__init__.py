@@ -4,7 +4,7 @@ from clearhead.train.batches import Batch, Sequences, split
 from clearhead.train.classify import Trained, train_classifier, train_text_classifier
 from clearhead.train.engine import Engine, Outcome, Task, Weighed
 from clearhead.train.language import train_language_model, train_text_language_model
-from clearhead.train.options import ClassifierOptions, LanguageOptions, TrainingOptions
+from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions, TrainingOptions
 from clearhead.train.progress import Silent, watcher_for
 from clearhead.train.saved import Run, load_run
 
@@ -14,6 +14,7 @@ __all__ = [
     "Engine",
     "LanguageOptions",
     "Outcome",
+    "ParallelOptions",
     "Run",
     "Sequences",
     "Silent",

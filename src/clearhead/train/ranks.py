@@ -146,7 +146,16 @@ class Ranks:
 
     def parallelized(self, model: nn.Module) -> nn.Module:
         """The model on the mesh; itself for one process."""
-        return model if self._axes is None else parallelize(model, self._axes.mesh, equal_batches=False, layout=_LAYOUT)
+        if self._axes is None:
+            return model
+        # Where every process has whole parameters, gathering them again for backward would copy them for nothing.
+        return parallelize(
+            model,
+            self._axes.mesh,
+            equal_batches=False,
+            layout=_LAYOUT,
+            reshard_after_forward=self.options.shard > 1,
+        )
 
     def shares(self, batch: Batch, accumulate: int = 1) -> Iterator[BatchShare]:
         """What this process computes of a batch, one after the other.

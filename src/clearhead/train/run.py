@@ -224,8 +224,8 @@ def entered(
 
         def enter() -> tuple[bool, dict[str, Any] | None]:
             stack.enter_context(folder.locked(watcher=watcher, function=function))
-            again = resume or folder.is_of_job(config["job"])
-            return folder.entered(config, resume=again, watcher=watcher, function=function)
+            resumes = resume or folder.is_of_job(config["job"])
+            return folder.entered(config, resume=resumes, watcher=watcher, function=function)
 
         yield ranks.agreed(enter)
 
