@@ -133,7 +133,7 @@ def ours(method: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_distributed_attention_breaks_no_law_of_a_few(method: str) -> None:
-    report = report_on(ours(method), QUICK, layout="zigzag")
+    report = report_on(ours(method), ["documents across ranks", "sink", "NaN on one rank"], layout="zigzag")
     assert report.ok, report
 
 
