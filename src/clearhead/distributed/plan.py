@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ from clearhead.errors import MaskError
 from clearhead.masks.base import Mask, carried_sizes
 from clearhead.shapes import Int
 
-__all__ = ["Plan", "check_mask", "plan_attention", "plan_of"]
+__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "plan_attention", "plan_of"]
+
+#: A ring passes a block of keys on in so many pieces: one is computed with, one arrives and one is sent.
+RING_PIECES: Final = 3
+#: Fewer keys are not cut.
+FEW_KEYS: Final = 512
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clearhead.arguments import one_of, repr_of
 from clearhead.distributed.machine import AttentionSizes, Machine
-from clearhead.distributed.plan import Plan
+from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, Plan
 from clearhead.errors import UnsupportedError
 from clearhead.shapes import Float
 
@@ -31,9 +31,6 @@ _BACKWARD: Final = 10
 _ROW_PASSES: Final = (7, 12)
 #: How often it reads or writes a key or a value, to cut, send and add up.
 _KEY_PASSES: Final = (4, 22)
-#: The ring passes a block of keys on in so many pieces, unless it has few keys.
-_PIECES: Final = 3
-_FEW_KEYS: Final = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +261,7 @@ def _heads(ranks: _Ranks, backward: bool) -> _Ranks:
 
 def _ring(ranks: _Ranks, backward: bool) -> _Ranks:
     steps = range(1, ranks.plan.ranks)
-    visits = [(0, 0), *((step, piece) for step in steps for piece in range(_PIECES))]
+    visits = [(0, 0), *((step, piece) for step in steps for piece in range(RING_PIECES))]
     upcoming = _Step(ranks, 0, backward)
     for place, (step, piece) in enumerate(visits):
         here, coming = upcoming, None
@@ -292,7 +289,7 @@ class _Step:
     """
 
     def __init__(self, ranks: _Ranks, step: int, backward: bool) -> None:
-        rank, tokens, pieces = ranks.rank, ranks.plan.tokens, _PIECES if step else 1
+        rank, tokens, pieces = ranks.rank, ranks.plan.tokens, RING_PIECES if step else 1
         owner, receiver = (rank - step) % ranks.plan.ranks, (rank + step) % ranks.plan.ranks
         needed, work = tokens[rank, owner], ranks.plan.work[rank, owner]
         self.received = _in_pieces(needed, needed, pieces)
@@ -308,7 +305,7 @@ class _Step:
 def _in_pieces(values: Tensor, tokens: Tensor, pieces: int) -> tuple[Tensor, Tensor]:
     """How much of some values is in the first piece of a step, and in each other piece; few keys are not cut."""
     whole, part = values.double(), values.double() / pieces
-    cut = tokens >= _FEW_KEYS
+    cut = tokens >= FEW_KEYS
     return torch.where(cut, part, whole), part * cut
 
 
