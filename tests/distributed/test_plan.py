@@ -120,6 +120,21 @@ def test_blocks_of_queries_do_not_change_the_plan(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(plan.tokens, expected.tokens)
 
 
+def test_masks_of_numbers_share_a_plan_and_others_do_not() -> None:
+    class Everything(ch.Causal):
+        def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+            return (k_pos <= q_pos) | (k_pos >= 0)
+
+    plans = [plan_attention(mask, LENGTH, ranks=4) for mask in (ch.Window(4), ch.Window(4), ch.Window(5))]
+    assert plans[0] is plans[1]
+    assert plans[0] != plans[2]
+    assert plan_attention(Everything(), LENGTH, ranks=4).share == 1.0
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+    one = plan_attention(ch.Documents(ids=ids), LENGTH, ranks=4)
+    ids[30:] = 1
+    assert plan_attention(ch.Documents(ids=ids), LENGTH, ranks=4) != one
+
+
 def test_causal_window_sends_the_window_alone() -> None:
     plan = plan_attention(ch.Causal() & ch.Window(255), 65536, ranks=8)
     assert plan.received.tolist() == [0, *[255] * 7]

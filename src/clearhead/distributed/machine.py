@@ -49,7 +49,7 @@ class Machine:
         ranks_per_node: how many consecutive ranks are a node; by default all are one.
         overlap: the share of a message's time during which its ranks can compute: 1 for a network card that moves data
             alone, 0 if the processor copies it.
-        memory: bytes per second of memory, for merging the partial outputs of a ring; by default merging takes no time.
+        memory: bytes per second of memory, for adding up the partial results of a ring; by default that takes no time.
         call: seconds of a kernel's start, for each block that a rank computes.
         cores: processors that all ranks share, each rank using one at a time; by default each rank has its own.
 

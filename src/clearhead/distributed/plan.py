@@ -6,7 +6,8 @@ A plan is computed from the mask and the layout alone, without a process group: 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,9 +17,15 @@ from clearhead.distributed.layout import LayoutName, ShardLayout, check_layout, 
 from clearhead.distributed.needed_keys import KeyIntervals, count_keys, key_intervals, rank_of_positions
 from clearhead.errors import MaskError
 from clearhead.masks.base import Mask, carried_sizes
+from clearhead.record import decode
 from clearhead.shapes import Int
 
-__all__ = ["Plan", "check_mask", "plan_attention", "plan_of"]
+__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "plan_attention", "plan_of"]
+
+#: A ring passes a block of keys on in so many pieces: one is computed with, one arrives and one is sent.
+RING_PIECES: Final = 3
+#: Fewer keys are not cut.
+FEW_KEYS: Final = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +171,27 @@ def check_mask(function: str, mask: Mask | None, length: int) -> Mask | None:
 
 def plan_of(mask: Mask | None, layout: ShardLayout) -> Plan:
     """The plan of a mask that has been checked against the layout's length."""
-    mask = None if mask is None else mask.to(torch.device("cpu")).placed(0)
+    if mask is None or _is_of_numbers(mask):
+        # The layers of a model share a mask.
+        return _plan_of_text("None" if mask is None else mask.encode([]), layout)
+    return _computed(mask.to(torch.device("cpu")).placed(0), layout)
+
+
+def _is_of_numbers(mask: Mask) -> bool:
+    """Whether the mask is one of the library's without tensors or functions, so that its text describes it."""
+    fields = [getattr(mask, name) for name in mask.fields]
+    return type(mask).__module__.startswith("clearhead.masks.") and all(
+        _is_of_numbers(value) if isinstance(value, Mask) else isinstance(value, int) for value in fields
+    )
+
+
+@lru_cache(maxsize=64)
+def _plan_of_text(text: str, layout: ShardLayout) -> Plan:
+    return _computed(decode(text, ()), layout)
+
+
+def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
+    """The plan of a mask that is on the CPU and placed at 0."""
     length, ranks = layout.length, layout.ranks
     rank_of = rank_of_positions(layout)
     pieces = sorted((chunk.start, rank) for rank, chunks in enumerate(layout.chunks) for chunk in chunks if len(chunk))

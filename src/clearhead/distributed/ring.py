@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from clearhead.cut import Region
 from clearhead.dispatch import choose
 from clearhead.distributed.call import ShardedCall
 from clearhead.distributed.parts import slices_of
-from clearhead.distributed.plan import plan_of
+from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, plan_of
 from clearhead.problem import Problem
 from clearhead.scores import Sink
 from clearhead.statistics import Want
@@ -67,12 +67,6 @@ class _KeyBlock:
     keys: slice
 
 
-#: A block is passed on in so many pieces: one is computed with, one arrives and one is sent.
-_PIECES: Final = 3
-#: Fewer keys are not cut.
-_FEW_KEYS: Final = 512
-
-
 @dataclass(frozen=True)
 class _Ring:
     """A sharded call without a sink, which is added after all keys, and the keys that each pair of ranks exchanges."""
@@ -101,7 +95,7 @@ class _Ring:
     def visits(self) -> list[_Visit]:
         """What passes by each rank, in order."""
         steps = range(1, self.call.exchange.ranks)
-        return [_Visit(0, 0), *(_Visit(step, piece) for step in steps for piece in range(_PIECES))]
+        return [_Visit(0, 0), *(_Visit(step, piece) for step in steps for piece in range(RING_PIECES))]
 
     def receiver(self, visit: _Visit) -> int:
         """The rank to which this rank sends."""
@@ -120,7 +114,7 @@ class _Ring:
             if len(keys) and keys.start in chunk
         ]
         count = sum(len(keys) for keys, _ in every)
-        pieces = 1 if visit.step == 0 or count < _FEW_KEYS else _PIECES
+        pieces = 1 if visit.step == 0 or count < FEW_KEYS else RING_PIECES
         first, last = (count * min(visit.piece + more, pieces) // pieces for more in (0, 1))
         passed, before = [], 0
         for keys, start in every:

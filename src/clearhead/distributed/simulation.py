@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clearhead.arguments import one_of, repr_of
 from clearhead.distributed.machine import AttentionSizes, Machine
-from clearhead.distributed.plan import Plan
+from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, Plan
 from clearhead.errors import UnsupportedError
 from clearhead.shapes import Float
 
@@ -27,11 +27,10 @@ METHODS: Final = get_args(SimulatedMethod)
 #: Floating-point operations per pair and channel: two products forward, five backward, each of a multiply and an add.
 _FORWARD: Final = 4
 _BACKWARD: Final = 10
-#: Bytes read and written for each channel of a query when a partial output is merged: seven passes over float32.
-_MERGED: Final = 28
-#: The ring passes a block of keys on in so many pieces, unless it has few keys.
-_PIECES: Final = 3
-_FEW_KEYS: Final = 512
+#: How often a ring reads or writes a row of queries, forward and backward, when it adds a block's partial results.
+_ROW_PASSES: Final = (7, 12)
+#: How often it reads or writes a key or a value, to cut, send and add up.
+_KEY_PASSES: Final = (4, 22)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +99,7 @@ def simulate(plan: Plan, sizes: AttentionSizes, machine: Machine, *, method: Sim
     takes ``latency + bytes / bandwidth``. With ``n`` tokens per rank, ``"gather"`` sends ``n`` keys and values to every
     rank and computes then; its backward also gathers queries, outputs and their gradients and computes twice as much.
     ``"ring"`` sends the keys and values that the plan says to one rank after the other, in three pieces each, while it
-    computes with those that came before, and merges partial outputs; its backward returns the keys' gradients.
+    computes with those that came before, and adds up partial outputs; its backward returns the keys' gradients.
     ``"heads"`` exchanges queries, keys, values and outputs by all-to-all, and each rank computes its heads for all
     tokens.
 
@@ -171,15 +170,14 @@ class _Ranks:
         variants = max(1, self.plan.variants)
         return pairs.double() * (sizes.batch * sizes.heads / variants * operations / flops) + machine.call * (pairs > 0)
 
-    def merging(self, owner: Tensor) -> Tensor:
-        """Seconds of adding the partial results of a piece of ``owner``'s keys to the rows of all queries."""
+    def merging(self, blocks: Tensor, keys: Tensor, backward: bool) -> Tensor:
+        """Seconds of adding partial results, in float32, to the rows of all queries and to some keys."""
         if self.machine.memory is None:
             return torch.zeros_like(self.time)
         sizes = self.sizes
-        # A piece of several chunks of keys is computed chunk by chunk.
-        blocks = 1.0 + (self.chunks[owner] - 1.0).clamp(min=0.0) / _PIECES
-        merged = self.tokens * blocks * (sizes.batch * sizes.heads * sizes.head_dim * _MERGED)
-        return merged / self.machine.memory
+        rows = self.tokens * blocks * (sizes.heads * _ROW_PASSES[backward])
+        keys = keys * ((sizes.kv_heads or sizes.heads) * _KEY_PASSES[backward])
+        return (rows + keys) * (sizes.batch * sizes.head_dim * 4 / self.machine.memory)
 
     def compute(self, seconds: Tensor) -> None:
         """Every rank computes for some seconds."""
@@ -263,7 +261,7 @@ def _heads(ranks: _Ranks, backward: bool) -> _Ranks:
 
 def _ring(ranks: _Ranks, backward: bool) -> _Ranks:
     steps = range(1, ranks.plan.ranks)
-    visits = [(0, 0), *((step, piece) for step in steps for piece in range(_PIECES))]
+    visits = [(0, 0), *((step, piece) for step in steps for piece in range(RING_PIECES))]
     upcoming = _Step(ranks, 0, backward)
     for place, (step, piece) in enumerate(visits):
         here, coming = upcoming, None
@@ -291,20 +289,23 @@ class _Step:
     """
 
     def __init__(self, ranks: _Ranks, step: int, backward: bool) -> None:
-        rank, tokens, pieces = ranks.rank, ranks.plan.tokens, _PIECES if step else 1
+        rank, tokens, pieces = ranks.rank, ranks.plan.tokens, RING_PIECES if step else 1
         owner, receiver = (rank - step) % ranks.plan.ranks, (rank + step) % ranks.plan.ranks
         needed, work = tokens[rank, owner], ranks.plan.work[rank, owner]
         self.received = _in_pieces(needed, needed, pieces)
         self.sent = _in_pieces(tokens[receiver, rank], tokens[receiver, rank], pieces)
-        merging = ranks.merging(owner)
-        pairs = _in_pieces(work, needed, pieces)
-        self.seconds = [ranks.seconds(part, backward) + merging * (part > 0) for part in pairs]
+        # A piece of several chunks of keys is computed chunk by chunk.
+        blocks = 1.0 + (ranks.chunks[owner] - 1.0).clamp(min=0.0) / pieces
+        self.seconds = [
+            ranks.seconds(pairs, backward) + ranks.merging(blocks, keys, backward) * (pairs > 0)
+            for pairs, keys in zip(_in_pieces(work, needed, pieces), self.received, strict=True)
+        ]
 
 
 def _in_pieces(values: Tensor, tokens: Tensor, pieces: int) -> tuple[Tensor, Tensor]:
     """How much of some values is in the first piece of a step, and in each other piece; few keys are not cut."""
     whole, part = values.double(), values.double() / pieces
-    cut = tokens >= _FEW_KEYS
+    cut = tokens >= FEW_KEYS
     return torch.where(cut, part, whole), part * cut
 
 
