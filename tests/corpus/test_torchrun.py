@@ -99,5 +99,7 @@ def test_models_of_transformers_give_the_same_bits(tmp_path: Path, family: str) 
     alone = observe_corpus(tmp_path / "model", tmp_path / "t.txt").to_dict()
     assert alone["texts"] == 100
     assert len(alone["heads"]) >= 8
-    results = run_ranks(jobs.figures, 2, tmp_path / "model", tmp_path / "t.txt")
+    results = run_ranks(
+        jobs.figures, 2, tmp_path / "model", tmp_path / "t.txt", threads=torch.get_num_threads(), timeout=300
+    )
     assert [summary for summary, _ in results] == [alone] * 2
