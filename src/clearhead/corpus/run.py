@@ -55,9 +55,10 @@ def observe_corpus(
     parts of at most the limit, and no query attends to another part.
 
     If ``torch.distributed`` is initialised, the ranks of the default process group share the work, and every rank calls
-    this function with the same arguments. The figures are the same bits whatever the number of ranks, threads and
-    interruptions: texts that share a batch depend on the file alone, and sums over batches are exact. The work of
-    texts of ``n`` tokens, ``n^2 + c n`` with a constant ``c`` of the model, is balanced over the ranks.
+    this function with the same arguments. The figures are the same bits whatever the number of ranks and
+    interruptions: texts that share a batch depend on the file alone, and sums over batches are exact. They do not
+    depend on the number of threads either where clearhead's kernels compute the model; torch's may. The work of texts
+    of ``n`` tokens, ``n^2 + c n`` with a constant ``c`` of the model, is balanced over the ranks.
 
     With ``out`` finished texts are saved every few seconds. The same call with the same ``out`` goes on after the
     last saved ones, also with another number of ranks; after the end it returns the summary that is there. On several
