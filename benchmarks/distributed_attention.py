@@ -92,7 +92,7 @@ def main() -> None:
             for name, every in times.items()
         }
         for name, (forward, both) in median.items():
-            ratios = [one / own for one, own in zip(median["one process"], (forward, both), strict=True)]
+            ratios = [single / sharded for single, sharded in zip(median["one process"], (forward, both), strict=True)]
             alone = name == "one process"
             bytes_sent = 0 if alone else run_ranks(sent, arguments.ranks, length, heads, kv_heads, name, timeout=600)[0]
             print(

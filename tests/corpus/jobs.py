@@ -49,7 +49,7 @@ def killed(model: Path, data: Path, out: Path) -> None:
 def silent(seconds: float) -> str:
     """Rank 1 gives no sign of life for some seconds; what rank 0 says of it."""
     ranks._LOST_AFTER = 1.0  # type: ignore[misc]
-    with ranks.Ranks("observe") as both:
+    with ranks.CorpusRanks("observe") as both:
         if both.rank == 1:
             assert both._signs is not None
             both._signs.close()

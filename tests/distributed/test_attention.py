@@ -46,8 +46,7 @@ def _compare(method: str, layout: Any, length: int, names: list[str], dtype: tor
         doubled = [tensor.double() for tensor in whole]
         exact = _results(ch.attention, doubled, learned, {**options, "backend": "reference"})
         parts = [ch.distributed.shard(tensor, layout=layout) for tensor in whole]
-        sharded = {**options, "layout": layout, "method": method}
-        sharded = _results(ch.distributed.attention, parts, learned, sharded)
+        sharded = _results(ch.distributed.attention, parts, learned, {**options, "layout": layout, "method": method})
         for place, (mine, one, right) in enumerate(zip(sharded, single, exact, strict=True)):
             if place < 4:
                 one, right = (ch.distributed.shard(tensor, layout=layout) for tensor in (one, right))
@@ -82,6 +81,12 @@ def test_other_dtypes(method: str, dtype: torch.dtype) -> None:
 def test_blocks_longer_than_a_tile_and_a_piece(method: str, layout: str) -> None:
     names = ["causal", "window", "documents", "rules", "dropout"]
     assert run_ranks(_compare, 2, method, layout, 1_301, names, torch.float32, HEADS, timeout=240) == [[], []]
+
+
+@pytest.mark.parametrize("length", [97, 2 * 96 + 66])
+def test_parts_that_end_within_a_block_of_queries(length: int) -> None:
+    names = ["full", "causal", "window", "dropout", "rules"]
+    assert run_ranks(_compare, 3, "gather", "zigzag", length, names, torch.float32, HEADS) == [[]] * 3
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])

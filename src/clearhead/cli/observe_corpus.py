@@ -17,7 +17,7 @@ from clearhead.errors import ClearheadError, DataError, UnsupportedError
 
 if TYPE_CHECKING:
     from clearhead.corpus import CorpusOptions, CorpusSummary
-    from clearhead.corpus.ranks import Ranks
+    from clearhead.corpus.ranks import CorpusRanks
 
 __all__ = ["observe_corpus", "world_size"]
 
@@ -54,17 +54,17 @@ def observe_corpus(model: Path, data: Path, out: Path | None, options: CorpusOpt
 
 
 @contextmanager
-def _ranks() -> Iterator[Ranks]:
-    from clearhead.corpus.ranks import Ranks
+def _ranks() -> Iterator[CorpusRanks]:
+    from clearhead.corpus.ranks import CorpusRanks
 
     if world_size() == 1:
-        with Ranks(_FUNCTION) as ranks:
+        with CorpusRanks(_FUNCTION) as ranks:
             yield ranks
         return
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    with Ranks(_FUNCTION) as ranks:
+    with CorpusRanks(_FUNCTION) as ranks:
         yield ranks
     # A rank that leaves early closes connections that others still read.
     dist.barrier()

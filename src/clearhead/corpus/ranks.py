@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from clearhead.errors import ClearheadError
 
-__all__ = ["Ranks"]
+__all__ = ["CorpusRanks"]
 
 _Value = TypeVar("_Value")
 #: Seconds between signs of life, and without one until a rank is given up.
@@ -42,7 +42,7 @@ class _Failure:
         )
 
 
-class Ranks:
+class CorpusRanks:
     """The processes of torch's default process group, or this process alone without one; a context manager.
 
     Every method but ``report``, ``check`` and ``texts`` is collective: all ranks call it in the same order.
@@ -155,7 +155,7 @@ class _Signs:
     The store is not that of the process group, whose time limits are for its collectives.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: CorpusRanks) -> None:
         self._ranks = ranks
         self.texts, self.failed, self.waiting = 0, False, False
         self.lost: int | None = None

@@ -13,7 +13,7 @@ from clearhead.corpus.contents import UNIT_BYTES, UNIT_ROWS, UNITS, Contents, re
 from clearhead.corpus.figures import BlockReader
 from clearhead.corpus.folder import CorpusFolder, fingerprint
 from clearhead.corpus.options import CorpusOptions, CorpusProgress
-from clearhead.corpus.ranks import Ranks
+from clearhead.corpus.ranks import CorpusRanks
 from clearhead.corpus.schedule import assign, linear_share, work_of
 from clearhead.corpus.summary import CorpusSummary, summary_of
 from clearhead.corpus.totals import Totals
@@ -104,12 +104,12 @@ def observe_corpus(
         options=options or CorpusOptions(),
         function="observe_corpus",
     )
-    with Ranks(job.function) as ranks:
+    with CorpusRanks(job.function) as ranks:
         return run_job(job, ranks, progress=progress or (lambda _: None), say=lambda _: None)
 
 
 def run_job(
-    job: CorpusJob, ranks: Ranks, *, progress: Callable[[CorpusProgress], None], say: Callable[[str], object]
+    job: CorpusJob, ranks: CorpusRanks, *, progress: Callable[[CorpusProgress], None], say: Callable[[str], object]
 ) -> CorpusSummary:
     """Run a job on all ranks; ``progress`` and ``say``, which receives permanent lines, are called on rank 0."""
     if job.options.per_text and job.out is None:
@@ -187,7 +187,7 @@ class _Work:
     def __init__(
         self,
         job: CorpusJob,
-        ranks: Ranks,
+        ranks: CorpusRanks,
         reader: Reader,
         contents: Contents,
         folder: CorpusFolder | None,

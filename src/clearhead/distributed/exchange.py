@@ -93,9 +93,9 @@ class Exchange:
 
     def numbers(self, given: Sequence[int]) -> list[list[int]]:
         """Whole numbers of every rank."""
-        own = torch.tensor(given, device=self._device())
-        every = [torch.empty_like(own) for _ in range(self.ranks)]
-        dist.all_gather(every, own, group=self.group)
+        numbers = torch.tensor(given, device=self._device())
+        every = [torch.empty_like(numbers) for _ in range(self.ranks)]
+        dist.all_gather(every, numbers, group=self.group)
         return [one.tolist() for one in every]
 
     def first(self, number: int) -> int:
@@ -134,6 +134,10 @@ class Exchange:
                     then="Pass equal arguments on every rank, but for the tensors' parts.",
                 )
 
+    def _global(self, rank: int) -> int:
+        """A rank's number among all ranks."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
     def _device(self) -> torch.device | None:
         """The device of small tensors: NCCL takes those of a GPU alone."""
         return torch.device("cuda") if dist.get_backend(self.group) == "nccl" else None
@@ -158,13 +162,12 @@ class Exchange:
 
     def start(self, sent: Sequence[Tensor], receiver: int, received: Sequence[Tensor], sender: int) -> list[Any]:
         """Begin to send tensors to one rank and to receive others from one; ``finish`` waits for them."""
-        world = self.group or dist.distributed_c10d._get_default_group()
         operations = []
         for tensor in sent:
             self._count(tensor)
-            operations.append(dist.P2POp(dist.isend, tensor, dist.get_global_rank(world, receiver), self.group))
+            operations.append(dist.P2POp(dist.isend, tensor, self._global(receiver), self.group))
         for tensor in received:
-            operations.append(dist.P2POp(dist.irecv, tensor, dist.get_global_rank(world, sender), self.group))
+            operations.append(dist.P2POp(dist.irecv, tensor, self._global(sender), self.group))
         return dist.batch_isend_irecv(operations) if operations else []
 
     @staticmethod

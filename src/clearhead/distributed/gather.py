@@ -17,6 +17,7 @@ from clearhead.distributed.call import ShardedCall, are_finite
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
 from clearhead.distributed.statistics import AXES
+from clearhead.ops.kinds import QUERY_BLOCK
 from clearhead.problem import Problem
 from clearhead.statistics import Observation
 
@@ -35,31 +36,13 @@ def gather_attention(call: ShardedCall, query: Tensor, key: Tensor, value: Tenso
 
 
 def observe_gathered(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> Observation:
-    """This rank's rows of the output, and statistics without a gradient.
-
-    Statistics that are sums over queries are computed on each rank for the whole call.
-    """
-    want = call.want
-    whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
-    by_chunk = all(AXES[name].sharded == "queries" for name in want.shapes(1, 1))
-    queries = slices_of(call.queries, call.exchange.rank)
-    if by_chunk and queries:
-        done = [
-            call.run(_rows_of(call, chunk, query[:, :, where], whole_key, whole_value), want)
-            for chunk, where in queries
-        ]
-        names = [name for name in AXES if getattr(done[0], name) is not None]
-        return Observation(**{name: torch.cat([getattr(one, name) for one in done], dim=2) for name in names})
-    everything = call.part(
-        Region(call.heads, range(call.whole.q_len), range(call.whole.k_len)),
-        _whole(call, call.queries, query),
-        whole_key,
-        whole_value,
-    )
-    observation = call.run(everything, want)
+    """This rank's part of the output and of statistics without a gradient; each rank computes the whole call."""
+    tensors = zip((call.queries, call.keys, call.keys), (query, key, value), strict=True)
+    region = Region(call.heads, range(call.whole.q_len), range(call.whole.k_len))
+    done = call.run(call.part(region, *(_whole(call, layout, part) for layout, part in tensors)), call.want)
     results: dict[str, Any] = {}
     for name, axes in AXES.items():
-        field: Tensor | None = getattr(observation, name)
+        field: Tensor | None = getattr(done, name)
         if field is not None and axes.sharded is not None:
             layout = call.queries if axes.sharded == "queries" else call.keys
             field = axes.restored(cut(layout, axes.tokens_first(field), call.exchange.rank))
@@ -72,9 +55,44 @@ def _whole(call: ShardedCall, layout: ShardLayout, part: Tensor) -> Tensor:
     return joined(layout, call.exchange.gather(part.detach(), 2, lengths_of(layout)))
 
 
-def _rows_of(call: ShardedCall, queries: range, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-    """Some queries with all keys as a problem."""
-    return call.part(Region(call.heads, queries, range(call.whole.k_len)), query.detach(), key, value)
+class _QueryBlocks:
+    """A chunk of this rank's queries, within the blocks of queries that the kernels would process in one process.
+
+    A row's sums are taken in an order that depends on the number of rows of its block. Queries of other ranks in these
+    blocks are 0.
+    """
+
+    def __init__(self, call: ShardedCall, chunk: range, part: slice) -> None:
+        self._call, self._part = call, part
+        start, stop = chunk.start // QUERY_BLOCK * QUERY_BLOCK, -(-chunk.stop // QUERY_BLOCK) * QUERY_BLOCK
+        self._block = range(start, min(stop, call.whole.q_len)) if len(chunk) else chunk
+        self._mine = slice(chunk.start - self._block.start, chunk.stop - self._block.start)
+
+    @classmethod
+    def of(cls, call: ShardedCall) -> list[_QueryBlocks]:
+        """The chunks of this rank; one without queries if it has none, whose rows the others gather."""
+        chunks = slices_of(call.queries, call.exchange.rank) or [(range(0), slice(0, 0))]
+        return [cls(call, chunk, part) for chunk, part in chunks]
+
+    def problem(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        """These queries of this rank's part, with all keys."""
+        region = Region(self._call.heads, self._block, range(self._call.whole.k_len))
+        return self._call.part(region, self.placed(query.detach(), 0.0), key, value)
+
+    def placed(self, part: Tensor, other: Tensor | float) -> Tensor:
+        """Rows of this rank's part ``[batch, heads, len, ...]``, and ``other`` for those of other ranks."""
+        rows = part.new_empty(*part.shape[:2], len(self._block), *part.shape[3:])
+        rows[...] = other
+        rows[:, :, self._mine] = part[:, :, self._part]
+        return rows
+
+    def write(self, part: Tensor, rows: Tensor) -> None:
+        """Write this rank's rows into its part."""
+        part[:, :, self._part] = rows[:, :, self._mine]
+
+    def mine(self, rows: Tensor) -> Tensor:
+        """This rank's rows."""
+        return rows[:, :, self._mine]
 
 
 class _GatherAttention(torch.autograd.Function):
@@ -86,17 +104,18 @@ class _GatherAttention(torch.autograd.Function):
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=call.whole.work_dtype)
         saved: list[list[Tensor]] = []
-        # A rank without queries saves rows too, none of them, which the others gather.
-        for chunk, where in slices_of(call.queries, call.exchange.rank) or [(range(0), slice(0, 0))]:
-            problem = _rows_of(call, chunk, query[:, :, where], whole_key, whole_value)
+        for rows in _QueryBlocks.of(call):
+            problem = rows.problem(query, whole_key, whole_value)
             if call.backend.by_rows is not None and any(ctx.needs_input_grad):
-                output[:, :, where], lse[:, :, where], rows = call.backend.by_rows.forward(problem)
-                saved.append(rows)
+                done, lse_of_rows, for_backward = call.backend.by_rows.forward(problem)
+                saved.append([rows.mine(one) for one in for_backward])
+                rows.write(lse, lse_of_rows)
             else:
-                done = call.run(problem, call.want)
-                output[:, :, where] = done.output
-                if done.lse is not None:
-                    lse[:, :, where] = done.lse
+                observation = call.run(problem, call.want)
+                done = observation.output
+                if observation.lse is not None:
+                    rows.write(lse, observation.lse)
+            rows.write(output, done)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, *(torch.cat(parts, dim=2) for parts in zip(*saved, strict=True)))
@@ -159,16 +178,18 @@ class _GatheredBackward:
         of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in self.tensors)
         of_learned = [torch.zeros_like(one, dtype=call.whole.work_dtype) for one in learned]
         keys = range(call.whole.k_len)
-        for chunk, where in slices_of(call.queries, rank):
-            problem = self._part(chunk, keys, self.tensors[0][:, :, where].detach(), *self.whole[1:])
-            rows = [part[:, :, where] for part in self.rows]
-            grads = self.grad_output[:, :, where].contiguous(), self.grad_lse[:, :, where].contiguous()
-            computed = by_rows.backward(problem, rows, grads, partial=False, learned=learned)
-            of_query[:, :, where] = computed[0]
+        for rows in _QueryBlocks.of(call):
+            problem = rows.problem(self.tensors[0], *self.whole[1:])
+            output, lse = (torch.zeros_like(rows.placed(part, 0.0)) for part in self.rows[:2])
+            empty = by_rows.rows(problem, output, lse - torch.inf)
+            saved = [rows.placed(part, other) for part, other in zip(self.rows, empty, strict=True)]
+            grads = rows.placed(self.grad_output, 0.0), rows.placed(self.grad_lse, 0.0)
+            computed = by_rows.backward(problem, saved, grads, partial=False, learned=learned)
+            rows.write(of_query, computed[0])
             for total, grad in zip(of_learned, computed[3:], strict=True):
                 total += grad
-        rows = [self._whole_rows(part) for part in self.rows]
-        if not are_finite(*rows[:2]):
+        whole_rows = [self._whole_rows(part) for part in self.rows]
+        if not are_finite(*whole_rows[:2]):
             return self.at_once()
         call.exchange.sum(of_learned)
         queries = range(call.whole.q_len)
@@ -178,7 +199,7 @@ class _GatheredBackward:
             problem = self._part(queries, part, self.whole[0], key, value)
             partial = len(part) < len(keys)
             grads = self.whole_grad, self.whole_grad_lse
-            _, *both = by_rows.backward(problem, rows, grads, partial=partial, learned=[])
+            _, *both = by_rows.backward(problem, whole_rows, grads, partial=partial, learned=[])
             mine = slice(chunk.start - part.start, chunk.stop - part.start)
             of_key[:, :, where], of_value[:, :, where] = (grad[:, :, mine] for grad in both)
         return [of_query, of_key, of_value, *of_learned]

@@ -7,12 +7,25 @@ from typing import Final
 
 import torch
 
-__all__ = ["DTYPES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "Activation", "Feature", "Gate", "NormKind"]
+__all__ = [
+    "DTYPES",
+    "MAX_BLOCK",
+    "MAX_CHUNK",
+    "MAX_HEAD_DIM",
+    "MAX_RULES",
+    "QUERY_BLOCK",
+    "Activation",
+    "Feature",
+    "Gate",
+    "NormKind",
+]
 
 MAX_HEAD_DIM: Final = 256
 MAX_RULES: Final = 8
 #: Positions of a mask's block: the field has 32 bits.
 MAX_BLOCK: Final = 2**31 - 1
+#: Queries that the kernels process at a time: ``ROWS`` of forward.h and ``BLOCK`` of backward.h.
+QUERY_BLOCK: Final = 96
 #: Tokens of a chunk of linear attention.
 MAX_CHUNK: Final = 256
 #: What the kernels read, in the order of ``ch_dtype``.
