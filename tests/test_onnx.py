@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
+from clearhead.functional import flex_attention
 from tests.onnx_runtime import ATTENTION, PLAIN, export, needs_onnx, operators, run, same_values
 
 pytestmark = needs_onnx
@@ -224,6 +225,98 @@ def test_wrong_shapes_are_refused() -> None:
     assert "attention: key must have query's head_dim 8" in refusal(Call(), query, key[..., :4], value)
 
 
+# ---- FlexAttention's signature ---------------------------------------------------------------------------------------
+
+
+class Flex(nn.Module):
+    """One call of ``flex_attention`` with fixed options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return flex_attention(query, key, value, enable_gqa=True, **self.options)
+
+
+DOCUMENT = torch.tensor([0] * 13 + [1] * 20 + [2] * 7)
+LENGTHS = torch.tensor([40, 22])
+BY_DISTANCE = torch.randn(4, 79, generator=torch.Generator().manual_seed(3))
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+def block_mask(mask_mod: Callable[..., Tensor], batch: int | None = None, heads: int | None = None) -> Any:
+    """Blocks of 16 for 40 tokens: skipped, partial and full ones, and a part of a block at the end."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(mask_mod, batch, heads, 40, 40, device="cpu", BLOCK_SIZE=16)
+
+
+#: Options of a call, made in the test, and whether ONNX's Attention expresses them.
+FLEX: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
+    "plain": (lambda: {"scale": 0.3}, True),
+    "causal": (lambda: {"block_mask": block_mask(causal)}, True),
+    "documents": (lambda: {"block_mask": block_mask(lambda b, h, q, k: (DOCUMENT[q] == DOCUMENT[k]) & (q >= k))}, True),
+    "padding": (lambda: {"block_mask": block_mask(lambda b, h, q, k: k < LENGTHS[b], batch=2)}, True),
+    "per head": (lambda: {"block_mask": block_mask(lambda b, h, q, k: k + h <= q, heads=4)}, True),
+    "distance": (lambda: {"score_mod": lambda score, b, h, q, k: score - 0.1 * (q - k).abs()}, False),
+    "look-up": (
+        lambda: {
+            "score_mod": lambda score, b, h, q, k: score + BY_DISTANCE[h, q - k + 39],
+            "block_mask": block_mask(causal),
+        },
+        False,
+    ),
+    "soft cap": (
+        lambda: {
+            "score_mod": lambda score, b, h, q, k: 2.0 * torch.tanh(score / 2.0),
+            "block_mask": block_mask(causal),
+        },
+        False,
+    ),
+    "-inf": (lambda: {"score_mod": lambda score, b, h, q, k: torch.where(q >= k, score, -torch.inf)}, False),
+}
+
+
+@OPSETS
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "causal" else pytest.mark.slow) for name in FLEX]
+)
+def test_flex_attention_gives_the_same_values(name: str, opset: int) -> None:
+    options, expressed = FLEX[name]
+    counts = same_values(Flex(**options()), draw(40, 40), opset=opset)
+    assert (counts["Attention"] == 1) == (expressed and opset == ATTENTION)
+
+
+@pytest.mark.slow
+def test_flex_attention_with_an_empty_row_gives_zero_output() -> None:
+    inputs = draw(40, 40)
+    (result,) = run(export(Flex(block_mask=block_mask(lambda b, h, q, k: q > k)), inputs), inputs)
+    assert torch.equal(result[:, :, 0], torch.zeros(2, 4, 6))
+    assert bool(result.isfinite().all())
+
+
+@pytest.mark.slow
+def test_length_of_flex_attention_may_be_dynamic() -> None:
+    module = Flex(score_mod=lambda score, b, h, q, k: score - 0.1 * (q - k).abs())
+    same_values(module, draw(), draw(11, 11), dynamic=({2: LENGTH},) * 3)
+
+
+@pytest.mark.slow
+def test_block_mask_in_a_call_of_attention_gives_the_same_values() -> None:
+    mask = ch.masks.from_block_mask(block_mask(causal))
+    assert same_values(Call(mask=mask & ch.Window(3)), draw(40, 40))["Attention"] == 1
+
+
+def test_flex_attention_for_the_log_sum_exp_is_refused() -> None:
+    assert "flex_attention: return_lse must be left out under torch.onnx.export; got True" in refusal(
+        Flex(return_lse=True), *draw()
+    )
+
+
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], int]] = {
@@ -297,6 +390,31 @@ def test_model_with_lengths_gives_the_same_values(name: str, opset: int) -> None
         dynamic={"first": {0: BATCH, 1: LENGTH}, "second": {0: BATCH}},
     )
     assert counts["Attention"] == (2 if opset == ATTENTION else 0)
+
+
+@pytest.mark.slow
+@OPSETS
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary", "none"])
+def test_encoder_decoder_gives_the_same_values(positions: str, opset: int) -> None:
+    class Translation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = ch.nn.EncoderDecoder(40, 50, 32, 4, 2, positions=positions).eval()
+
+        def forward(self, source: Tensor, target: Tensor, source_lengths: Tensor, target_lengths: Tensor) -> Tensor:
+            return self.module(source, target, source_lengths=source_lengths, target_lengths=target_lengths)
+
+    torch.manual_seed(0)
+    target_length = torch.export.Dim("target_length", min=2, max=64)
+    counts = same_values(
+        Translation(),
+        (torch.randint(40, (2, 9)), torch.randint(50, (2, 5)), torch.tensor([9, 4]), torch.tensor([5, 2])),
+        (torch.randint(40, (3, 17)), torch.randint(50, (3, 11)), torch.tensor([17, 1, 6]), torch.tensor([11, 3, 1])),
+        opset=opset,
+        dynamic=({0: BATCH, 1: LENGTH}, {0: BATCH, 1: target_length}, {0: BATCH}, {0: BATCH}),
+    )
+    # Two blocks of the encoder, and two of the decoder with two attentions each.
+    assert counts["Attention"] == (6 if opset == ATTENTION else 0)
 
 
 @pytest.mark.slow

@@ -75,6 +75,23 @@ def test_wheel_without_kernels_or_with_another_library_is_refused(tool: ModuleTy
         tool.check(written(tmp_path, WHEEL, tool.LIBRARY, "clearhead.libs/libgomp.so.1"), "x86_64")
 
 
+def test_given_wheel_is_checked_and_none_is_built(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[tuple[Path, str]] = []
+    monkeypatch.setattr(tool, "make", lambda machine: pytest.fail("a wheel is built"))
+    monkeypatch.setattr(tool, "try_fresh", lambda *arguments: pytest.fail("an environment is made"))
+    monkeypatch.setattr(tool, "try_existing", lambda wheel, python: tried.append((wheel, python)))
+    monkeypatch.setattr(tool.platform, "machine", lambda: "x86_64")
+    wheel = written(tmp_path, WHEEL, tool.LIBRARY)
+    tool.main(["--wheel", str(wheel), "--existing", "python-of-it"])
+    assert tried == [(wheel, "python-of-it")]
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(["--wheel", str(written(tmp_path, WHEEL)), "--existing", "python-of-it"])
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.startswith("wheel: clearhead-0.1.0-py3-none-manylinux_2_27_x86_64.whl must hold")
+
+
 @pytest.mark.slow
 def test_wheel_built_here_computes_without_the_checkout(tool: ModuleType, tmp_path: Path) -> None:
     for package in ("build", "auditwheel"):

@@ -64,10 +64,15 @@ class WheelError(Exception):
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     try:
-        wheels = {machine: make(machine) for machine in options.machine or _buildable()}
-        wheel = wheels.get(platform.machine())
+        if options.wheel is None:
+            wheels = {machine: make(machine) for machine in options.machine or _buildable()}
+            wheel = wheels.get(platform.machine())
+        else:
+            wheel = options.wheel.absolute()
+            check(wheel, platform.machine())
         if wheel is not None:
-            for python in options.python or [sys.executable]:
+            # An existing environment takes the place of the one that would be made.
+            for python in options.python or ([] if options.existing else [sys.executable]):
                 try_fresh(wheel, python, options.torch or _pinned_torch())
             for python in options.existing:
                 try_existing(wheel, python)
@@ -101,7 +106,7 @@ def make(machine: str) -> Path:
 
 
 def build(machine: str) -> Path:
-    """The wheel as the build backend makes it, with this system's tag; objects stay for the next build."""
+    """The wheel as the build backend makes it, with this system's tag."""
     folder = FOLDER / machine
     shutil.rmtree(folder / "raw", ignore_errors=True)
     settings = [f"-Cbuild-dir={folder / 'cmake'}"]
@@ -215,6 +220,7 @@ def _run(title: str, *command: str | Path, environment: dict[str, str] | None = 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Build wheels with the CPU kernels, audit and try them.")
     parser.add_argument("--machine", action="append", choices=MACHINES, help="build for this machine alone")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="check and try this wheel, and build none")
     parser.add_argument("--python", action="append", metavar="PYTHON", help="try in a fresh environment of this Python")
     parser.add_argument("--torch", metavar="RELEASE", help="the fresh environments' torch (default: the pinned one)")
     parser.add_argument(

@@ -22,7 +22,7 @@ from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule
 from clearhead.torch_private import constant_when_compiled
 
-__all__ = ["attention", "exporting"]
+__all__ = ["attention", "exporting", "output_of"]
 
 _Indices = tuple[Tensor, Tensor, Tensor, Tensor]
 #: Rules that add to scores. ``SoftCap`` is not among them: texts of the standard differ on whether Attention caps
@@ -80,9 +80,15 @@ def attention(
             got=problem.dropout,
             then="Call model.eval() first: ONNX's Attention has no dropout.",
         )
-    by_attention = all(type(rule) in _ADDED for rule in problem.scores)
-    output = (_by_attention if by_attention else _by_formula)(problem).to(query.dtype)
+    output = output_of(problem)
     return output.reshape(output.shape[2 - problem.leading :])
+
+
+def output_of(problem: Problem) -> Tensor:
+    """The output of a call of ``Problem.traced`` without dropout, ``[batch, heads, q_len, value_dim]``, in operators
+    that the ONNX exporter translates."""
+    by_attention = all(type(rule) in _ADDED for rule in problem.scores)
+    return (_by_attention if by_attention else _by_formula)(problem).to(problem.query.dtype)
 
 
 def _by_attention(problem: Problem) -> Tensor:

@@ -14,6 +14,7 @@ from clearhead.dispatch import run
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import from_block_mask
 from clearhead.masks.function import UserFunction, call_user_function, function_name, tile_text
+from clearhead.onnx_graph import exporting, output_of
 from clearhead.problem import Problem
 from clearhead.scores import ScoreFunction
 from clearhead.shapes import Float
@@ -108,9 +109,10 @@ def flex_attention(
     tensor([[[[0.8808, 0.1192],
               [0.1192, 0.8808]]]])
     """
-    if torch.compiler.is_compiling():
+    breaks = torch.compiler.is_compiling() and not exporting()
+    if breaks:
         _prepare()
-    attend = _OUTSIDE_GRAPHS[0] if torch.compiler.is_compiling() else _attend
+    attend = _OUTSIDE_GRAPHS[0] if breaks else _attend
     return attend(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )  # fmt: skip
@@ -138,7 +140,10 @@ def _attend(
     if block_mask is not None:
         _check_sizes(block_mask, query, key)
     query, key, value = (_in_autocast_dtype(tensor) for tensor in (query, key, value))
-    problem = Problem.of(
+    to_onnx = torch.compiler.is_exporting() and exporting()
+    if to_onnx:
+        _check_output_alone(return_lse, return_aux)
+    problem = (Problem.traced if to_onnx else Problem.of)(
         _NAME,
         query,
         *_of_query_batch(query, key, value, block_mask),
@@ -147,6 +152,8 @@ def _attend(
         scale=scale,
         query_offset=0,
     )
+    if to_onnx:
+        return output_of(problem)
     want = Want(
         lse=bool(return_lse) or (return_aux is not None and return_aux.lse),
         max_score=return_aux is not None and return_aux.max_scores,
@@ -186,6 +193,17 @@ def _check_options(return_lse: bool, kernel_options: object, return_aux: object)
             must="be a dict",
             got=repr_of(kernel_options),
             then="Its options tune kernels of GPUs and are ignored here; leave it out.",
+        )
+
+
+def _check_output_alone(return_lse: bool, return_aux: AuxRequest | None) -> None:
+    if return_lse or (return_aux is not None and (return_aux.lse or return_aux.max_scores)):
+        raise UnsupportedError.about(
+            _NAME,
+            "return_aux" if return_aux is not None else "return_lse",
+            must="be left out under torch.onnx.export",
+            got=repr_of(return_aux if return_aux is not None else return_lse),
+            then="ONNX's Attention returns the output alone.",
         )
 
 

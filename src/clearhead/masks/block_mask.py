@@ -97,7 +97,10 @@ def _table(
     """Blocks as booleans from the number of them in each row, and their columns."""
     counts = counts.reshape((1,) * (3 - counts.ndim) + tuple(counts.shape))
     indices = indices.reshape((1,) * (4 - indices.ndim) + tuple(indices.shape)).to(torch.int64)
-    if indices.shape[:3] != counts.shape or bool(((counts < 0) | (counts > indices.shape[3])).any()):
+    # An exported graph takes the table as it is.
+    readable = not torch.compiler.is_exporting()
+    wrong = (counts < 0) | (counts > indices.shape[3])
+    if indices.shape[:3] != counts.shape or (readable and bool(wrong.any())):
         raise MaskError.about(
             "from_block_mask",
             "block_mask",
@@ -107,7 +110,7 @@ def _table(
         )
     used = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
     outside = used & ((indices < 0) | (indices >= columns))
-    if bool(outside.any()):
+    if readable and bool(outside.any()):
         raise MaskError.about(
             "from_block_mask",
             "block_mask",
@@ -159,7 +162,8 @@ class MaskMod(OfScalars, MaskFunction, Carrying):
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         row, column = q_pos // self.block_size[0], k_pos // self.block_size[1]
-        if not _are_apart(q_pos, k_pos):
+        # How many partial blocks there are decides shapes, which a graph must know without the elements.
+        if torch.compiler.is_exporting() or not _are_apart(q_pos, k_pos):
             kinds = self._kinds(batch, head, row, column)
             return (kinds == _FULL) | (super().allows(batch, head, q_pos, k_pos) & (kinds == _PARTIAL))
         # The function is evaluated in partial blocks alone.
