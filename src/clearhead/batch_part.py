@@ -57,7 +57,7 @@ def batch_part(part: BatchPart | None) -> Iterator[None]:
     Backward passes that recompute a forward pass belong in the block too.
 
     >>> import torch
-    >>> from clearhead.nn import Dropout
+    >>> from clearhead.nn.dropout import Dropout
     >>> drop = Dropout(0.5)
     >>> whole = torch.manual_seed(0) and drop(torch.ones(4, 64))
     >>> with batch_part(BatchPart(2, 2, 4, packed=False, tokens_before=0, tokens=0)):
@@ -73,13 +73,13 @@ def batch_part(part: BatchPart | None) -> Iterator[None]:
 
 
 def current() -> BatchPart | None:
-    """The part that this process computes; None for a whole batch."""
-    return _PART.get()
+    """The part that this process computes; None for a whole batch, and in graphs, whose dropout is torch's."""
+    return None if torch.compiler.is_compiling() else _PART.get()
 
 
 def drawn_for_part(shape: Sequence[int], device: torch.device) -> Tensor:
     """Uniform numbers of ``shape``, ``[batch, ...]``, from torch's generator: the part's rows of the whole batch's."""
-    part = _PART.get()
+    part = current()
     if part is None:
         return torch.rand(*shape, device=device)
     rows = slice(part.first, part.first + part.count)
@@ -95,7 +95,7 @@ def first_row(shape: Sequence[int]) -> int:
 
     Activations are those of sequences, ``[batch, width]``, or of tokens, with a row for each token.
     """
-    part = _PART.get()
+    part = current()
     if part is None or len(shape) < 2:
         return 0
     if _is_packed(part, shape):
@@ -105,7 +105,7 @@ def first_row(shape: Sequence[int]) -> int:
 
 def rows_of_whole(shape: Sequence[int]) -> int:
     """How many rows activations ``[*batch, width]`` of this shape have in the whole batch."""
-    part = _PART.get()
+    part = current()
     assert part is not None
     if _is_packed(part, shape):
         return part.tokens
@@ -114,7 +114,7 @@ def rows_of_whole(shape: Sequence[int]) -> int:
 
 def origin_of(size: Sequence[int]) -> tuple[int, int, int]:
     """The first batch entry, head and key, in the whole batch, of attention over ``[batch, ...]``."""
-    part = _PART.get()
+    part = current()
     if part is None:
         return 0, 0, 0
     return (0, 0, part.tokens_before) if part.packed and size[0] == 1 else (part.first, 0, 0)

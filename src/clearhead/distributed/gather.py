@@ -181,7 +181,9 @@ class _GatheredBackward:
         for rows in _QueryBlocks.of(call):
             problem = rows.problem(self.tensors[0], *self.whole[1:])
             output, lse = (torch.zeros_like(rows.placed(part, 0.0)) for part in self.rows[:2])
-            empty = by_rows.rows(problem, output, lse - torch.inf)
+            # Rows of other ranks have no weights. Their log-sum-exp makes that of a sink 0 too.
+            output, _, *others = by_rows.rows(problem, output, lse - torch.inf)
+            empty = [output, lse + torch.inf, *others]
             saved = [rows.placed(part, other) for part, other in zip(self.rows, empty, strict=True)]
             grads = rows.placed(self.grad_output, 0.0), rows.placed(self.grad_lse, 0.0)
             computed = by_rows.backward(problem, saved, grads, partial=False, learned=learned)
