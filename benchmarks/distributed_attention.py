@@ -3,9 +3,9 @@
     python benchmarks/distributed_attention.py                1x12x8192x64, causal, zigzag
     python benchmarks/distributed_attention.py --quick        a small size, to see that it runs
 
-The same two processes compute both in turns: all ranks compute a sharded call, then rank 0 computes the whole call with
-as many threads as there are ranks while the others wait. A figure is the median over rounds. The ratio is the time of
-one process over that of the slowest rank, so 1.00 is as fast. Bytes are what rank 0 sent forward and backward.
+Ranks and the one process compute in turns. A figure is the median over rounds; a sharded call takes as long as its
+slowest rank. The ratio is the time of one process over that of the ranks, so 1.00 is as fast. Bytes are what a rank
+sends forward and backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.distributed import traffic
-from clearhead.distributed.launch import run_ranks
+from clearhead.distributed.launch import LocalRanks
 
 METHODS = ("gather", "ring", "heads")
 Passes = tuple[float, float]
@@ -37,41 +37,31 @@ def passes(call: Callable[[], Tensor], inputs: list[Tensor], grad: Tensor) -> Pa
     return forward, time.perf_counter() - start
 
 
-def measured(length: int, heads: int, kv_heads: int, rounds: int) -> dict[str, list[Passes]]:
-    """Times of each round: the slowest rank's by method, and those of one process."""
+def tensors(length: int, heads: int, kv_heads: int) -> list[Tensor]:
+    """Query, key, value, and a gradient of the output."""
     torch.manual_seed(0)
-    whole = [torch.randn(1, count, length, 64) for count in (heads, kv_heads, kv_heads, heads)]
-    parts = [ch.distributed.shard(tensor, layout="zigzag").requires_grad_() for tensor in whole]
-    single = [tensor.requires_grad_() for tensor in whole[:3]]
-    ranks, mask = dist.get_world_size(), ch.Causal()
-    methods = [name for name in METHODS if name != "heads" or kv_heads >= ranks]
-    times: dict[str, list[Passes]] = {name: [] for name in (*methods, "one process")}
-    for _ in range(rounds + 1):
-        for method in methods:
-            dist.barrier()
-
-            def sharded(method: str = method) -> Tensor:
-                return ch.distributed.attention(*parts[:3], mask=mask, layout="zigzag", method=method)
-
-            mine = torch.tensor(passes(sharded, parts[:3], parts[3].detach()), dtype=torch.float64)
-            dist.all_reduce(mine, dist.ReduceOp.MAX)
-            times[method].append((float(mine[0]), float(mine[1])))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            torch.set_num_threads(ranks)
-            times["one process"].append(passes(lambda: ch.attention(*single, mask=mask), single, whole[3]))
-            torch.set_num_threads(1)
-        dist.barrier()
-    return times
+    return [torch.randn(1, count, length, 64) for count in (heads, kv_heads, kv_heads, heads)]
 
 
-def sent(length: int, heads: int, kv_heads: int, method: str) -> int:
-    """Bytes that a rank sends forward and backward."""
-    shapes = [(1, count, length, 64) for count in (heads, kv_heads, kv_heads)]
-    parts = [ch.distributed.shard(torch.zeros(shape), layout="zigzag").requires_grad_() for shape in shapes]
-    with traffic() as counted:
-        ch.distributed.attention(*parts, mask=ch.Causal(), layout="zigzag", method=method).sum().backward()
-    return counted.bytes
+def on_rank(length: int, heads: int, kv_heads: int, method: str) -> tuple[float, float, int]:
+    """Seconds of forward, and of forward and backward, of this rank; and the bytes that it sends."""
+    parts = [ch.distributed.shard(whole, layout="zigzag") for whole in tensors(length, heads, kv_heads)]
+    inputs = [part.requires_grad_() for part in parts[:3]]
+    dist.barrier()
+    with traffic() as sent:
+        forward, both = passes(
+            lambda: ch.distributed.attention(*inputs, mask=ch.Causal(), layout="zigzag", method=method),
+            inputs,
+            parts[3],
+        )
+    return forward, both, sent.bytes
+
+
+def in_one_process(length: int, heads: int, kv_heads: int) -> tuple[float, float, int]:
+    """The same of the whole call in this process."""
+    *inputs, grad = tensors(length, heads, kv_heads)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    return (*passes(lambda: ch.attention(*leaves, mask=ch.Causal()), leaves, grad), 0)
 
 
 def main() -> None:
@@ -81,24 +71,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     length, rounds = (512, 1) if arguments.quick else (8192, arguments.rounds)
-    print(
-        f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {arguments.ranks} ranks of 1 thread"
-    )
+    ranks = arguments.ranks
+    torch.set_num_threads(ranks)
+    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}; {ranks} ranks of 1 thread,")
+    print(f"one process of {ranks} threads")
     print(f"{'call':<22} {'method':<12} {'forward ms':>11} {'both ms':>9} {'forward':>8} {'both':>6} {'MiB sent':>9}")
-    for heads, kv_heads in ((12, 12), (12, 2)):
-        times = run_ranks(measured, arguments.ranks, length, heads, kv_heads, rounds, timeout=1_800)[0]
-        median = {
-            name: [statistics.median(one[place] for one in every[1:]) for place in (0, 1)]
-            for name, every in times.items()
-        }
-        for name, (forward, both) in median.items():
-            ratios = [single / sharded for single, sharded in zip(median["one process"], (forward, both), strict=True)]
-            alone = name == "one process"
-            bytes_sent = 0 if alone else run_ranks(sent, arguments.ranks, length, heads, kv_heads, name, timeout=600)[0]
-            print(
-                f"1x{heads}/{kv_heads}x{length}x64 causal".ljust(22), f"{name:<12}", f"{1e3 * forward:11.1f}",
-                f"{1e3 * both:9.1f}", f"{ratios[0]:8.2f}", f"{ratios[1]:6.2f}", f"{bytes_sent / 2**20:9.1f}",
-            )  # fmt: skip
+    with LocalRanks(ranks, timeout=600) as local:
+        for sizes in ((length, 12, 12), (length, 12, 2)):
+            methods = [name for name in METHODS if name != "heads" or sizes[2] >= ranks]
+            times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in (*methods, "one process")}
+            for _ in range(rounds + 1):
+                for name in methods:
+                    every = local.run(on_rank, *sizes, name)
+                    times[name].append((max(one[0] for one in every), max(one[1] for one in every), every[0][2]))
+                times["one process"].append(in_one_process(*sizes))
+            show(f"1x{sizes[1]}/{sizes[2]}x{length}x64 causal", times)
+
+
+def show(call: str, times: dict[str, list[tuple[float, float, int]]]) -> None:
+    """Print the medians of all rounds but the first."""
+    median = {
+        name: [statistics.median(column) for column in zip(*every[1:], strict=True)] for name, every in times.items()
+    }
+    for name, (forward, both, sent) in median.items():
+        ratios = [single / sharded for single, sharded in zip(median["one process"], (forward, both), strict=False)]
+        print(
+            f"{call:<22} {name:<12} {1e3 * forward:11.1f} {1e3 * both:9.1f} {ratios[0]:8.2f} {ratios[1]:6.2f} "
+            f"{sent / 2**20:9.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from clearhead.cut import Region
 from clearhead.dispatch import choose
 from clearhead.distributed.call import ShardedCall
+from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import slices_of
 from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, plan_of
 from clearhead.problem import Problem
@@ -69,27 +70,43 @@ class _KeyBlock:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A sharded call without a sink, which is added after all keys, and the keys that each pair of ranks exchanges."""
+    """A sharded call without a sink, which is added after all keys.
+
+    Attributes:
+        call: the call.
+        sink: the sink.
+        parameters: tensors of the rules and of the sink that learn.
+        needed: for each pair of ranks, the positions of the keys of the second that a query of the first needs.
+        by_chunk: for each chunk of this rank's queries, the positions of the keys that one of them needs.
+    """
 
     call: ShardedCall
     sink: Sink | None
     parameters: list[Tensor]
     needed: dict[tuple[int, int], tuple[range, ...]]
+    by_chunk: dict[range, tuple[range, ...]]
 
     @classmethod
     def of(cls, call: ShardedCall) -> _Ring:
         whole, rank = call.whole, call.exchange.rank
         others = range(call.exchange.ranks)
+        chunks = [chunk for part in call.queries.chunks for chunk in part if len(chunk)]
         if whole.q_len == whole.k_len:
             plan = plan_of(whole.mask, call.queries)
             pairs = {*((rank, other) for other in others), *((other, rank) for other in others)}
             needed = {pair: plan.needs(*pair) for pair in pairs}
+            # A layout in which each chunk has a rank of its own.
+            of_chunks = plan_of(whole.mask, ShardLayout(tuple((chunk,) for chunk in chunks) or ((),))).ranges
         else:
             needed = {(one, other): call.keys.chunks[other] for one in others for other in others}
+            of_chunks = ((range(whole.k_len),),) * len(chunks)
         # Every part has a log-sum-exp.
         backend = choose("distributed.attention", whole, _LSE)
         without = replace(call, whole=whole.with_scores(whole.elementwise), backend=backend)
-        return cls(without, whole.sink, whole.rule_parameters, needed)
+        by_chunk = {
+            chunk: keys for chunk, keys in zip(chunks, of_chunks, strict=False) if chunk in call.queries.chunks[rank]
+        }
+        return cls(without, whole.sink, whole.rule_parameters, needed, by_chunk)
 
     @property
     def visits(self) -> list[_Visit]:
@@ -130,16 +147,18 @@ class _Ring:
 
     def blocks(self, visit: _Visit) -> list[_KeyBlock]:
         """What this rank computes with the keys that are here: its own part, or what was sent, range after range."""
-        here, start = [], 0
+        blocks: list[_KeyBlock] = []
+        start = 0
         for keys, where in self.passed(self.sender(visit), self.call.exchange.rank, visit):
-            here.append((keys, slice(start, start + len(keys)) if visit.step else where))
+            first = start if visit.step else where.start
             start += len(keys)
-        chunks = slices_of(self.call.queries, self.call.exchange.rank)
-        return [
-            _KeyBlock(Region(self.call.heads, chunk, keys), queries, where)
-            for chunk, queries in chunks
-            for keys, where in here
-        ]
+            for chunk, queries in slices_of(self.call.queries, self.call.exchange.rank):
+                for needed in self.by_chunk[chunk]:
+                    both = range(max(keys.start, needed.start), min(keys.stop, needed.stop))
+                    if len(both):
+                        here = slice(first + both.start - keys.start, first + both.stop - keys.start)
+                        blocks.append(_KeyBlock(Region(self.call.heads, chunk, both), queries, here))
+        return blocks
 
     def arrivals(self, *tensors: Tensor) -> Iterator[tuple[_Visit, tuple[Tensor, ...]]]:
         """Each visit with the tensors that are here; those of the next one are on their way meanwhile."""
@@ -187,19 +206,26 @@ class _MergedRows:
         dtype = call.whole.work_dtype
         self.output = query.new_zeros(*query.shape[:3], value.shape[3], dtype=dtype)
         self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+        self._started: set[int] = set()
 
     def add(self, rows: slice, output: Tensor, lse: Tensor) -> None:
         """Merge the partial output ``[batch, heads, rows, value_dim]`` and log-sum-exp of some rows."""
-        here = self.lse[:, :, rows]
+        here, merged = self.lse[:, :, rows], self.output[:, :, rows]
+        if rows.start not in self._started:
+            self._started.add(rows.start)
+            here.copy_(lse)
+            merged.copy_(output)
+            return
         total = torch.logaddexp(here, lse)
-        self.output[:, :, rows] *= _share(here, total)
-        self.output[:, :, rows] += output * _share(lse, total)
-        self.lse[:, :, rows] = total
+        merged.mul_(_share(here, total)).addcmul_(output.to(merged.dtype), _share(lse, total))
+        here.copy_(total)
 
     def add_sink(self, sink: Sink) -> None:
         """Add a logit without a value to the sums."""
         logits = sink.logits.detach().to(self.lse.dtype).view(1, -1, 1).expand(self.lse.shape)
-        self.add(slice(None), torch.zeros_like(self.output), logits)
+        total = torch.logaddexp(self.lse, logits)
+        self.output *= _share(self.lse, total)
+        self.lse = total
 
 
 def _share(lse: Tensor, total: Tensor) -> Tensor:
