@@ -174,6 +174,10 @@ class _GatheredBackward:
         call, rank = self.call, self.call.exchange.rank
         by_rows = call.backend.by_rows
         assert by_rows is not None
+        # All messages come first: ranks that have more queries to compute have fewer keys, or the reverse.
+        whole_rows = [self._whole_rows(part) for part in self.rows]
+        if not are_finite(*whole_rows[:2]):
+            return self.at_once()
         learned = call.whole.rule_parameters
         of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in self.tensors)
         of_learned = [torch.zeros_like(one, dtype=call.whole.work_dtype) for one in learned]
@@ -190,10 +194,6 @@ class _GatheredBackward:
             rows.write(of_query, computed[0])
             for total, grad in zip(of_learned, computed[3:], strict=True):
                 total += grad
-        whole_rows = [self._whole_rows(part) for part in self.rows]
-        if not are_finite(*whole_rows[:2]):
-            return self.at_once()
-        call.exchange.sum(of_learned)
         queries = range(call.whole.q_len)
         for chunk, where in slices_of(call.keys, rank):
             part = chunk if len(keys) > _ONE_TILE else keys
@@ -204,6 +204,7 @@ class _GatheredBackward:
             _, *both = by_rows.backward(problem, whole_rows, grads, partial=partial, learned=[])
             mine = slice(chunk.start - part.start, chunk.stop - part.start)
             of_key[:, :, where], of_value[:, :, where] = (grad[:, :, mine] for grad in both)
+        call.exchange.sum(of_learned)
         return [of_query, of_key, of_value, *of_learned]
 
     def _whole_rows(self, part: Tensor) -> Tensor:

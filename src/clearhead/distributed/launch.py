@@ -63,7 +63,7 @@ class LocalRanks:
 
     Args:
         ranks: number of processes.
-        threads: torch's threads in each process.
+        threads: torch's threads in each process; the kernels compute with one, since ranks are forked.
         timeout: seconds that one function may take, and the limit of each collective.
     """
 
@@ -157,7 +157,7 @@ def run_ranks(
         function: a function of a module, called with ``arguments``; in it ``torch.distributed`` is initialised.
         ranks: number of processes.
         arguments: sent to every rank by ``pickle``.
-        threads: torch's threads in each process.
+        threads: torch's threads in each process; the kernels compute with one, since ranks are forked.
         timeout: seconds until all ranks are ended, and the limit of each collective.
 
     Returns:
