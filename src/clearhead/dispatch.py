@@ -101,8 +101,11 @@ def _first(problem: Problem, want: Want) -> str | None:
         return choices.overrides().attention
     if dtype not in DTYPES or problem.query.device.type != "cpu" or want.names or problem.dropout > 0.0:
         return None
-    causal, gradient = problem.mask is not None, problem.needs_gradient
-    path = choices.attention_path(dtype, problem.q_len, problem.k_len, causal=causal, gradient=gradient)
+    sizes, causal, gradient = (problem.q_len, problem.k_len), problem.mask is not None, problem.needs_gradient
+    # No segment is longer than the call, so most packed calls need not be read.
+    if causal and choices.attention_path(dtype, *sizes, causal=False, gradient=gradient) == "sdpa" and problem.segments:
+        sizes, causal = problem.segments.mean_lengths, not problem.segments.sees_all
+    path = choices.attention_path(dtype, *sizes, causal=causal, gradient=gradient)
     if path == "sdpa":
         # Imported here, since most calls do not need the module.
         from clearhead.backends.sdpa import asks_flags

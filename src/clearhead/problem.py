@@ -16,6 +16,7 @@ from clearhead.batch_part import origin_of
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
+from clearhead.masks.segments import Segments, segments_of
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, as_rules
 from clearhead.shapes import Bool, Float
 from clearhead.tensors import is_hollow
@@ -187,6 +188,14 @@ class Problem:
         return parts_of(self.mask, size, self.query_offset, self.query.device)
 
     @cached_property
+    def segments(self) -> Segments | None:
+        """The sequences of a packed call on the CPU; None if the mask does not describe any."""
+        # Reading lengths would synchronise with an accelerator.
+        if self.mask is None or self.batch != 1 or self.query_offset != 0 or self.query.device.type != "cpu":
+            return None
+        return segments_of(self.mask, self.q_len, self.k_len)
+
+    @cached_property
     def with_traced_rules(self) -> Problem:
         """The same problem with score functions replaced by equal rules and masks, where tracing finds them."""
         if not any(isinstance(rule, ScoreFunction) for rule in self.scores):
@@ -231,10 +240,11 @@ class Problem:
         return other
 
     def _with(self, **fields: Any) -> Problem:
-        """A copy that shares the mask's parts, which depend on sizes alone."""
+        """A copy that shares the mask's parts and segments, which depend on sizes alone."""
         other = replace(self, **fields)
-        if (parts := self.__dict__.get("mask_parts")) is not None:
-            other.__dict__["mask_parts"] = parts
+        for name in ("mask_parts", "segments"):
+            if name in self.__dict__:
+                other.__dict__[name] = self.__dict__[name]
         return other
 
     def without_elements(self) -> Problem:

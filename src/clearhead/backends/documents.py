@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.masks import Documents, Mask
+from clearhead.masks import Documents
 from clearhead.masks.base import conjuncts, does_as
 from clearhead.problem import Problem
 from clearhead.shapes import Bool, Float, Int
@@ -59,11 +59,6 @@ def documents_in(problem: Problem) -> Documents | None:
         if isinstance(part, Documents) and does_as(part, Documents) and part.contiguous:
             return part
     return None
-
-
-def rest_of(mask: Mask, documents: Documents) -> list[Mask]:
-    """The masks that are combined with ``documents`` by ``&``."""
-    return [part for part in conjuncts(mask) if part is not documents]
 
 
 def groups(documents: Documents) -> Iterator[Group]:

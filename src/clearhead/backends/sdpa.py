@@ -12,9 +12,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from clearhead.backends import tiled
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, all_finite, is_readable, matmul
-from clearhead.backends.documents import Group, documents_in, groups, rest_of
-from clearhead.masks import Causal, Mask
+from clearhead.masks import Causal
 from clearhead.masks.base import carried_sizes, does_as
+from clearhead.masks.segments import Order, Segment, Segments
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
@@ -43,7 +43,8 @@ def _also(problem: Problem) -> list[str]:
     entries = _mask_entries(problem)
     if entries > _MAX_MASK_ENTRIES:
         return [f"would need a mask of {entries:,} entries (limit {_MAX_MASK_ENTRIES:,})"]
-    scores = problem.batch * problem.num_heads * problem.q_len * problem.k_len
+    pairs = problem.q_len * problem.k_len if problem.segments is None else problem.segments.scores
+    scores = problem.batch * problem.num_heads * pairs
     uneven = problem.value_dim != problem.head_dim and (problem.needs_gradient or problem.query.device.type != "cpu")
     unfused = uneven or any(rule.requires_grad for rule in problem.rule_parameters)
     if unfused and scores > _MAX_UNFUSED_SCORES:
@@ -67,24 +68,21 @@ def _mask_entries(problem: Problem) -> int:
     """Entries of the mask or bias that torch would need."""
     if asks_flags(problem):
         return 0
-    documents = documents_in(problem)
-    if documents is not None and problem.mask is not None:
-        if _needs_no_square(problem, rest_of(problem.mask, documents)):
-            return 0
-        return sum(int(group.slots.shape[0] * group.slots.shape[1] ** 2) for group in groups(documents))
+    if problem.segments is not None:
+        return problem.segments.scores * (problem.num_heads if problem.scores else 1)
     batch, heads = carried_sizes(problem.mask) if problem.mask is not None else (1, 1)
     heads = max([heads, *(problem.num_heads for _ in problem.scores)])
     return batch * heads * problem.q_len * problem.k_len
 
 
-def _needs_no_square(problem: Problem, rest: list[Mask]) -> bool:
-    """Whether documents with the masks ``rest`` need at most torch's causal flag or a row of padding."""
-    return not problem.scores and all(does_as(part, Causal) for part in rest)
-
-
 def _sees_all(problem: Problem) -> bool:
-    """Whether the mask allows everything: there is none, or it is causal and all queries follow the last key."""
-    return problem.mask is None or (does_as(problem.mask, Causal) and problem.query_offset >= problem.k_len - 1)
+    """Whether no key of a call to torch is masked: there is no mask, it is causal and all queries follow the last key,
+    or it only separates packed sequences, each of which is a call."""
+    if problem.mask is None:
+        return True
+    if problem.segments is not None:
+        return problem.segments.sees_all
+    return does_as(problem.mask, Causal) and problem.query_offset >= problem.k_len - 1
 
 
 def _plain_causal(problem: Problem) -> bool:
@@ -93,7 +91,11 @@ def _plain_causal(problem: Problem) -> bool:
 
 def asks_flags(problem: Problem) -> bool:
     """Whether torch needs no mask: without rules, and either all keys are allowed or its causal flag suffices."""
-    return not problem.scores and (_sees_all(problem) or _plain_causal(problem))
+    if problem.scores:
+        return False
+    if problem.segments is not None:
+        return problem.segments.asks_flags
+    return _sees_all(problem) or _plain_causal(problem)
 
 
 def run(problem: Problem, want: Want) -> Observation:
@@ -160,9 +162,8 @@ class _Arrival:
 
 
 def _run(problem: Problem) -> Tensor:
-    documents = documents_in(problem)
-    if documents is not None and problem.mask is not None:
-        return _by_documents(problem, list(groups(documents)), rest_of(problem.mask, documents))
+    if problem.segments is not None:
+        return _by_segments(problem, problem.segments)
     if asks_flags(problem):
         bounds: _Bounds = (None, not _sees_all(problem), None)
     else:
@@ -172,22 +173,42 @@ def _run(problem: Problem) -> Tensor:
     return _attend(problem, problem.query, problem.key, problem.value, bounds)
 
 
-def _by_documents(problem: Problem, parts: list[Group], rest: list[Mask]) -> Tensor:
-    """Packed documents as padded batches, one call per group."""
-    total = problem.q_len
-    rows, places = [], []
-    for group in parts:
-        query, key, value = (group.take(tensor) for tensor in (problem.query, problem.key, problem.value))
-        output = _attend(problem, query, key, value, _group_bounds(problem, group, rest))
-        rows.append(output.transpose(0, 1)[:, group.valid])
-        places.append(group.slots[group.valid])
-    if not rows:
+def _by_segments(problem: Problem, segments: Segments) -> Tensor:
+    """Packed sequences, one call for those of equal lengths."""
+    q_spans = [(segment.q_start, segment.q_len) for segment in segments.segments]
+    k_spans = [(segment.k_start, segment.k_len) for segment in segments.segments]
+    queries, keys, values = _cut(problem.query, q_spans), _cut(problem.key, k_spans), _cut(problem.value, k_spans)
+    outputs: dict[int, Tensor] = {}
+    for places in segments.equal():
+        query, key, value = (_stacked([parts[place] for place in places]) for parts in (queries, keys, values))
+        order = segments.orders[places[0]]
+        bounds = _segment_bounds(problem, segments, [segments.segments[place] for place in places], order)
+        outputs |= zip(places, _attend(problem, query, key, value, bounds).split(1), strict=True)
+    if not outputs:
         return _nothing(problem)
-    joined, place = torch.cat(rows, dim=1), torch.cat(places)
-    if place.shape[0] == total:
-        return joined[None, :, place.argsort()]
-    empty = joined.new_zeros(problem.num_heads, total, problem.value_dim)
-    return empty.index_copy(1, place, joined)[None]
+    joined, stop = [], 0
+    for place, (start, length) in enumerate([*q_spans, (problem.q_len, 0)]):
+        if start > stop:
+            joined.append(outputs[0].new_zeros(1, problem.num_heads, start - stop, problem.value_dim))
+        joined += [outputs[place]] if length else []
+        stop = start + length
+    # torch's output has a token's heads side by side, so this is the order in which they are copied fastest.
+    return torch.cat([part.transpose(1, 2) for part in joined], dim=1).transpose(1, 2)
+
+
+def _cut(packed: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
+    """Views of the packed tokens in each ``(start, length)``, of one operation: backward joins their gradients once."""
+    sizes, places, stop = [], [], 0
+    for start, length in spans:
+        sizes += [start - stop, length]
+        places.append(len(sizes) - 1)
+        stop = start + length
+    parts = packed.split([*sizes, packed.shape[2] - stop], dim=2)
+    return [parts[place] for place in places]
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _nothing(problem: Problem) -> Tensor:
@@ -197,22 +218,22 @@ def _nothing(problem: Problem) -> Tensor:
     return place.expand(*place.shape[:-1], problem.value_dim).masked_fill(everywhere, 0.0)
 
 
-def _group_bounds(problem: Problem, group: Group, rest: list[Mask]) -> _Bounds:
-    """torch's mask arguments for a group of documents."""
-    whole = bool(group.valid.all())
-    # Padding is on the right, where a causal query of a real token does not attend.
-    if _needs_no_square(problem, rest) and (rest or whole):
-        return None, bool(rest), None
-    _, head, _, _ = problem.indices()
-    indices = (
-        torch.zeros_like(head[:, :1]),
-        head,
-        group.slots[:, None, :, None],
-        group.slots[:, None, None, :],
+def _segment_bounds(problem: Problem, segments: Segments, equal: list[Segment], order: Order) -> _Bounds:
+    """torch's mask arguments for segments of equal lengths."""
+    if order != "masked" and not problem.scores:
+        return None, order == "causal", None
+    device = problem.query.device
+    starts = torch.tensor([(segment.q_start, segment.k_start) for segment in equal], device=device)
+    q_pos, k_pos = (
+        starts[:, place, None] + torch.arange(length, device=device)
+        for place, length in enumerate((equal[0].q_len, equal[0].k_len))
     )
-    allowed = group.valid[:, None, None, :]
-    for part in rest:
-        allowed = allowed & part.allows(*indices)
+    _, head, _, _ = problem.indices()
+    indices = (torch.zeros_like(head[:, :1]), head, q_pos[:, None, :, None], k_pos[:, None, None, :])
+    allowed = None
+    for part in segments.rest:
+        one = part.allows(*indices)
+        allowed = one if allowed is None else allowed & one
     return _bounds(problem, allowed, indices)
 
 

@@ -75,23 +75,24 @@ class VarlenRow:
         return ragged(self.shape[0], self.shape[2])
 
     def comparison(self) -> Comparison:
-        """The contenders; each takes its own layout, and its results are compared at the real tokens."""
+        """The contenders; each takes and returns its own layout. Results are compared at the real tokens."""
         packed, upstream = self._drawn()
         padded = [self._pad(tensor).requires_grad_() for tensor in packed]
         packed = [tensor.requires_grad_() for tensor in packed]
         mask = Documents(lengths=self._lengths) & Causal() if self.causal else Documents(lengths=self._lengths)
         calls = {
-            OURS: self._call(self._packed, packed, upstream, _itself),
-            PADDED: self._call(self._padded, padded, self._pad(upstream), self._real),
-            PADDED_SDPA: self._call(self._padded_by_torch(), padded, self._pad(upstream), self._real),
+            OURS: self._call(self._packed, packed, upstream),
+            PADDED: self._call(self._padded, padded, self._pad(upstream)),
+            PADDED_SDPA: self._call(self._padded_by_torch(), padded, self._pad(upstream)),
         }
         if not self.causal:
-            calls[NESTED] = self._call(self._nested, packed, upstream, _itself)
+            calls[NESTED] = self._call(self._nested, packed, upstream)
         return Comparison(
             title=self.title,
             calls=calls,
             exact=lambda: self._alone(packed, upstream, torch.float64),
             plain=lambda: self._alone(packed, upstream, self.dtype),
+            pick=lambda groups: tuple(tuple(map(self._real, group)) for group in groups),
             left_out={NESTED: "torch has no causal attention of nested tensors on a CPU"} if self.causal else {},
             backend=lambda: explain_dispatch(*map(_heads_first, packed), mask=mask).choice or "none",
         )
@@ -118,8 +119,9 @@ class VarlenRow:
         padded[self._real_places()] = packed.detach()
         return padded.transpose(1, 2).contiguous()
 
-    def _real(self, padded: Tensor) -> Tensor:
-        return padded.transpose(1, 2)[self._real_places()]
+    def _real(self, result: Tensor) -> Tensor:
+        """The real tokens of a packed or a padded result."""
+        return result if result.ndim == 3 else result.transpose(1, 2)[self._real_places()]
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         boundaries = torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32)
@@ -148,17 +150,14 @@ class VarlenRow:
         output: Tensor = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).values()
         return output
 
-    def _call(
-        self, attend: _Attend, inputs: Sequence[Tensor], upstream: Tensor, real: Callable[[Tensor], Tensor]
-    ) -> Call:
+    def _call(self, attend: _Attend, inputs: Sequence[Tensor], upstream: Tensor) -> Call:
         def forward() -> Groups:
             with torch.no_grad():
-                return ((real(attend(*inputs)),),)
+                return ((attend(*inputs),),)
 
         def training() -> Groups:
             output = attend(*inputs)
-            grads = torch.autograd.grad(output, list(inputs), upstream)
-            return (real(output.detach()),), tuple(map(real, grads))
+            return (output.detach(),), torch.autograd.grad(output, list(inputs), upstream)
 
         return training if self.training else forward
 
@@ -181,10 +180,6 @@ class VarlenRow:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         output = torch.softmax(scores, dim=-1) @ inputs[2]
         return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
-
-
-def _itself(packed: Tensor) -> Tensor:
-    return packed
 
 
 def _heads_first(packed: Tensor) -> Tensor:
