@@ -224,3 +224,35 @@ def test_ring_sends_the_needed_keys_alone() -> None:
     sent = sum(run_ranks(_sent, ranks, "ring", mask, length))
     assert sent == int(plan.received.sum()) * token
     assert sent < 0.15 * full
+
+
+def _held(length: int) -> list[int]:
+    """Keys that a rank holds of others at each visit: those that are here, that arrive and that are sent."""
+    from clearhead.distributed import ring
+
+    counts = []
+    begin, arrivals = ring._Ring._begin, ring._Ring.arrivals
+
+    def counted_begin(self: Any, visit: Any, tensors: Any) -> Any:
+        received, works = begin(self, visit, tensors)
+        sent = [part for work in works for part in getattr(work, "tensors", ())]
+        counts[-1] += received[0].shape[2] + (sent[0].shape[2] if sent else 0)
+        return received, works
+
+    def counted_arrivals(self: Any, *tensors: Any) -> Any:
+        counts.append(0)
+        for visit, here in arrivals(self, *tensors):
+            yield visit, here
+            counts.append(here[0].shape[2] if visit.step else 0)
+
+    ring._Ring._begin, ring._Ring.arrivals = counted_begin, counted_arrivals
+    parts = [ch.distributed.shard(tensor) for tensor in _tensors(length, batch=1)[:3]]
+    with torch.no_grad():
+        ch.distributed.attention(*parts, method="ring")
+    return counts
+
+
+def test_ring_holds_one_block_besides_its_own() -> None:
+    ranks, length = 3, 3 * 1_536
+    for counts in run_ranks(_held, ranks, length):
+        assert max(counts) <= length // ranks
