@@ -144,13 +144,12 @@ def attend_to_pages(
             function, "scores", must="be Alibi, RelativeBias, SoftCap or Sink", got=type(unknown[0]).__name__,
             then="Gather the pages and call attention for other rules.",
         )  # fmt: skip
-    gradient = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in tensors)
-    learned = torch.is_grad_enabled() and any(part.requires_grad for rule in scores for part in rule.parameters())
-    runs = backend in ("auto", "native") and not gradient and not learned and _is_native(tensors, table)
+    gradient = torch.is_grad_enabled() and _needs_gradient(tensors, scores)
+    runs = backend in ("auto", "native") and not gradient and _is_native(tensors, table)
     if not runs:
         _check(function, tensors, table)
         if backend == "native":
-            why = "gradients" if gradient or learned else f"{tensors[0].dtype} on {tensors[0].device}"
+            why = "gradients" if gradient else f"{tensors[0].dtype} on {tensors[0].device}"
             raise UnsupportedError.about(
                 function, "backend", must="be 'auto' where the CPU kernels do not run", got=f"'native' with {why}",
                 then="They read pages of float32, bfloat16 and float16 on the CPU, without gradients.",
@@ -205,14 +204,21 @@ def pages_of(pages: Tensor, row: Int[Tensor, " max_blocks"], length: int) -> Flo
 
 def _is_native(tensors: tuple[Tensor, Tensor, Tensor], table: PageTable) -> bool:
     """Whether the CPU kernels can read the tensors."""
-    given = [part for part in (*tensors, *table) if part is not None]
-    if library() is None or not all(isinstance(part, Tensor) for part in given):
+    if library() is None:
         return False
-    return (
-        all(part.is_cpu and in_memory(part) for part in given)
-        and tensors[0].dtype in DTYPES
-        and (tensors[0].dim() == 4 and tensors[0].shape[3] <= MAX_HEAD_DIM)
-    )
+    for part in (*tensors, *table):
+        if part is not None and not (isinstance(part, Tensor) and part.is_cpu and in_memory(part)):
+            return False
+    query = tensors[0]
+    return query.dtype in DTYPES and query.dim() == 4 and query.shape[3] <= MAX_HEAD_DIM
+
+
+def _needs_gradient(tensors: tuple[Tensor, Tensor, Tensor], scores: tuple[ScoreRule, ...]) -> bool:
+    """Whether a tensor of the call or of a score rule requires a gradient."""
+    for part in tensors:
+        if isinstance(part, Tensor) and part.requires_grad:
+            return True
+    return any(part.requires_grad for rule in scores for part in rule.parameters())
 
 
 def _gathered(
