@@ -38,6 +38,8 @@ OPTIONAL = {
     "triton",
     "typer",
 }
+#: Packages of torch that take a second to import.
+SHARDING = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"}
 ATTENTION = "import clearhead as ch; x = torch.ones(1, 1, 4, 8); ch.attention(x, x, x)"
 
 
@@ -149,3 +151,8 @@ def test_flops_of_a_first_call_are_counted() -> None:
 class Causal(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ch.attention(x, x, x, mask=ch.Causal())
+
+
+def test_training_in_one_process_imports_no_package_of_sharding() -> None:
+    modules, _, _ = loaded_by("import clearhead.train")
+    assert not modules & SHARDING

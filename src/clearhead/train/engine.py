@@ -275,7 +275,7 @@ class Engine:
         sums = [0.0, 0.0, 0.0]
         count = self.options.accumulate
         for place, share in enumerate(self._ranks.shares(batch, count)):
-            if count > 1:
+            if count > 1 and self._ranks.size > 1:
                 sync_gradients(self.model, place + 1 == count)
             with seeded(self.options.seed, step), batch_part(share.part):
                 with self._precision():
@@ -302,7 +302,8 @@ class Engine:
         self.model.eval()
         with torch.no_grad(), self._precision():
             measured = self.task.evaluate(self.model, self._device)
-        reshard(self.model)
+        if self._ranks.size > 1:
+            reshard(self.model)
         return measured
 
     def _evaluate(self, place: Place) -> None:

@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from clearhead.batch_part import BatchPart
 from clearhead.distributed.layout import chunks_of, positions_of
-from clearhead.distributed.mesh import MeshAxes
-from clearhead.distributed.parallel import parallelize
 from clearhead.errors import ClearheadError, DataError, ShapeError
 from clearhead.train.batches import Batch
 from clearhead.train.liveness import Liveness, torchrun_store
 from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions
 from clearhead.train.progress import ProgressReporter, Silent
+
+if TYPE_CHECKING:
+    from clearhead.distributed.mesh import MeshAxes
 
 __all__ = ["BatchShare", "Ranks", "is_first_process", "opened"]
 
@@ -148,6 +148,8 @@ class Ranks:
         """The model on the mesh; itself for one process."""
         if self._axes is None:
             return model
+        from clearhead.distributed.parallel import parallelize
+
         # Where every process has whole parameters, gathering them again for backward would copy them for nothing.
         return parallelize(
             model,
@@ -258,6 +260,11 @@ class Ranks:
 
 
 def _axes_of(options: ParallelOptions, device: str) -> MeshAxes:
+    # These take a second to import, which one process does not need.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from clearhead.distributed.mesh import MeshAxes
+
     sizes = {
         "data": options.data_parallel,
         "context": options.context_parallel,

@@ -19,8 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from clearhead.errors import DataError
 from clearhead.train.checkpoint import Place, place_of, state_tensors
@@ -92,6 +90,7 @@ def load_shards(
 ) -> Place:
     """Load a checkpoint of any number of processes into model, average and optimizer; each process reads its parts."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
     folder = path if path.is_dir() else path.parent
@@ -147,6 +146,8 @@ def _check(path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, torch.
 @contextmanager
 def _damage_named(path: Path, function: str) -> Iterator[None]:
     """Raise ``DataError`` where a file of the checkpoint cannot be read."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     safetensors = need("safetensors")
     try:
         yield
