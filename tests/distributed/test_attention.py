@@ -226,7 +226,7 @@ def test_ring_sends_the_needed_keys_alone() -> None:
     assert sent < 0.15 * full
 
 
-def _held(length: int) -> list[int]:
+def _keys_of_others(length: int) -> list[int]:
     """Keys that a rank holds of others at each visit: those that are here, that arrive and that are sent."""
     from clearhead.distributed import ring
 
@@ -254,5 +254,5 @@ def _held(length: int) -> list[int]:
 
 def test_ring_holds_one_block_besides_its_own() -> None:
     ranks, length = 3, 3 * 1_536
-    for counts in run_ranks(_held, ranks, length):
+    for counts in run_ranks(_keys_of_others, ranks, length):
         assert max(counts) <= length // ranks
