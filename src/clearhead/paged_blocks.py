@@ -14,14 +14,14 @@ from torch import Tensor
 from clearhead.errors import UnsupportedError
 from clearhead.shapes import Float, Int
 
-__all__ = ["BlockPlan", "BlockPool", "HeldBlocks", "Reservation"]
+__all__ = ["BlockPlan", "BlockPool", "Reservation", "SequenceBlocks"]
 
 #: Bytes of a huge page.
 _HUGE: Final = 2**21
 
 
 @dataclass(eq=False)
-class HeldBlocks:
+class SequenceBlocks:
     """What one sequence holds: its blocks in order, its length, and its row of the table."""
 
     row: int
@@ -33,7 +33,7 @@ class BlockPlan(NamedTuple):
     """What a step does to one sequence: tokens that it adds, blocks that it takes, and the index of a shared block that
     it copies first."""
 
-    held: HeldBlocks
+    owner: SequenceBlocks
     tokens: int
     new: int
     copied: int | None
@@ -89,36 +89,36 @@ class BlockPool:
         """Where keys and values are."""
         return self.key.device
 
-    def add(self) -> HeldBlocks:
+    def add(self) -> SequenceBlocks:
         """A row of the table for a new sequence, without a block."""
         if not self._free_rows:
             count = self._rows.shape[0]
             self._rows = torch.cat([self._rows, torch.zeros_like(self._rows)])
             self._free_rows = list(range(2 * count - 1, count - 1, -1))
-        return HeldBlocks(self._free_rows.pop(), [])
+        return SequenceBlocks(self._free_rows.pop(), [])
 
-    def remove(self, held: HeldBlocks) -> None:
+    def remove(self, owner: SequenceBlocks) -> None:
         """Return a sequence's row and blocks."""
-        self._free_rows.append(held.row)
-        self.release(held.blocks)
+        self._free_rows.append(owner.row)
+        self.release(owner.blocks)
 
     def blocks_for(self, length: int) -> int:
         """How many blocks hold so many tokens."""
         return -(-length // self.block_size)
 
-    def share(self, held: HeldBlocks, blocks: Sequence[int]) -> None:
+    def share(self, owner: SequenceBlocks, blocks: Sequence[int]) -> None:
         """Give a sequence without blocks those of another one."""
         for block in blocks:
             self.holders[block] += 1
-        held.blocks = [*blocks]
-        self._write_row(held, 0)
+        owner.blocks = [*blocks]
+        self._write_row(owner, 0)
 
-    def truncate(self, held: HeldBlocks, length: int) -> None:
+    def truncate(self, owner: SequenceBlocks, length: int) -> None:
         """Shorten a sequence and return the blocks that are then empty."""
-        held.length = length
+        owner.length = length
         remaining = self.blocks_for(length)
-        self.release(held.blocks[remaining:])
-        del held.blocks[remaining:]
+        self.release(owner.blocks[remaining:])
+        del owner.blocks[remaining:]
 
     def release(self, blocks: Iterable[int]) -> None:
         """Hold blocks once less."""
@@ -127,47 +127,47 @@ class BlockPool:
             if self.holders[block] == 0:
                 self.free.append(block)
 
-    def plan(self, held: HeldBlocks, count: int) -> BlockPlan:
+    def plan(self, owner: SequenceBlocks, count: int) -> BlockPlan:
         """What a step of so many new tokens does to a sequence."""
-        new = self.blocks_for(held.length + count) - len(held.blocks)
-        last = held.length // self.block_size
-        copied = last if count > 0 and last < len(held.blocks) and self.holders[held.blocks[last]] > 1 else None
-        return BlockPlan(held, count, new + (copied is not None), copied)
+        new = self.blocks_for(owner.length + count) - len(owner.blocks)
+        last = owner.length // self.block_size
+        copied = last if count > 0 and last < len(owner.blocks) and self.holders[owner.blocks[last]] > 1 else None
+        return BlockPlan(owner, count, new + (copied is not None), copied)
 
     def take(self, plan: BlockPlan) -> Reservation:
-        """Give a sequence its new blocks; its earlier ones stay held until the step ends."""
-        held, before = plan.held, [*plan.held.blocks]
+        """Give a sequence its new blocks; its earlier ones are released when the step ends."""
+        owner, before = plan.owner, [*plan.owner.blocks]
         new = [self.free.pop() for _ in range(plan.new)]
         added = [*new]
         if plan.copied is not None:
-            copy, original = added.pop(0), held.blocks[plan.copied]
+            copy, original = added.pop(0), owner.blocks[plan.copied]
             for pages in (self.key, self.value):
                 pages[:, copy] = pages[:, original]
-            held.blocks[plan.copied] = copy
-            self._write_row(held, plan.copied)
+            owner.blocks[plan.copied] = copy
+            self._write_row(owner, plan.copied)
         for block in new:
             self.holders[block] = 1
-        first = len(held.blocks)
-        held.blocks += added
-        self._write_row(held, first)
-        held.length += plan.tokens
+        first = len(owner.blocks)
+        owner.blocks += added
+        self._write_row(owner, first)
+        owner.length += plan.tokens
         return Reservation(plan, before, new)
 
     def keep(self, reservation: Reservation) -> None:
-        """End a step: shared blocks that were copied are held once less."""
+        """End a step: shared blocks that were copied lose a holder."""
         if reservation.plan.copied is not None:
             self.release([reservation.before[reservation.plan.copied]])
 
     def give_back(self, reservation: Reservation) -> None:
         """Undo a step."""
-        held = reservation.plan.held
-        held.length -= reservation.plan.tokens
-        held.blocks = reservation.before
-        self._write_row(held, 0)
+        owner = reservation.plan.owner
+        owner.length -= reservation.plan.tokens
+        owner.blocks = reservation.before
+        self._write_row(owner, 0)
         self.release(reservation.blocks)
 
     def table(
-        self, sequences: Sequence[HeldBlocks]
+        self, sequences: Sequence[SequenceBlocks]
     ) -> tuple[Int[Tensor, "sequences max_blocks"], Int[Tensor, " sequences"]]:
         """The blocks and lengths of sequences, on the device of the blocks."""
         columns = max((len(each.blocks) for each in sequences), default=0)
@@ -184,14 +184,14 @@ class BlockPool:
                 then="Leave the context first; a cache is for one thread.",
             )  # fmt: skip
 
-    def _write_row(self, held: HeldBlocks, first: int) -> None:
-        count = len(held.blocks)
+    def _write_row(self, owner: SequenceBlocks, first: int) -> None:
+        count = len(owner.blocks)
         if count > self._rows.shape[1]:
             wider = torch.zeros((self._rows.shape[0], max(count, 2 * self._rows.shape[1])), dtype=torch.int32)
             wider[:, : self._rows.shape[1]] = self._rows
             self._rows = wider
         if first < count:
-            self._rows[held.row, first:count] = torch.tensor(held.blocks[first:], dtype=torch.int32)
+            self._rows[owner.row, first:count] = torch.tensor(owner.blocks[first:], dtype=torch.int32)
 
 
 def _storage(sizes: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.arguments import repr_of, whole
 from clearhead.errors import CacheFullError, ShapeError
-from clearhead.paged_blocks import BlockPlan, BlockPool, HeldBlocks
+from clearhead.paged_blocks import BlockPlan, BlockPool, SequenceBlocks
 from clearhead.paged_step import PagedStep
 from clearhead.shapes import Float, Int
 
@@ -76,7 +76,7 @@ class PagedKVCache:
             self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, (self.head_dim, self.value_dim),
             dtype, device,
         )  # fmt: skip
-        self._sequences: dict[int, HeldBlocks] = {}
+        self._sequences: dict[int, SequenceBlocks] = {}
         self._next = 0
 
     @property
@@ -176,9 +176,9 @@ class PagedKVCache:
             source.length if length is None else whole(f"{_NAME}.fork", "length", length, low=0, high=source.length)
         )
         forked = self.add()
-        held = self._sequences[forked]
-        held.length = length
-        self._pool.share(held, source.blocks[: self._pool.blocks_for(length)])
+        owner = self._sequences[forked]
+        owner.length = length
+        self._pool.share(owner, source.blocks[: self._pool.blocks_for(length)])
         return forked
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -192,8 +192,8 @@ class PagedKVCache:
             ShapeError: there is no such sequence, or ``length`` is out of range.
         """
         self._pool.check_closed(f"{_NAME}.truncate")
-        held = self._of("truncate", sequence)
-        self._pool.truncate(held, whole(f"{_NAME}.truncate", "length", length, low=0, high=held.length))
+        owner = self._of("truncate", sequence)
+        self._pool.truncate(owner, whole(f"{_NAME}.truncate", "length", length, low=0, high=owner.length))
 
     def remove(self, sequence: int) -> None:
         """Remove a sequence and return the blocks that no other one holds.
@@ -202,9 +202,9 @@ class PagedKVCache:
             ShapeError: there is no such sequence.
         """
         self._pool.check_closed(f"{_NAME}.remove")
-        held = self._of("remove", sequence)
+        owner = self._of("remove", sequence)
         del self._sequences[sequence]
-        self._pool.remove(held)
+        self._pool.remove(owner)
 
     def reset(self) -> None:
         """Remove every sequence."""
@@ -238,8 +238,8 @@ class PagedKVCache:
         pool.check_closed(name)
         plans: list[BlockPlan] = []
         for sequence, count in counts.items():
-            held = self._of("extend", sequence)
-            plans.append(pool.plan(held, whole(name, "counts", count, low=0, high=2**31 - 1 - held.length)))
+            owner = self._of("extend", sequence)
+            plans.append(pool.plan(owner, whole(name, "counts", count, low=0, high=2**31 - 1 - owner.length)))
         needed = sum(plan.new for plan in plans)
         if needed > len(pool.free):
             raise CacheFullError.about(
@@ -249,14 +249,14 @@ class PagedKVCache:
             )  # fmt: skip
         return PagedStep(pool, plans)
 
-    def _of(self, method: str, sequence: object) -> HeldBlocks:
-        held = self._sequences.get(sequence) if isinstance(sequence, int) else None
-        if held is None:
+    def _of(self, method: str, sequence: object) -> SequenceBlocks:
+        owner = self._sequences.get(sequence) if isinstance(sequence, int) else None
+        if owner is None:
             raise ShapeError.about(
                 f"{_NAME}.{method}", "sequence", must="be one that add() or fork() gave and that was not removed",
                 got=repr_of(sequence), then="See cache.sequences.",
             )  # fmt: skip
-        return held
+        return owner
 
     def __repr__(self) -> str:
         tokens = sum(each.length for each in self._sequences.values())

@@ -68,19 +68,19 @@ class PagedStep:
     @cached_property
     def table(self) -> PageTable:
         """Blocks, lengths with the new tokens, and where the tokens of each sequence start."""
-        table, lengths = self.pool.table([plan.held for plan in self._plans])
+        table, lengths = self.pool.table([plan.owner for plan in self._plans])
         starts = torch.tensor([0, *self.counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return PageTable(table, lengths, starts.to(table.device))
 
     @cached_property
     def longest(self) -> int:
         """The largest length, with the new tokens."""
-        return max((plan.held.length for plan in self._plans), default=0)
+        return max((plan.owner.length for plan in self._plans), default=0)
 
     @cached_property
     def positions(self) -> Int[Tensor, " total"]:
         """The position of every new token in its sequence, int64 ``[total]``."""
-        lengths = [plan.held.length for plan in self._plans]
+        lengths = [plan.owner.length for plan in self._plans]
         if all(count == 1 for count in self.counts):
             return torch.tensor(lengths, dtype=torch.int64, device=self.pool.device) - 1
         ranges = [torch.arange(length - count, length) for length, count in zip(lengths, self.counts, strict=True)]
