@@ -18,14 +18,16 @@ import clearhead as ch
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 64
 
 
-def medians(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each call: the median over rounds in which the calls take turns."""
+def medians(calls: Mapping[str, Callable[[], object]], rounds: int, least: float = 2e-3) -> dict[str, float]:
+    """Seconds of each call: the median over rounds in which the calls take turns, each until ``least`` seconds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            before = time.process_time()
-            call()
-            times[name].append(time.process_time() - before)
+            count, before = 0, time.process_time()
+            while count == 0 or time.process_time() - before < least:
+                call()
+                count += 1
+            times[name].append((time.process_time() - before) / count)
     return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
@@ -53,8 +55,8 @@ def decoding(batch: int, length: int, dtype: torch.dtype, block_size: int, round
     )
     ratio = took["paged"] / took["contiguous"]
     print(
-        f"| {batch} | {length} | {str(dtype)[6:]} | {block_size} | {took['contiguous'] * 1e3:.2f} ms "
-        f"| {took['paged'] * 1e3:.2f} ms | {ratio:.2f} |"
+        f"| {batch} | {length} | {str(dtype)[6:]} | {block_size} | {took['contiguous'] * 1e3:.3f} ms "
+        f"| {took['paged'] * 1e3:.3f} ms | {ratio:.2f} |"
     )
 
 

@@ -453,7 +453,7 @@ def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> 
 
 def as_rules(function: str, scores: object) -> tuple[ScoreRule, ...]:
     """The rules of a call as a tuple; ``scores`` may be a single rule, or None for none."""
-    if scores is None:
+    if scores is None or (type(scores) is tuple and not scores):
         return ()
     rules = tuple(scores) if isinstance(scores, Iterable) and not isinstance(scores, Tensor) else (scores,)
     for rule in rules:

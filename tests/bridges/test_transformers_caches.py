@@ -132,11 +132,33 @@ def test_a_sliding_cache_and_assisted_decoding_go_on_working_when_swapped() -> N
         assert torch.equal(generated(model, ids=IDS[:1], assistant_model=assistant), assisted)
 
 
-def test_continuous_batching_says_in_one_sentence_which_implementations_it_takes() -> None:
+def batched(model: Any) -> list[list[int]]:
+    """Tokens of two prompts by continuous batching."""
+    if not hasattr(model, "generate_batch") or not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this transformers has no continuous batching with a size of its cache")
+    small = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+    options = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=49, pad_token_id=0)
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    done = model.generate_batch(prompts, generation_config=options, continuous_batching_config=small)
+    return [list(each.generated_tokens) for each in done.values()]
+
+
+def test_continuous_batching_says_in_one_line_which_implementations_it_takes() -> None:
     model = llama()
-    if not hasattr(model, "init_continuous_batching"):
-        pytest.skip("this transformers has no continuous batching")
     ch.swap(model)
-    with pytest.raises(ValueError, match="clearhead is not supported for continuous batching") as raised:
-        model.init_continuous_batching()
+    names_others = r"clearhead is not supported for continuous batching\. Use .*'sdpa'"
+    with pytest.raises(ValueError, match=names_others) as raised:
+        batched(model)
     assert "\n" not in str(raised.value)
+
+
+def test_continuous_batching_runs_by_sdpa_when_swapped_and_accelerated() -> None:
+    """What the refusal names: the implementation "sdpa", whose calls ``accelerate`` serves."""
+    model = llama()
+    model.set_attn_implementation("sdpa")
+    expected = batched(model)
+    with ch.accelerate():
+        assert batched(model) == expected
+    ch.swap(model)
+    model.set_attn_implementation("sdpa")
+    assert batched(model) == expected

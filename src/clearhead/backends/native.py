@@ -47,7 +47,7 @@ _PLAIN: Final = "needs plain tensors, not subclasses, and not those of torch.fun
 
 def _also(problem: Problem) -> list[str]:
     mask = () if problem.mask is None else problem.mask.tensors()
-    if not all(map(in_memory, (problem.query, problem.key, problem.value, *mask))) or transforms():
+    if not in_memory(problem.query, problem.key, problem.value, *mask) or transforms():
         return [_PLAIN]
     if differentiates_forward() or traces():
         return ["has no rule for torch.jit.trace or forward-mode differentiation"]

@@ -12,9 +12,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from clearhead.backends import tiled
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, all_finite, is_readable, matmul
+from clearhead.choices import padded_keys
 from clearhead.masks import Causal
 from clearhead.masks.base import carried_sizes, does_as
 from clearhead.masks.segments import Order, Segment, Segments
+from clearhead.ops.kinds import DTYPES
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
@@ -280,6 +282,32 @@ def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     return (pad(query, (0, -more)), pad(key, (0, -more)), value) if more else (query, key, value)
 
 
+def _filled_up(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values zero-padded to the number that the table names, and a mask of the padding."""
+    q_len, k_len = query.shape[2], key.shape[2]
+    # torch takes no mask beside its causal flag, which hides the padding from queries that are no later than a key.
+    if mask is not None or query.dtype not in DTYPES or (is_causal and q_len > k_len):
+        return key, value, mask
+    more = padded_keys(query.dtype, k_len) - k_len
+    if more == 0:
+        return key, value, mask
+    if not is_causal:
+        mask = query.new_zeros(1, 1, 1, k_len + more)
+        mask[..., k_len:] = -torch.inf
+    return _longer(key, more), _longer(value, more), mask
+
+
+def _longer(tensor: Tensor, more: int) -> Tensor:
+    """The tensor with so many more rows of 0, in its own memory order, in which it is copied fastest."""
+    batch, heads, length, dim = tensor.shape
+    longer = tensor.new_empty(batch, length + more, heads, dim).transpose(1, 2)
+    longer[:, :, :length] = tensor
+    longer[:, :, length:] = 0.0
+    return longer
+
+
 def _unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """The unfused formula, by matrix multiplications that backward does not round under autocast."""
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
@@ -309,7 +337,9 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     if unfused:
         output = _unfused(query, key, value, mask, is_causal, scale)
     else:
-        query, key, value = _equally_wide(query, key, value) if on_cpu else (query, key, value)
+        if on_cpu:
+            query, key, value = _equally_wide(query, key, value)
+            key, value, mask = _filled_up(query, key, value, mask, is_causal)
         output = scaled_dot_product_attention(
             query,
             key,

@@ -17,7 +17,7 @@ from clearhead.benchmark.encoders import ragged
 from clearhead.benchmark.peers import OURS, SDPA, Call, Groups
 from clearhead.functional.exact import attention, explain_dispatch
 from clearhead.functional.varlen import varlen_attn
-from clearhead.masks import Causal, Documents, Padding
+from clearhead.masks import Causal, Documents, Mask, Padding
 
 __all__ = ["NESTED", "PADDED", "PADDED_SDPA", "VarlenRow", "varlen_rows"]
 
@@ -79,7 +79,8 @@ class VarlenRow:
         packed, upstream = self._drawn()
         padded = [self._pad(tensor).requires_grad_() for tensor in packed]
         packed = [tensor.requires_grad_() for tensor in packed]
-        mask = Documents(lengths=self._lengths) & Causal() if self.causal else Documents(lengths=self._lengths)
+        mask: Mask = Documents(lengths=self._lengths)
+        mask = mask & Causal() if self.causal else mask
         calls = {
             OURS: self._call(self._packed, packed, upstream),
             PADDED: self._call(self._padded, padded, self._pad(upstream)),
@@ -94,8 +95,13 @@ class VarlenRow:
             plain=lambda: self._alone(packed, upstream, self.dtype),
             pick=lambda groups: tuple(tuple(map(self._real, group)) for group in groups),
             left_out={NESTED: "torch has no causal attention of nested tensors on a CPU"} if self.causal else {},
-            backend=lambda: explain_dispatch(*map(_heads_first, packed), mask=mask).choice or "none",
+            backend=lambda: self._backend(packed, mask),
         )
+
+    def _backend(self, packed: Sequence[Tensor], mask: Mask) -> str:
+        """Name of the backend that runs the packed tensors."""
+        with torch.set_grad_enabled(self.training):
+            return explain_dispatch(*map(_heads_first, packed), mask=mask).choice or "none"
 
     def small(self) -> Self:
         """At most 40 tokens and two heads."""

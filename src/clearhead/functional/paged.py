@@ -138,7 +138,7 @@ def attend_to_pages(
             function, "mask", must="be None, Causal, Window or their &", got=repr(mask),
             then="Gather the pages and call attention for other masks.",
         )  # fmt: skip
-    unknown = [rule for rule in scores if not isinstance(rule, _RULES)]
+    unknown = [rule for rule in scores if not isinstance(rule, _RULES)] if scores else None
     if unknown:
         raise UnsupportedError.about(
             function, "scores", must="be Alibi, RelativeBias, SoftCap or Sink", got=type(unknown[0]).__name__,
@@ -204,10 +204,12 @@ def pages_of(pages: Tensor, row: Int[Tensor, " max_blocks"], length: int) -> Flo
 
 def _is_native(tensors: tuple[Tensor, Tensor, Tensor], table: PageTable) -> bool:
     """Whether the CPU kernels can read the tensors."""
-    if library() is None:
+    block_table, lengths, start = table
+    given = (*tensors, block_table, lengths) if start is None else (*tensors, block_table, lengths, start)
+    if library() is None or not in_memory(*given):
         return False
-    for part in (*tensors, *table):
-        if part is not None and not (isinstance(part, Tensor) and part.is_cpu and in_memory(part)):
+    for part in given:
+        if not part.is_cpu:
             return False
     query = tensors[0]
     return query.dtype in DTYPES and query.dim() == 4 and query.shape[3] <= MAX_HEAD_DIM
@@ -218,7 +220,7 @@ def _needs_gradient(tensors: tuple[Tensor, Tensor, Tensor], scores: tuple[ScoreR
     for part in tensors:
         if isinstance(part, Tensor) and part.requires_grad:
             return True
-    return any(part.requires_grad for rule in scores for part in rule.parameters())
+    return bool(scores) and any(part.requires_grad for rule in scores for part in rule.parameters())
 
 
 def _gathered(

@@ -22,7 +22,7 @@ from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
 from clearhead.nn.spec import Projections
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
-from clearhead.paged_cache import PagedLayer
+from clearhead.paged_step import PagedLayer
 from clearhead.positions import Rotary, as_rotary
 from clearhead.projection import NATIVE, Layer, Path, project, project_each
 from clearhead.scores import ScoreRule

@@ -25,7 +25,7 @@ from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
-from clearhead.paged_cache import PagedLayer
+from clearhead.paged_step import PagedLayer
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.cache import KVCache, reserve
-from clearhead.paged_cache import PagedLayer, PagedStep
+from clearhead.paged_step import PagedLayer, PagedStep
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
 

@@ -31,7 +31,7 @@ from clearhead.ops.block import Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
-from clearhead.paged_cache import PagedStep
+from clearhead.paged_step import PagedStep
 from clearhead.positions import MOST_POSITIONS, Rotary, table_of
 from clearhead.problem import Problem, draw_seed
 from clearhead.projection import DTYPES, NATIVE, are_plain, choices, takes_small, unrecorded

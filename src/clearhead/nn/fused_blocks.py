@@ -16,7 +16,7 @@ from clearhead.nn.cache_view import CacheView
 from clearhead.nn.fused import fused_layers
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import Stack
-from clearhead.paged_cache import PagedLayer
+from clearhead.paged_step import PagedLayer
 from clearhead.shapes import Float
 
 __all__ = ["fused_blocks"]

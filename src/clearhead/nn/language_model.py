@@ -20,7 +20,8 @@ from clearhead.nn.paged_generation import extend_each
 from clearhead.nn.stacks import Decoder, DecoderCache
 from clearhead.nn.start import start_embeddings, start_linears
 from clearhead.packing import as_lengths, real_places, unpack
-from clearhead.paged_cache import PagedKVCache, PagedSequences, PagedStep
+from clearhead.paged_cache import PagedKVCache, PagedSequences
+from clearhead.paged_step import PagedStep
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float, Int
 
@@ -192,7 +193,7 @@ class LanguageModel(nn.Module):
         self, name: str, packed: Int[Tensor, " total"], step: PagedStep, mask: Mask | None = None
     ) -> Tensor:
         """The last states of a step's new tokens, ``[1, total, embed_dim]``."""
-        self.decoder.check_pages(name, step.cache)
+        self.decoder.check_pages(name, step.pool)
         if step.longest > self.max_len:
             raise ShapeError.about(
                 name, "ids", must=f"be at most {self.max_len} tokens long with the cache (max_len)", got=step.longest,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from clearhead.errors import CacheFullError
 from clearhead.nn.generation import Sampler
-from clearhead.paged_cache import PagedKVCache, PagedStep
+from clearhead.paged_cache import PagedKVCache
+from clearhead.paged_step import PagedStep
 from clearhead.shapes import Float, Int
 
 __all__ = ["extend_each"]

@@ -22,7 +22,9 @@ from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
 from clearhead.nn.part import ModelPart, SequencePart
-from clearhead.paged_cache import PagedKVCache, PagedLayer, PagedStep
+from clearhead.paged_blocks import BlockPool
+from clearhead.paged_cache import PagedKVCache
+from clearhead.paged_step import PagedLayer, PagedStep
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
@@ -407,7 +409,7 @@ class Decoder(nn.Module):
             dtype=weight.dtype if dtype is None else dtype, device=weight.device,
         )  # fmt: skip
 
-    def check_pages(self, function: str, cache: PagedKVCache) -> None:
+    def check_pages(self, function: str, cache: PagedKVCache | BlockPool) -> None:
         """Raise unless the cache was made for a decoder like this one."""
         attention = _first(self.blocks).attention
         wanted = (len(self.blocks), attention.num_kv_heads, attention.head_dim, attention.head_dim)

@@ -183,7 +183,7 @@ def _unfused(
 ) -> tuple[Tensor, Tensor] | None:
     """The output, and an empty tensor in place of the weights, which ``scaled_dot_product_attention`` discards."""
     given = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
-    if dropout_mask is not None or query.dim() not in (3, 4) or not all(map(in_memory, given)):
+    if dropout_mask is not None or query.dim() not in (3, 4) or not in_memory(*given):
         return None
     # Without the fused kernel, the user has asked for the unfused one.
     if not torch.backends.cuda.flash_sdp_enabled():

@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from clearhead.arguments import whole
 from clearhead.errors import ShapeError
 from clearhead.functional.paged import PageTable, pages_of
-from clearhead.paged_cache import PagedKVCache, write_pages
+from clearhead.paged_cache import PagedKVCache
+from clearhead.paged_step import write_pages
 from clearhead.shapes import Float
 from clearhead.torch_private import no_torch_function, wrapper_tensor
 
@@ -114,6 +115,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._config = config
         self.pages = pages
         self.sequences: list[int] = []
+        #: The table of the current step and the length that it is for; None where sequences have changed since.
+        self._table: tuple[int, PageTable] | None = None
         text = config.get_text_config()
         self._parts = [_PagedCacheLayer(self, place) for place in range(text.num_hidden_layers)]
         super().__init__(layers=[*self._parts])
@@ -140,6 +143,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             remaining = layer.length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove or layer.length
             layer.length = max(0, min(layer.length, remaining))
         longest = max(layer.length for layer in self._parts)
+        self._table = None
         if self.pages is not None:
             for sequence in self.sequences:
                 self.pages.truncate(sequence, min(longest, self.pages.length(sequence)))
@@ -170,7 +174,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         if self.pages is not None:
             for sequence in self.sequences:
                 self.pages.remove(sequence)
-        self.sequences = sequences
+        self.sequences, self._table = sequences, None
 
     def _reserve(self, key: Tensor, value: Tensor, length: int) -> PagedKVCache:
         """The pages, with capacity for ``length`` tokens of each row."""
@@ -190,7 +194,17 @@ class PagedCache(Cache):  # type: ignore[misc]
         if pages.length(self.sequences[0]) < length:
             with pages.extend({each: length - pages.length(each) for each in self.sequences}):
                 pass
+            self._table = None
         return pages
+
+    def _pages_of(self, key: Tensor, value: Tensor, length: int) -> tuple[PagedKVCache, PageTable]:
+        """The pages with capacity for ``length`` tokens of each row, and their table, which the layers share."""
+        pages = self._reserve(key, value, length)
+        if self._table is None or self._table[0] != length:
+            block_table, _ = pages.block_table(self.sequences)
+            lengths = torch.full((len(self.sequences),), length, dtype=torch.int32, device=block_table.device)
+            self._table = length, PageTable(block_table, lengths)
+        return pages, self._table[1]
 
 
 class _PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -213,14 +227,10 @@ class _PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[PagesTensor, PagesTensor]:
         """Append tokens ``[batch, kv_heads, new, head_dim]``; the keys and values of all tokens, in their pages."""
         length = self.length + key_states.shape[2]
-        cache = self._cache
-        pages = cache._reserve(key_states, value_states, length)
-        block_table, _ = pages.block_table(cache.sequences)
-        lengths = torch.full((len(cache.sequences),), length, dtype=torch.int32, device=block_table.device)
-        table = PageTable(block_table, lengths)
-        write_pages(pages, self._place, key_states.detach(), value_states.detach(), table)
-        self.length, self.is_initialized = length, True
+        pages, table = self._cache._pages_of(key_states, value_states, length)
         of_layer = pages.key_pages(self._place), pages.value_pages(self._place)
+        write_pages(of_layer, key_states.detach(), value_states.detach(), table)
+        self.length, self.is_initialized = length, True
         keys, values = (PagesTensor(part, table, length) for part in of_layer)
         return keys, values
 
