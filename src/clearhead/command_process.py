@@ -6,6 +6,7 @@ package itself calls ``begin`` first. It needs the standard library alone, and d
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ def begin() -> None:
     if _is_command():
         open_streams()
         leave_on_interrupt()
+        atexit.register(_ignore_interrupt)
 
 
 def _is_command() -> bool:
@@ -66,6 +68,12 @@ def raise_on_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, so that a command can finish its files."""
     if _may_handle() and signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _ignore_interrupt() -> None:
+    """Ignore Ctrl-C while the interpreter ends: it removes handlers, and the signal would then kill the process."""
+    if _may_handle():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _may_handle() -> bool:
