@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clearhead.masks.base import Both, Either, Mask, Not, does_as
 from clearhead.masks.intervals import Intervals
-from clearhead.masks.tables import Dense
+from clearhead.masks.tables import Blocks, Dense
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
 
@@ -86,6 +86,12 @@ def cut_mask(mask: Mask, region: Region) -> Mask:
         return part.placed(region.query_offset)
     if type(mask) in (Both, Either, Not):
         return type(mask)(*(cut_mask(part, region) for part in mask.parts()))  # type: ignore[attr-defined]
+    if does_as(mask, Blocks):
+        assert isinstance(mask, Blocks)
+        heads = slice(region.heads.start, region.heads.stop)
+        # The table has this part's heads, so only positions are left to shift.
+        mask = mask.mapped(lambda table: table[:, heads] if table.shape[1] > 1 else table)
+        region = replace(region, heads=range(len(region.heads)))
     if (mask.relative and region.heads.start == 0) or (region.heads.start, region.keys.start) == (0, 0):
         return mask
     return _ShiftedMask(mask, region.heads.start, region.keys.start)

@@ -53,6 +53,10 @@ CASES: Final[Mapping[str, Case]] = {
         {"mask": ch.Blocks(torch.rand(2, 1, length // 8 + 1, length // 8 + 1) > 0.4, 8)},
         [],
     ),
+    "blocks by head": lambda heads, length: (
+        {"mask": ch.Blocks(torch.rand(1, heads, length // 8 + 1, length // 8 + 1) > 0.4, 8)},
+        [],
+    ),
     "dropout": lambda heads, length: ({"mask": ch.Causal(), "dropout": 0.3, "seed": 7}, []),
     "rules": _rules,
     "learned slopes": _slopes,
