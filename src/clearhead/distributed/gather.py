@@ -6,7 +6,7 @@ this rank's keys over all queries, each in the order of one process.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,11 @@ from clearhead.distributed.call import ShardedCall, are_finite
 from clearhead.distributed.layout import ShardLayout
 from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
 from clearhead.distributed.statistics import AXES
-from clearhead.ops.kinds import QUERY_BLOCK
+from clearhead.ops.kinds import KEY_TILE, QUERY_BLOCK
 from clearhead.problem import Problem
 from clearhead.statistics import Observation
 
 __all__ = ["gather_attention", "observe_gathered"]
-
-#: Up to so many keys backward needs no output, and sums over all keys at once.
-_ONE_TILE: Final = 256
 
 
 def gather_attention(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -196,7 +193,7 @@ class _GatheredBackward:
                 total += grad
         queries = range(call.whole.q_len)
         for chunk, where in slices_of(call.keys, rank):
-            part = chunk if len(keys) > _ONE_TILE else keys
+            part = chunk if len(keys) > KEY_TILE else keys
             key, value = (tensor[:, :, part.start : part.stop] for tensor in self.whole[1:])
             problem = self._part(queries, part, self.whole[0], key, value)
             partial = len(part) < len(keys)

@@ -120,7 +120,7 @@ def _assign_part(
     """Tell the library's modules which part of their work is this rank's."""
     group = axes.group("context")
     sequence = None if group is None else SequenceShard(group, layout, method)
-    part = RankPart(batch, (axes.index("tensor"), axes.sizes["tensor"]), sequence, axes.copies)
+    part = RankPart(batch, (axes.index("tensor"), axes.sizes["tensor"]), sequence)
     if (1 if batch is None else batch[1]) * part.heads[1] == 1 and sequence is None:
         return
     pooled = replace(part, sequence=None)

@@ -112,13 +112,11 @@ class RankPart:
         batch: which of how many equal parts of the batch; None where ``batch_part`` says which sequences.
         heads: which part of the heads and of the feedforwards' channels, and how many there are.
         sequence: the rank's tokens of each sequence; None for all.
-        copies: over how many ranks gradients are averaged.
     """
 
     batch: tuple[int, int] | None
     heads: tuple[int, int]
     sequence: SequenceShard | None
-    copies: int
 
     def check_unobserved(self, function: str, dropout: float) -> None:
         """Raise on every rank if an observer is active and the rank has a part of an attention."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.masks.parts import Parts
+from clearhead.ops.kinds import KEY_TILE
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
@@ -41,8 +42,6 @@ __all__ = [
 _LEAST_SCALE: Final = 1e-30
 #: Statistics that backward takes gradients of.
 DIFFERENTIABLE: Final = ("max_score", "entropy", "distance", "sink", "received")
-#: Keys that backward processes at a time: with as many or fewer it needs no output of forward.
-_TILE: Final = 256
 
 #: What forward returns besides the output, in this order: one bit of ``returns`` each (native/torch/attention.cpp).
 _RETURNS: Final = (
@@ -163,7 +162,7 @@ def attend(problem: Problem, want: Want, *, for_backward: bool) -> Forward:
     saves_output = False
     if for_backward:
         tables = "allowed" in options or "blocks" in options
-        saves_output = problem.k_len > _TILE or tables or gathers(want)
+        saves_output = problem.k_len > KEY_TILE or tables or gathers(want)
         names |= _saved(problem, want, saves_output)
     order = _add_statistics(options, problem, want) if gathers(want) else None
     asked = [place for place, name in enumerate(_RETURNS) if name in names]
@@ -187,7 +186,7 @@ def attend_plain(
     if not for_backward:
         (output,) = operator(query, key, value, scale, 0, None, 0) if causal else operator(query, key, value, scale, 0)
         return output, None, None
-    saves_output = key.shape[2] > _TILE
+    saves_output = key.shape[2] > KEY_TILE
     returns = _SOFTMAX | (_OUTPUT32 if saves_output and query.dtype != torch.float32 else 0)
     output, softmax, *exact = operator(query, key, value, scale, returns, None, 0 if causal else None)
     return output, softmax, exact[0] if exact else output if saves_output else None

@@ -9,6 +9,7 @@ import torch
 
 __all__ = [
     "DTYPES",
+    "KEY_TILE",
     "MAX_BLOCK",
     "MAX_CHUNK",
     "MAX_HEAD_DIM",
@@ -26,6 +27,8 @@ MAX_RULES: Final = 8
 MAX_BLOCK: Final = 2**31 - 1
 #: Queries that the kernels process at a time: ``ROWS`` of forward.h and ``BLOCK`` of backward.h.
 QUERY_BLOCK: Final = 96
+#: Keys that backward processes at a time, ``CH_TILE``: with as many or fewer it needs no output of forward.
+KEY_TILE: Final = 256
 #: Tokens of a chunk of linear attention.
 MAX_CHUNK: Final = 256
 #: What the kernels read, in the order of ``ch_dtype``.

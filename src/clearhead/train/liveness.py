@@ -144,7 +144,7 @@ class Liveness:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process of this machine has ended, also if nobody has waited for it yet."""
+    """Whether a process of this machine has ended, even as a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
