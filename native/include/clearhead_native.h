@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 23
+#define CH_ABI 24
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -413,6 +413,9 @@ CH_EXPORT int64_t ch_kept_memory(void);
 /* Sets the limit of that cache and releases what exceeds it; the initial limit is an eighth of the machine's memory. A
  * negative limit changes nothing. Returns the previous limit. */
 CH_EXPORT int64_t ch_keep_memory(int64_t bytes);
+/* Whether results may depend on how a sequence is computed (0), or not (1): among other sequences, in chunks, or token
+ * by token. Of the whole process. */
+CH_EXPORT void ch_set_invariant(int32_t invariant);
 
 #ifdef __cplusplus
 }

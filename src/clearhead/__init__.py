@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from clearhead.errors import CacheFullError, ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
     from clearhead.inspector import view
+    from clearhead.invariance import invariant, set_invariant
     from clearhead.integrations.accelerate import accelerate
     from clearhead.integrations.swap import swap, unswap
     from clearhead.linear import linear_attention
@@ -57,6 +58,7 @@ else:
             "clearhead.errors": "CacheFullError ClearheadError DataError MaskError ShapeError UnsupportedError",
             "clearhead.functional.exact": "attention explain_dispatch observe_attention",
             "clearhead.inspector": "view",
+            "clearhead.invariance": "invariant set_invariant",
             "clearhead.linear": "linear_attention",
             "clearhead.masks": "Blocks Causal Dense Documents Global Mask MaskFunction Padding Prefix Strided Window",
             "clearhead.observe.explain": "explain",
@@ -113,6 +115,7 @@ __all__ = [
     "explain",
     "explain_dispatch",
     "functional",
+    "invariant",
     "linear_attention",
     "nn",
     "observe",
@@ -120,6 +123,7 @@ __all__ = [
     "pack",
     "positions",
     "release_memory",
+    "set_invariant",
     "sparse",
     "swap",
     "trace",

@@ -36,6 +36,7 @@ __all__ = [
     "SdpaFrom",
     "attention_gains_alone",
     "attention_path",
+    "is_invariant",
     "overrides",
     "padded_keys",
     "processor",
@@ -232,17 +233,21 @@ TABLE: Final[tuple[ChoiceRow, ...]] = (
 _SDPA_LEAST: Final = min(min(row.sdpa_from) for row in TABLE if row.sdpa_from is not None)
 #: ``CLEARHEAD_ISA`` selects an instruction set of the kernels, so the kernels run.
 _ROW_OF_ISA: Final = ChoiceRow(processors="any", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), basis="CLEARHEAD_ISA is set")
+#: torch's GEMMs and attention add in an order that depends on the sizes of a call.
+_ROW_INVARIANT: Final = replace(_ROW_OF_ISA, basis="clearhead.set_invariant(True)")
 
 
 @dataclass(frozen=True, eq=False)
 class Overrides:
-    """Choices that replace those of the table, set by ``clearhead.testing``. None keeps the table's choice.
+    """Choices that replace those of the table, set by ``clearhead.testing`` and ``clearhead.invariance``. None keeps the
+    table's choice.
 
     Attributes:
         gemm: the path of every GEMM large enough to have a choice.
         attention: the backend that ``"auto"`` tries first.
         processor: the processor whose rows of the table apply.
         fused: False if attention with its projections, and layers, must run op by op.
+        invariant: whether a sequence's bits must not depend on how it is computed; None for ``CLEARHEAD_INVARIANT``.
         fused_calls: a list to which the kind of each call of the block operator is appended.
     """
 
@@ -250,6 +255,7 @@ class Overrides:
     attention: str | None = None
     processor: Processor | None = None
     fused: bool | None = None
+    invariant: bool | None = None
     fused_calls: list[str] | None = None
 
 
@@ -266,6 +272,12 @@ def set_overrides(new: Overrides) -> Overrides:
     global _OVERRIDES
     before, _OVERRIDES = _OVERRIDES, new
     return before
+
+
+def is_invariant() -> bool:
+    """Whether a sequence's bits must not depend on how it is computed."""
+    chosen = _OVERRIDES.invariant
+    return value_of("CLEARHEAD_INVARIANT") == "1" if chosen is None else chosen
 
 
 def processor() -> Processor:
@@ -289,6 +301,8 @@ def row_for(dtype: torch.dtype) -> ChoiceRow:
 
 @lru_cache(maxsize=64)
 def _row(dtype: torch.dtype, names: Overrides) -> ChoiceRow:
+    if is_invariant():
+        return _ROW_INVARIANT
     isa = value_of("CLEARHEAD_ISA")
     if isa and names.processor is None:
         return replace(_ROW_OF_ISA, basis=f"CLEARHEAD_ISA={isa}")

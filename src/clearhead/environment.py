@@ -63,6 +63,12 @@ VARIABLES: Final = {
             function="project",
         ),
         Variable(
+            "CLEARHEAD_INVARIANT",
+            ("0", "1").__contains__,
+            "be 0 or 1",
+            "1 computes the same bits in any batch, in chunks and token by token.",
+        ),
+        Variable(
             "CLEARHEAD_KEEP_MEMORY",
             lambda text: text.isascii() and text.isdigit() and len(text) <= 9,
             "be a whole number of MiB, 0 or more",

@@ -76,6 +76,7 @@ void ch_use_isa(int isa) {}
 double ch_product_rate(int dtype, int isa, int threads) { return 1e9; }
 long long ch_kept_memory(void) { return 0; }
 long long ch_keep_memory(long long bytes) { return 0; }
+void ch_set_invariant(int invariant) {}
 """
 GOOD = FAKE % (binary.ABI, "")
 

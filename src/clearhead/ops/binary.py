@@ -23,7 +23,7 @@ __all__ = ["ABI", "PATH", "load", "signatures"]
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
 #: ``CH_ABI`` of the header that the library was built from.
-ABI: Final = 23
+ABI: Final = 24
 
 
 @cache
@@ -76,5 +76,6 @@ def _declare(handle: ctypes.CDLL) -> None:
         (handle.ch_product_rate, [int32] * 3, ctypes.c_double),
         (handle.ch_kept_memory, [], int64),
         (handle.ch_keep_memory, [int64], int64),
+        (handle.ch_set_invariant, [int32], None),
     ):
         function.argtypes, function.restype = arguments, result

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from clearhead.choices import is_invariant
 from clearhead.environment import VARIABLES, value_of
 from clearhead.ops import binary
 from clearhead.ops.fakes import register
@@ -107,6 +108,7 @@ def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
     bound = memory_bound()
     if bound is not None:
         binary.ch_keep_memory(bound)
+    binary.ch_set_invariant(is_invariant())
     if not asked:
         return _Loaded(binary, None, usable, binary.ch_isa_best())
     if asked not in usable:
