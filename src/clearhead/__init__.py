@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from clearhead.errors import CacheFullError, ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
     from clearhead.inspector import view
-    from clearhead.invariance import invariant, set_invariant
     from clearhead.integrations.accelerate import accelerate
     from clearhead.integrations.swap import swap, unswap
+    from clearhead.invariance import invariant, set_invariant
     from clearhead.linear import linear_attention
     from clearhead.masks import (
         Blocks,
