@@ -239,7 +239,7 @@ _ROW_INVARIANT: Final = replace(_ROW_OF_ISA, basis="clearhead.set_invariant(True
 
 @dataclass(frozen=True, eq=False)
 class Overrides:
-    """Choices that replace those of the table, set by ``clearhead.testing`` and ``set_invariant``. None keeps the choice.
+    """Choices that replace those of the table, by ``clearhead.testing`` and ``set_invariant``. None replaces nothing.
 
     Attributes:
         gemm: the path of every GEMM large enough to have a choice.
