@@ -15,6 +15,7 @@ namespace test {
 
 int entry_tests();
 int pages_tests();
+int parts_tests();
 
 namespace {
 
@@ -351,24 +352,25 @@ void concurrent_callers() {
 int main(int arguments, char** argument) {
   const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 1;
   const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 240;
-  for (uint64_t number = first; number < first + count; ++number) test::one_case(number);
-  int others = 0;
-  if (arguments == 1 || count == 0) {
-    test::containment();
-    test::nonfinite_output_gradients();
-    test::nan_padding();
-    test::queries_without_keys();
-    test::scales();
-    test::subnormal_halves();
-    test::masked_nan_under_cap();
-    test::nan_sink_logits();
-    test::statistics_of_long_rows();
-    test::workers_free_large_workspaces();
-    test::concurrent_callers();
-    others = test::entry_tests() + test::pages_tests();
-  }
-  std::printf("%llu cases, and %d with pages or invalid on", static_cast<unsigned long long>(count), others);
-  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
-  return test::failures == 0 ? 0 : 1;
+  return test::run_tests([&] {
+    for (uint64_t number = first; number < first + count; ++number) test::one_case(number);
+    int others = 0;
+    if (arguments == 1 || count == 0) {
+      test::containment();
+      test::nonfinite_output_gradients();
+      test::nan_padding();
+      test::queries_without_keys();
+      test::scales();
+      test::subnormal_halves();
+      test::masked_nan_under_cap();
+      test::nan_sink_logits();
+      test::statistics_of_long_rows();
+      test::workers_free_large_workspaces();
+      test::concurrent_callers();
+      others = test::entry_tests() + test::pages_tests() + test::parts_tests();
+    }
+    std::printf("%llu cases, and %d in pages, in parts or invalid on", static_cast<unsigned long long>(count), others);
+    for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
+    std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
+  });
 }
