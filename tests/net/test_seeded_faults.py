@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tools.seeded_faults import SETS, sets_left_out
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "seeded_faults.py"
@@ -29,6 +30,22 @@ def test_fault_can_be_inserted_and_has_tests(fault: dict[str, object]) -> None:
 def test_names_are_unique() -> None:
     names = [fault["name"] for fault in FAULTS]
     assert len(names) == len({*names})
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "used"),
+    [
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f avx512_bf16", "avx512bf16"),
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f avx512_bf16", "avx512"),
+        ("vendor_id : GenuineIntel\nflags : avx2", "avx2"),
+    ],
+)
+def test_kernels_are_built_for_the_set_that_the_processor_uses(cpuinfo: str, used: str) -> None:
+    assert {name for name, _, _ in SETS} - {*sets_left_out(cpuinfo)} == {used}
+
+
+def test_kernels_are_built_for_every_set_where_the_processor_has_none_of_them() -> None:
+    assert sets_left_out("CPU implementer : 0x41") == []
 
 
 def test_tool_lists_the_faults_and_names_an_unknown_one() -> None:
