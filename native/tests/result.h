@@ -1,9 +1,6 @@
 // Test results: a value and its error bound, and the report of failures.
 #pragma once
 
-#include <dirent.h>
-#include <unistd.h>
-
 #include <cstdio>
 #include <string>
 #include <thread>
@@ -66,26 +63,6 @@ template <class Body> void on_new_thread(const Body& body) { std::thread(body).j
 
 template <class Run> void expect_done_first(const Run& run, const std::string& name) {
   on_new_thread([&] { expect(run(), CH_OK, name); });
-}
-
-inline int threads_of_process() {
-  int count = 0;
-  if (DIR* tasks = opendir("/proc/self/task")) {
-    while (const dirent* task = readdir(tasks)) count += task->d_name[0] != '.';
-    closedir(tasks);
-  }
-  return count;
-}
-
-// Runs a program's tests on a thread of their own and waits until its OpenMP workers have ended, as GNU's do with the
-// thread that started them. The leak checker then also sees that a thread's end frees its workspaces. A worker that is
-// alive at the check can be missed: AddressSanitizer keeps every joined thread's id, takes a worker to which the system
-// gave that id again for the ended thread, and reports what only this worker points to.
-template <class Body> int run_tests(const Body& body) {
-  on_new_thread(body);
-  // Other runtimes' workers live on, and an emulator has threads of its own.
-  for (int wait = 0; wait < 2000 && threads_of_process() > 1; ++wait) usleep(1000);
-  return failures == 0 ? 0 : 1;
 }
 
 // Instruction sets of this processor, by index.
