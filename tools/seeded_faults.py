@@ -85,6 +85,30 @@ class Fault:
         return (root / self.file).read_text().replace(self.text, self.replacement)
 
 
+def complaint(fault: Fault, root: Path = ROOT) -> str:
+    """Why the faulty file does not compile; empty if it does, or if it is C++ and no compiler is here.
+
+    Cost: up to half a minute for a header of the kernels.
+    """
+    if not fault.compiled:
+        try:
+            compile(fault.applied(root), fault.file, "exec")
+        except SyntaxError as error:
+            return str(error)
+        return ""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        return ""
+    with TemporaryDirectory(prefix="clearhead-fault-") as folder:
+        for part in ("include", "src", "torch"):
+            shutil.copytree(root / "native" / part, Path(folder, "native", part))
+        Path(folder, fault.file).write_text(fault.applied(root))
+        source = fault.file if fault.file.endswith(".cpp") else "native/src/kernels.cpp"
+        options = ["-std=gnu++17", "-fsyntax-only", "-DCH_NS=baseline", "-Inative/include", "-Inative/src"]
+        done = subprocess.run([compiler, *options, source], cwd=folder, capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode != 0 else ""
+
+
 def faults(table: Path = TABLE) -> list[Fault]:
     """The records of a table."""
     return [
@@ -269,6 +293,11 @@ def main() -> None:
     try:
         for fault in chosen:
             fault.check(ROOT)
+            if options.check and (line := complaint(fault)):
+                raise ValueError(f"{fault.name}: its replacement must compile; got {line[:800]}.")
+        if options.check:
+            _say(f"{len(chosen)} can be inserted and compile")
+            return
         results = _try_all(chosen)
     except KeyboardInterrupt:
         _say("interrupted; nothing is left behind.")
@@ -287,6 +316,7 @@ def _interrupt(*_: Any) -> NoReturn:
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Seed faults into a copy of the library and run the tests on each.")
     parser.add_argument("--list", action="store_true", help="list the faults and run nothing")
+    parser.add_argument("--check", action="store_true", help="only check that each can be inserted and compiles")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a fault to try; may be repeated")
     return parser.parse_args(arguments)
 
