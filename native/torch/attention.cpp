@@ -308,6 +308,13 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
   if (!std::isfinite(options.scale)) fail(function, "scale", "be finite", std::to_string(options.scale), "Scale the query.");
   if (!(options.dropout >= 0.0 && options.dropout < 1.0))
     fail(function, "dropout", "be a probability below 1", std::to_string(options.dropout), "0 switches dropout off.");
+  const struct {
+    const char* argument;
+    int64_t place;
+  } places[] = {{"first_batch", options.first_batch}, {"first_head", options.first_head}, {"first_key", options.first_key}};
+  for (const auto& [argument, place] : places) {
+    if (place < 0) fail(function, argument, "be 0 or more", std::to_string(place), "It is a place in the whole call.");
+  }
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
   work.query_offset = options.query_offset;
   work.first_batch = options.first_batch, work.first_head = options.first_head, work.first_key = options.first_key;
