@@ -49,13 +49,14 @@ template <class M, class IO> CH_INLINE bool has_packed_layout(const ch_tensor& t
 struct Task : ch_attention {
   int64_t head_stride;  // from head to head, in buffers with an element per row
   int64_t first_query;  // dropout's index of the first one
+  int64_t first_position;  // place in its sequence of the first key; tiles of keys start at multiples of their size
   int64_t units;  // key heads of the whole call, in parts that are independent of each other
   const int32_t* page_table;  // the pages of the only batch entry; null: keys are one after the other
   int64_t page_size;
   int64_t total_keys;  // that the call reads, of all sequences
 
   explicit Task(const ch_attention& call)
-      : ch_attention(call), head_stride(call.q_len), first_query(call.first_key + call.query_offset),
+      : ch_attention(call), head_stride(call.q_len), first_query(call.first_key + call.query_offset), first_position(0),
         units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {}
 };
 
