@@ -8,8 +8,8 @@
 // exact zeros, so it does not matter which of them are skipped, which rows share a block, or who computes a tile.
 #pragma once
 
+#include "column_dot.h"
 #include "prefetch.h"
-#include "gemv.h"
 #include "segments.h"
 #include "statistics.h"
 
@@ -448,16 +448,38 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // The same for all rows, with each panel packed just before.
+  // The same for all rows: keys are transposed in registers, or in panels that are packed just before.
   void multiply_keys_in_place(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
                               Workspace& d) const {
-    for (int p = run.low / PW; p * PW < run.high; p++) {
-      const int from = maximum(run.low, p * PW), to = minimum((int)round_up(run.high, VL), (p + 1) * PW);
-      pack_panel(b, kh, t0, from, to, d);
+    const bool in_registers = HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS && w.head_dim * (int64_t)sizeof(element) % 16 == 0;
+    for (int c = run.low, next; c < run.high; c = next) {
+      const int end = (int)round_up(run.high, VL), whole = (int)(minimum(t0 + end, w.k_len) - t0);
+      if (in_registers && t0 + c >= 0 && c + VL <= whole) {
+        const int vectors = c + COLUMN_DOT_VECTORS * VL <= whole ? COLUMN_DOT_VECTORS : 1;
+        next = c + vectors * VL;
+        dot_in_registers(b, kh, t0 + c, count, vectors, ScoreTile{score_tile.at + c, score_tile.ld}, d);
+        continue;
+      }
+      next = in_registers ? c + VL : minimum(end, (c / PW + 1) * PW);
+      pack_panel(b, kh, t0, c, next, d);
       for (int r0 = 0; r0 < count; r0 += MR)
-        gemm<M, SET>(minimum(MR, count - r0), (to - from) / VL, steps, d.q + (int64_t)r0 * operands, operands, 1,
-                     d.panel + (from - p * PW), PW, score_tile.at + r0 * score_tile.ld + from, score_tile.ld);
+        gemm<M, SET>(minimum(MR, count - r0), (next - c) / VL, steps, d.q + (int64_t)r0 * operands, operands, 1,
+                     d.panel + c % PW, PW, score_tile.at + r0 * score_tile.ld + c, score_tile.ld);
     }
+  }
+
+  void dot_in_registers(int64_t b, int64_t kh, int64_t key, int count, int vectors, const ScoreTile& scores,
+                        const Workspace& d) const {
+    constexpr int64_t size = (int64_t)sizeof(element);
+    const int64_t bytes = w.head_dim * size, following = key + round_up(STREAM_PREFETCH_BYTES / bytes, PAGE_PART);
+    const void* keys[COLUMN_DOT_VECTORS];
+    for (int v = 0; v < vectors; v++) keys[v] = row_of(w.key, b, kh, key + v * VL);
+    // Keys in one piece may be followed by those of the next head.
+    const void* next = w.page_table == nullptr ? (const element*)keys[0] + (following - key) * w.key.row
+        : following < w.k_len ? row_of(w.key, b, kh, following) : keys[0];
+    const LinePrefetch lines(next, bytes, w.key.row * size);
+    if (vectors == 1) column_dot<M, IO, 1>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
+    else column_dot<M, IO, COLUMN_DOT_VECTORS>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
   }
 
   // Packs columns [from, to) of a tile, whole vectors of one panel, and prefetches keys that follow.

@@ -57,7 +57,15 @@ struct Task : ch_attention {
 
   explicit Task(const ch_attention& call)
       : ch_attention(call), head_stride(call.q_len), first_query(call.first_key + call.query_offset), first_position(0),
-        units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {}
+        units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {
+    if (pages == nullptr) drop_idle_bounds();
+  }
+
+  // Bounds of the band that forbid no key.
+  void drop_idle_bounds() {
+    if (after != INT64_MAX && query_offset + after >= k_len - 1) after = INT64_MAX;
+    if (before != INT64_MAX && query_offset + q_len - 1 <= before) before = INT64_MAX;
+  }
 };
 
 CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {
