@@ -246,28 +246,30 @@ template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO:
   return __is_same(typename IO::type, typename M::operand);
 }
 
-// Rows [first, first + count) of a tensor as panels; `staged` has VL rows. Stores whole vectors, zero-padded.
+// `count` rows of a tensor as columns of panels, from column `first` on. `staged` has VL rows. Writes whole vectors of
+// columns, zero-padded.
 template <class M, class IO>
 void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
-                 typename M::operand* staged) {
+                 typename M::operand* staged, int first = 0) {
   const int operands = row_operands<M>(dim), width = VL * M::PACK;
-  // Whole vectors are transposed from the tensor; the remainder of a row is copied and padded first.
-  const int in_place = readable_in_place<M, IO>(from, stride) ? dim / width * width : 0;
-  const int done = in_place / M::PACK, rest = operands - done;
-  for (int row = 0; row < count; row += VL) {
-    const typename IO::type* block = from + row * stride;
-    typename M::operand* panel = to + (int64_t)(row / PW) * operands * PW + row % PW;
-    const int valid_rows = minimum(VL, count - row);
+  const bool in_place = readable_in_place<M, IO>(from, stride);
+  for (int column = first / VL * VL; column < first + count; column += VL) {
+    const int skipped = maximum(first - column, 0), rows = minimum(VL, first + count - column) - skipped;
+    const typename IO::type* block = from + (column + skipped - first) * stride;
+    typename M::operand* panel = to + (int64_t)(column / PW) * operands * PW + column % PW;
+    // Whole vectors are transposed from the tensor; the remainder of a row is copied and padded first.
+    const int read = in_place && skipped == 0 ? dim / width * width : 0, done = read / M::PACK, rest = operands - done;
     for (int c = 0; c < done; c += VL) {
       const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PACK);
       uint32_t* transposed = (uint32_t*)panel + (int64_t)c * PW;
-      if (valid_rows == VL) transpose_block(words, stride / M::PACK, transposed, PW);
-      else transpose_block(words, stride / M::PACK, transposed, PW, valid_rows);
+      if (rows == VL) transpose_block(words, stride / M::PACK, transposed, PW);
+      else transpose_block(words, stride / M::PACK, transposed, PW, rows);
     }
-    for (int r = 0; r < valid_rows && rest > 0; r++)
-      get_operands<M, IO>(block + r * stride + in_place, dim - in_place, staged + r * rest, rest);
+    if (skipped > 0) memset(staged, 0, (size_t)(skipped * rest) * sizeof(*staged));
+    for (int r = 0; r < rows && rest > 0; r++)
+      get_operands<M, IO>(block + r * stride + read, dim - read, staged + (skipped + r) * rest, rest);
     for (int c = 0; c < rest; c += VL)
-      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, valid_rows);
+      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, skipped + rows);
   }
 }
 
@@ -302,19 +304,25 @@ struct Panels {
   }
 };
 
+// Packs `count` rows from row `first` of the panels on.
 template <class M, class IO>
 void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
-               const Panels& panels) {
+               const Panels& panels, int first = 0) {
   for (int p = 0; p < panels.count; p++) {
     int columns = minimum(panels.ld, dim - p * panels.ld);
-    typename M::operand* out = to + p * panels.size;
+    typename M::operand* out = to + p * panels.size + (int64_t)(first / M::PACK) * panels.ld;
     const typename IO::type* in = from + p * panels.ld;
     if constexpr (M::PACK == 1) {
       for (int r = 0; r < count; r++) get_row<IO>(in + r * stride, columns, out + (int64_t)r * panels.ld, panels.ld);
     } else {
-      for (int r = 0; r < count; r += 2)
-        pair_row(in + r * stride, r + 1 < count ? in + (r + 1) * stride : nullptr, columns,
-                 out + (int64_t)(r / 2) * panels.ld, panels.ld);
+      int r = first % 2;
+      if (r > 0) {
+        // The first row is the second of a pair.
+        for (int c = 0; c < panels.ld; c++) out[c] = c < columns ? (uint32_t)in[c] << 16 : 0;
+        out += panels.ld;
+      }
+      for (; r < count; r += 2, out += panels.ld)
+        pair_row(in + r * stride, r + 1 < count ? in + (r + 1) * stride : nullptr, columns, out, panels.ld);
     }
   }
 }
