@@ -44,10 +44,6 @@ CH_INLINE void prefetch_after(const char*& block, int line, [[maybe_unused]] vf 
   __builtin_prefetch(block + line * 64, 0, 2);
 }
 
-// Whether a word has two steps, each of which is an operand: bfloat16 that is widened.
-template <class M, class IO> constexpr bool two_steps_a_word() {
-  return M::PACK == 1 && Widened<IO>::LOAD_VECTORS == 2;
-}
 // Operands of A that one vector of words of a row of the matrix is multiplied by.
 template <class M, class IO> constexpr int operands_across() { return two_steps_a_word<M, IO>() ? 2 * VL : VL; }
 
@@ -102,8 +98,8 @@ CH_INLINE void sum_stretch(const typename IO::type* b, int64_t ldb, int64_t coun
       for (int i = 0; i < VL; i++) {
         if (LINES > 1 && i % EVERY == 0) prefetch_after(block, LINES / 2 + i / EVERY, sum[v][0]);
         if constexpr (two_steps_a_word<M, IO>()) {
-          add_vector<M, ROWS>(row, 2 * i, (vf)((vu)words[i] << 16), sum[v]);
-          add_vector<M, ROWS>(row, 2 * i + 1, (vf)((vu)words[i] & 0xffff0000u), sum[v]);
+          add_vector<M, ROWS>(row, 2 * i, first_step(words[i]), sum[v]);
+          add_vector<M, ROWS>(row, 2 * i + 1, second_step(words[i]), sum[v]);
         } else {
           add_vector<M, ROWS>(row, i, (vf)words[i], sum[v]);
         }

@@ -126,7 +126,13 @@ template <class IO> CH_INLINE void get_row(const typename IO::type* from, int co
 template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, const float* from, float factor) {
   int c = 0;
   for (; c + VL <= count; c += VL) put_vector<IO>(to + c, load(from + c) * all(factor));
-  for (; c < count; c++) put_one<IO>(to + c, from[c] * factor);
+  if (c >= count) return;
+  // The remainder uses the same instructions: bf16 rounding flushes subnormals.
+  float padded[VL] = {};
+  typename IO::type rounded[VL];
+  for (int i = 0; i < count - c; i++) padded[i] = from[c + i] * factor;
+  put_vector<IO>(rounded, load(padded));
+  for (int i = 0; i < count - c; i++) to[c + i] = rounded[i];
 }
 
 // A row as operands of M: floats, or bfloat16 unconverted; whole vectors, zero-padded.
@@ -248,25 +254,56 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
   for (int i = 0; i < VL; i++) store_words(to + i * to_ld, r[i]);
 }
 
+// Whether a word holds two steps that are separate operands: bfloat16 that is widened. The first is the lower half.
+template <class M, class IO> constexpr bool two_steps_a_word() {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  return M::PACK == 1 && __is_same(IO, BFloat16);
+#else
+  return false;
+#endif
+}
+CH_INLINE vf first_step(Words words) { return (vf)((vu)words << 16); }
+CH_INLINE vf second_step(Words words) { return (vf)((vu)words & 0xffff0000u); }
+
 // Whether rows can be read in place as operands of M.
 template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO::type* from, int64_t stride) {
   if constexpr (M::PACK == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
   return __is_same(typename IO::type, typename M::operand);
 }
 
+// VL rows of 2 VL bfloat16 as a panel of floats. Rows from `rows` on count as 0.
+CH_INLINE void widen_block(const uint16_t* from, int64_t ld, float* to, int rows) {
+  Words words[VL];
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) words[i] = i < rows ? load_words((const uint32_t*)(from + i * ld)) : Words{};
+  transpose_words(words);
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) {
+    store(to + 2 * i * PW, first_step(words[i]));
+    store(to + (2 * i + 1) * PW, second_step(words[i]));
+  }
+}
+
 // Rows [first, first + count) of a tensor as panels; `staged` has VL rows. Stores whole vectors, zero-padded.
 template <class M, class IO>
 void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
                  typename M::operand* staged) {
-  const int operands = row_operands<M>(dim), width = VL * M::PACK;
+  constexpr bool WIDENS = two_steps_a_word<M, IO>();
+  const int operands = row_operands<M>(dim), width = WIDENS ? 2 * VL : VL * M::PACK;
   // Whole vectors are transposed from the tensor; the remainder of a row is copied and padded first.
-  const int in_place = readable_in_place<M, IO>(from, stride) ? dim / width * width : 0;
+  const int in_place = WIDENS || readable_in_place<M, IO>(from, stride) ? dim / width * width : 0;
   const int done = in_place / M::PACK, rest = operands - done;
   for (int row = 0; row < count; row += VL) {
     const typename IO::type* block = from + row * stride;
     typename M::operand* panel = to + (int64_t)(row / PW) * operands * PW + row % PW;
     const int valid_rows = minimum(VL, count - row);
-    for (int c = 0; c < done; c += VL) {
+    for (int c = 0; WIDENS && c < done; c += 2 * VL) {
+      if constexpr (WIDENS) {
+        if (valid_rows == VL) widen_block(block + c, stride, panel + (int64_t)c * PW, VL);
+        else widen_block(block + c, stride, panel + (int64_t)c * PW, valid_rows);
+      }
+    }
+    for (int c = 0; !WIDENS && c < done; c += VL) {
       const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PACK);
       uint32_t* transposed = (uint32_t*)panel + (int64_t)c * PW;
       if (valid_rows == VL) transpose_block(words, stride / M::PACK, transposed, PW);
