@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead import choices as table
+from clearhead.errors import UnsupportedError
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term
-from clearhead.projection.selection import DTYPES, choice, large_enough, path_for, takes_small
+from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
 from clearhead.torch_private import base_of, differentiates_forward, has_dispatch_mode, has_function_mode, transforms
@@ -34,6 +35,9 @@ def project(
     weight is. All other calls, and all under ``torch.compile``, ``torch.export``, autocast or ``torch.func``, are
     ``torch.nn.functional.linear``. Backward's GEMMs have the same choice; with ``create_graph=True`` they are torch's.
 
+    In invariant mode (``clearhead.set_invariant``) the kernels compute every call on float32, bfloat16 and float16 CPU
+    tensors: each output row, and each row of the gradient of ``x``, has the same bits alone and among any other rows.
+
     Args:
         x: ``[*batch, in]``.
         weight: ``[out, in]``.
@@ -44,7 +48,9 @@ def project(
         ``[*batch, out]``.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available; or, in invariant mode,
+            autocast or a transform of ``torch.func`` is active, a path other than the kernels' is named, or the kernels
+            are not installed.
 
     Cost: ``2 * rows * in * out`` operations, three times that with backward.
 
@@ -186,7 +192,13 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if not _plain(x) or x.dim() == 0:
         return False
-    return is_layer(weight, bias, x.shape[-1], x.dtype) and not watched()
+    if not is_layer(weight, bias, x.shape[-1], x.dtype):
+        return False
+    if table.is_invariant() and watched():
+        must, then = "be off in invariant mode", "Leave them, or call clearhead.set_invariant(False)."
+        got = "autocast" if torch.is_autocast_enabled("cpu") else "a transform"
+        raise UnsupportedError.about("project", "autocast and transforms of torch.func", must=must, got=got, then=then)
+    return not watched()
 
 
 def _needs_gradient(*parts: Tensor | None) -> bool:
@@ -230,7 +242,7 @@ def _plain(tensor: Tensor) -> bool:
     """Whether a tensor has a dtype with a choice of paths, is on the CPU, strided, and no subclass."""
     return (
         type(tensor) in _TYPES
-        and tensor.dtype in DTYPES
+        and has_paths(tensor.dtype)
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -243,7 +255,10 @@ def unrecorded() -> bool:
 
 
 def watched() -> bool:
-    """Whether autocast, a mode or a transform is active, or oneDNN is disabled."""
+    """Whether autocast, a mode or a transform is active, or oneDNN is disabled. In invariant mode operators run under
+    modes too, since torch's add in another order."""
+    if table.is_invariant():
+        return torch.is_autocast_enabled("cpu") or transforms() or differentiates_forward()
     return torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled or not unlooked()
 
 
