@@ -91,9 +91,18 @@ def _needed_queries(call: ShardedCall) -> Needs:
     if (plan := _plan(call)) is None:
         return Needs.whole(call.queries, rank)
     received, sent = (plan.asked_by(rank, other) for other in others), (plan.asked_by(other, rank) for other in others)
-    spans = [rows for chunk, _ in slices_of(call.keys, rank) if len(rows := plan.queries_of(chunk))]
+    spans = [rows for chunk, _ in slices_of(call.keys, rank) if len(rows := _queries_of(call, chunk))]
     span = range(min(one.start for one in spans), max(one.stop for one in spans)) if spans else range(0)
     return Needs(call.queries, rank, span, tuple(received), tuple(sent))
+
+
+def _queries_of(call: ShardedCall, chunk: range) -> range:
+    """The queries with which gradients of a chunk of keys are computed, in the blocks that one process has."""
+    plan = _plan(call)
+    needed = range(call.whole.q_len) if plan is None else plan.queries_of(chunk)
+    # Blocks begin at the first query of a document, or of another part with keys of its own.
+    in_segments = call.whole.mask is not None and call.whole.mask_parts.intervals is not None
+    return range(call.whole.q_len) if len(needed) and in_segments else needed
 
 
 def _plan(call: ShardedCall) -> Plan | None:
@@ -169,7 +178,8 @@ class _GatherAttention(torch.autograd.Function):
             rows.write(output, done)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        rows_of_all = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*saved, strict=True)]
+        every = zip(*saved, strict=True)
+        rows_of_all = [one[0].contiguous() if len(one) == 1 else torch.cat(one, dim=2) for one in every]
         ctx.save_for_backward(query, key, value, *([output] if saved and exact else []), *rows_of_all)
         return output, lse if call.want.lse else None
 
@@ -273,9 +283,8 @@ class _GatheredBackward:
         call, by_rows, span = self.call, self.call.backend.by_rows, _needed_queries(self.call).span
         assert by_rows is not None
         grads = [torch.zeros_like(one) for one in self.tensors[1:]]
-        plan = _plan(call)
         for chunk, where in slices_of(call.keys, call.exchange.rank):
-            queries = span if plan is None else plan.queries_of(chunk)
+            queries = _queries_of(call, chunk)
             if not len(queries):
                 continue
             rows = slice(queries.start - span.start, queries.stop - span.start)

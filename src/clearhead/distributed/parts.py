@@ -78,7 +78,7 @@ class Needs:
 
     def parts_for(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What a rank needs of this rank's tensors ``[batch, heads, len, channels]``."""
-        parts = self._places(self.sent[rank])
+        parts = _merged(self._places(self.sent[rank]))
         return [taken(tensor, parts) for tensor in tensors] if parts else []
 
     def empty_from(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -119,3 +119,14 @@ class Needs:
             for chunk, where in chunks
             if one.start in chunk
         ]
+
+
+def _merged(parts: Sequence[slice]) -> list[slice]:
+    """Slices of which one begins where another ends as one."""
+    merged: list[slice] = []
+    for part in parts:
+        if merged and merged[-1].stop == part.start:
+            merged[-1] = slice(merged[-1].start, part.stop)
+        else:
+            merged.append(part)
+    return merged

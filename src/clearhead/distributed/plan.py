@@ -54,6 +54,7 @@ class Plan:
         ranges: for each rank, the positions of the keys that its queries may attend to.
         attending: bool ``[blocks, chunks]``: whether a query of a block of ``QUERY_BLOCK`` may attend to a key of a
             chunk, of which those that are not empty count, in the order of positions.
+        meeting: bool ``[chunks, chunks]``: whether a query of the first chunk may attend to a key of the second.
     """
 
     layout: ShardLayout
@@ -63,6 +64,7 @@ class Plan:
     exact: bool
     ranges: tuple[tuple[range, ...], ...] = field(repr=False)
     attending: Bool[Tensor, "blocks chunks"] = field(compare=False, repr=False)
+    meeting: Bool[Tensor, "chunks chunks"] = field(compare=False, repr=False)
 
     def needs(self, query_rank: int, key_rank: int) -> tuple[range, ...]:
         """The positions of the keys of one rank that a query of another rank may attend to.
@@ -112,11 +114,21 @@ class Plan:
     def rows(self) -> Int[Tensor, "ranks ranks"]:
         """How many queries of the second rank the gradients of the first rank's keys need: sizes of ``asked_by``."""
         ranks, blocks = self.ranks, self.attending.shape[0]
-        owner = torch.tensor([self._rank_of[chunk] for chunk in self._chunks], dtype=torch.int64)
-        asked = torch.zeros(blocks, ranks, dtype=torch.float64).index_add_(1, owner, self.attending.double()) > 0
+        asked = torch.zeros(blocks, ranks, dtype=torch.float64)
+        asked = asked.index_add_(1, self.chunk_ranks, self.attending.double()) > 0
         place = torch.arange(self.layout.length) // QUERY_BLOCK * ranks + rank_of_positions(self.layout)
         tokens = place.bincount(minlength=blocks * ranks).view(blocks, ranks)
         return (asked.double().T @ tokens.double()).round().long()
+
+    @cached_property
+    def chunk_ranks(self) -> Int[Tensor, " chunks"]:
+        """The rank of each chunk that is not empty, in the order of positions."""
+        return torch.tensor([self._rank_of[chunk] for chunk in self._chunks], dtype=torch.int64)
+
+    @cached_property
+    def chunk_sizes(self) -> Int[Tensor, " chunks"]:
+        """The tokens of each chunk that is not empty, in the order of positions."""
+        return torch.tensor([stop - start for start, stop in self._chunks], dtype=torch.int64)
 
     @cached_property
     def _rank_of(self) -> dict[tuple[int, int], int]:
@@ -270,8 +282,10 @@ def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
 
     work, unions = torch.zeros(ranks, ranks, dtype=torch.int64), []
     attending = BlockedQueries(-(-length // QUERY_BLOCK), QUERY_BLOCK, bounds)
+    meeting, chunk_of = BlockedQueries(len(pieces), 1, bounds), _chunk_of_positions(bounds)
     for block in key_intervals(mask, length):
         attending.add(block)
+        meeting.add(block.owned_by(chunk_of))
         intervals = block.owned_by(rank_of)
         work += by_rank(intervals)
         unions.append(intervals.union(length))
@@ -288,4 +302,10 @@ def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
         exact=needed.exact,
         ranges=tuple(map(tuple, ranges)),
         attending=attending.table,
+        meeting=meeting.table,
     )
+
+
+def _chunk_of_positions(bounds: Int[Tensor, " bounds"]) -> Int[Tensor, " length"]:
+    """The chunk of each position, from the first positions of all chunks and the length."""
+    return torch.arange(len(bounds) - 1).repeat_interleave(bounds.diff())
