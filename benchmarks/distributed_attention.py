@@ -9,8 +9,8 @@ A figure is the median over rounds, and a sharded pass takes as long as its slow
 Beside one process, ranks and the one process, which has as many threads, compute in turns. The ratio is the time of one
 process over that of the ranks, so 1.00 is as fast. Bytes are what a rank sends forward and backward.
 
-With --simulate, the ranks measure the figures of the machine (ch.distributed.measure_machine: FLOP/s of attention of one
-process with this mask, bandwidth and latency of messages, copies in memory, fixed costs of calls), from which
+With --simulate, the ranks measure the figures of the machine by ch.distributed.measure_machine (FLOP/s of attention in
+one process with this mask, bandwidth and latency of messages, copies in memory, fixed costs of calls), from which
 ch.distributed.simulate computes the time of each method and layout. The ratio is simulated over measured: the model
 holds where it is from 0.80 to 1.20. Takes about three minutes on two idle processors; close other programs.
 """

@@ -53,14 +53,14 @@ class Request:
 
 @dataclass
 class FinishedRows:
-    """Rows over all keys, for backward by parts of the keys.
+    """Rows over all keys, for backward with some of the keys at a time.
 
     Attributes:
         output: the output, float32 or float64, contiguous.
         lse: the log-sum-exp.
         grad_output: the output's gradient, contiguous.
         grad_lse: that of the log-sum-exp, or None.
-        saved: what the backend reads of the rows, once a part has been computed.
+        saved: what the backend reads of the rows, once a block has been computed.
     """
 
     output: Tensor

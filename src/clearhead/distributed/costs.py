@@ -1,7 +1,7 @@
 """What each rank computes, moves in memory and sends in an attention over ranks: counts, without seconds.
 
 The counts follow the implementation: the work of ``gather.py``, ``heads.py`` and ``ring.py`` between two messages is a
-``Work``, and the messages that a rank waits for together are a ``Transfer``. A byte that is read and written counts
+``RankWork``, and the messages that a rank waits for together are a ``Transfer``. A byte that is read and written counts
 twice.
 """
 
@@ -19,7 +19,7 @@ from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, Plan
 from clearhead.ops.kinds import QUERY_BLOCK
 from clearhead.shapes import Float
 
-__all__ = ["OPERATIONS", "GatherCosts", "HeadsCosts", "Kernel", "RingCosts", "RingStep", "Transfer", "Work"]
+__all__ = ["OPERATIONS", "GatherCosts", "HeadsCosts", "Kernel", "RankWork", "RingCosts", "RingStep", "Transfer"]
 
 Kernel: TypeAlias = Literal["forward", "backward", "queries", "keys"]
 #: Floating-point operations per pair and channel, of products that multiply and add: ``Q K^T`` and ``P V`` forward; in
@@ -28,11 +28,13 @@ Kernel: TypeAlias = Literal["forward", "backward", "queries", "keys"]
 OPERATIONS: Final[dict[Kernel, int]] = {"forward": 4, "backward": 10, "queries": 6, "keys": 8}
 #: Bytes of a float32, in which rows and partial results are.
 _FLOAT32: Final = 4
+#: How often a row's log-sum-exp, or a share computed from it, is read or written when two outputs are merged.
+_MERGED: Final = 22
 _NONE: Final = torch.zeros(1, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What every rank does between messages; tensors are float64 ``[ranks]``.
 
     Attributes:
@@ -122,16 +124,16 @@ class GatherCosts(_Counts):
         """Queries, gradients of outputs, and three numbers of each row, that gradients of other ranks' keys need."""
         return Transfer(self.plan.rows.double().T * (2 * self.queries + self.row_numbers(3)), 3)
 
-    def forward(self) -> tuple[Work, Work]:
+    def forward(self) -> tuple[RankWork, RankWork]:
         """What is done before and after the transfer of keys."""
         rows = self.tokens * self.queries
         # Queries in whole blocks, the output of each chunk, and that in float32 if the tensors are not.
         written = 2 * rows * self._in_blocks + 2 * rows + self.cast * 2 * self.tokens * self.outputs
         moved = self._joined(self.plan.tokens, self.keys, self.plan.layout.length) + written
         pairs = self.plan.work.sum(dim=1).double()
-        return Work(moved=self._cut(self.plan.tokens, self.keys)), Work("forward", pairs, self.chunks, moved)
+        return RankWork(moved=self._cut(self.plan.tokens, self.keys)), RankWork("forward", pairs, self.chunks, moved)
 
-    def backward(self) -> tuple[Work, Work, Work]:
+    def backward(self) -> tuple[RankWork, RankWork, RankWork]:
         """What is done before the transfers, after that of keys, and after that of rows."""
         rows, keys = self.tokens * self.queries, self.tokens * self.keys
         exact = self.tokens * self.outputs
@@ -147,9 +149,9 @@ class GatherCosts(_Counts):
         gathered = self._joined(self.plan.rows, of_row, self._spans)
         work, calls = self.plan.work.double(), self.chunks
         return (
-            Work(moved=looked + cut),
-            Work("queries", work.sum(dim=1), calls, queries),
-            Work("keys", work.sum(dim=0), calls, gathered + of_keys),
+            RankWork(moved=looked + cut),
+            RankWork("queries", work.sum(dim=1), calls, queries),
+            RankWork("keys", work.sum(dim=0), calls, gathered + of_keys),
         )
 
     @property
@@ -206,7 +208,7 @@ class HeadsCosts(_Counts):
             return Transfer(outputs, 1), Transfer(inputs.T, 3)
         return Transfer(inputs, 3), Transfer(outputs.T, 1)
 
-    def work(self, backward: bool) -> tuple[Work, Work, Work]:
+    def work(self, backward: bool) -> tuple[RankWork, RankWork, RankWork]:
         """What is done before the first transfer, between the two, and after the second."""
         there, back = self.queries + self.keys, self.queries
         there, back = (back, there) if backward else (there, back)
@@ -220,9 +222,9 @@ class HeadsCosts(_Counts):
         calls = (self.share > 0).double()
         kernel: Kernel = "backward" if backward else "forward"
         return (
-            Work(moved=cut_heads),
-            Work(kernel, pairs, calls, joined + cut_tokens),
-            Work(moved=2 * self.tokens * back),
+            RankWork(moved=cut_heads),
+            RankWork(kernel, pairs, calls, joined + cut_tokens),
+            RankWork(moved=2 * self.tokens * back),
         )
 
 
@@ -240,24 +242,24 @@ class RingStep:
 
     received: tuple[Tensor, Tensor]
     sent: tuple[Tensor, Tensor]
-    work: tuple[Work, Work]
-    cut: tuple[Work, Work]
-    returned: tuple[Work, Work]
+    work: tuple[RankWork, RankWork]
+    cut: tuple[RankWork, RankWork]
+    returned: tuple[RankWork, RankWork]
 
 
 @dataclass(frozen=True)
 class RingCosts(_Counts):
     """Counts of ``method="ring"``."""
 
-    def ends(self, backward: bool) -> tuple[Work, Work]:
+    def ends(self, backward: bool) -> tuple[RankWork, RankWork]:
         """What is done before the first and after the last step."""
         rows, exact, sums = self.tokens * self.queries, self.tokens * self.outputs, self.tokens * self.sums
         if not backward:
-            return Work(moved=exact), Work(moved=self.cast * (rows + exact))
+            return RankWork(moved=exact), RankWork(moved=self.cast * (rows + exact))
         # Sums are filled with 0; rows of several chunks are cut, and looked at.
         cut = 2 * (exact + rows) * (self.chunks > 1)
         narrow = self.cast * (exact + rows + sums + self.tokens * self.keys)
-        return Work(moved=exact + sums + cut + exact), Work(moved=narrow)
+        return RankWork(moved=exact + sums + cut + exact), RankWork(moved=narrow)
 
     def step(self, step: int, backward: bool) -> RingStep:
         """What the ranks do with keys that are ``step`` places away."""
@@ -279,17 +281,18 @@ class RingCosts(_Counts):
             exact, present = rows * self.outputs, (pairs[place] > 0).double()
             if backward:
                 # Gradients of queries are added up. Those of keys are the rank's own sums, or begin with a block's.
-                own = meetings.keys[rank, owner] if step == 0 else (meetings.active[rank, owner] - 1) * received[place]
-                moved = 3 * exact + 3 * self.sums * own.clamp(min=0.0)
+                more = (meetings.active[rank, owner] - 1) * received[place]
+                added = meetings.keys[rank, owner] if step == 0 else more
+                moved = 3 * exact + 3 * self.sums * added.clamp(min=0.0)
                 moved = moved + self.cast * received[place] * (self.sums + self.keys) * (step > 0)
             else:
-                # Outputs of a block are merged; those of a row's first one are copied.
-                moved = 5 * exact + self.cast * rows * (self.queries + self.outputs)
+                # Outputs of a block are merged, with their log-sum-exps; those of a row's first one are copied.
+                moved = 5 * exact + rows * self.row_numbers(_MERGED) + self.cast * rows * (self.queries + self.outputs)
                 moved = moved - (3 * self.tokens * self.outputs if step == 0 else 0.0)
             kernel: Kernel = "backward" if backward else "forward"
-            works.append(Work(kernel, pairs[place], calls * present, moved.clamp(min=0.0) * present))
-        cut = [Work(moved=2 * one * self.keys * (one < self.tokens)) for one in sent]
-        back = [Work(moved=one * (2 * self.sums + self.keys)) for one in sent]
+            works.append(RankWork(kernel, pairs[place], calls * present, moved.clamp(min=0.0) * present))
+        cut = [RankWork(moved=2 * one * self.keys * (one < self.tokens)) for one in sent]
+        back = [RankWork(moved=one * (2 * self.sums + self.keys)) for one in sent]
         return RingStep(received, sent, (works[0], works[1]), (cut[0], cut[1]), (back[0], back[1]))
 
     @cached_property

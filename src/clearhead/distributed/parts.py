@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.distributed.layout import ShardLayout
 
-__all__ = ["Needs", "cut", "joined", "lengths_of", "slices_of", "taken"]
+__all__ = ["Needs", "cut", "joined", "lengths_of", "selected", "slices_of"]
 
 
 def lengths_of(layout: ShardLayout) -> list[int]:
@@ -44,7 +44,7 @@ def cut(layout: ShardLayout, whole: Tensor, rank: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
 
 
-def taken(tensor: Tensor, parts: Sequence[slice]) -> Tensor:
+def selected(tensor: Tensor, parts: Sequence[slice]) -> Tensor:
     """Some tokens of a tensor ``[batch, heads, len, channels]``, contiguous; the tensor itself where that is all."""
     if len(parts) == 1:
         return tensor[:, :, parts[0]].contiguous()
@@ -79,7 +79,7 @@ class Needs:
     def parts_for(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What a rank needs of this rank's tensors ``[batch, heads, len, channels]``."""
         parts = _merged(self._places(self.sent[rank]))
-        return [taken(tensor, parts) for tensor in tensors] if parts else []
+        return [selected(tensor, parts) for tensor in tensors] if parts else []
 
     def empty_from(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Empty tensors for what this rank needs of another one."""

@@ -21,7 +21,7 @@ from clearhead.cut import Region
 from clearhead.dispatch import choose
 from clearhead.distributed.call import FinishedRows, ShardedCall
 from clearhead.distributed.layout import ShardLayout
-from clearhead.distributed.parts import slices_of, taken
+from clearhead.distributed.parts import selected, slices_of
 from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, plan_of
 from clearhead.problem import Problem
 from clearhead.scores import Sink
@@ -173,7 +173,7 @@ class _Ring:
 
     def _begin(self, visit: _Visit, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Any]]:
         exchange, mine, sender = self.call.exchange, self.mine(visit), self.sender(visit)
-        sent = [taken(tensor, mine) for tensor in tensors] if mine else []
+        sent = [selected(tensor, mine) for tensor in tensors] if mine else []
         count = sum(len(keys) for keys, _ in self.passed(sender, exchange.rank, visit))
         received = tuple(_rows_like(tensor, count) for tensor in tensors)
         works = self._start(sent, self.receiver(visit), received if count else (), sender)
@@ -310,7 +310,8 @@ class _RingBackward:
         problem = _problem(call, block, self.tensors[0], here)
         computed = call.partial_gradients(problem, self.finished[rows.start], self.ring.parameters)
         of_query, of_key, of_value, *of_learned = computed
-        self.sums[0][:, :, rows] += of_query
+        # `x[place] += y` would also copy the sum onto itself.
+        self.sums[0][:, :, rows].add_(of_query)
         for place, part in enumerate((of_key, of_value)):
             total = grads[place]
             if total is None and part.shape == here[place].shape:
@@ -319,7 +320,7 @@ class _RingBackward:
                 continue
             if total is None:
                 total = grads[place] = torch.zeros_like(here[place], dtype=self.sums[0].dtype)
-            total[:, :, block.keys] += part
+            total[:, :, block.keys].add_(part)
         for one, part in zip(self.ring.parameters, of_learned, strict=True):
             self.of_parameters[id(one)] += part
 
@@ -337,7 +338,7 @@ class _RingBackward:
                 start = 0
                 for part in where:
                     count = part.stop - part.start
-                    total[:, :, part] += grad[:, :, start : start + count]
+                    total[:, :, part].add_(grad[:, :, start : start + count])
                     start += count
 
     def _add_sink(self) -> None:

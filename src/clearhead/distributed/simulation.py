@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import one_of, repr_of
-from clearhead.distributed.costs import OPERATIONS, GatherCosts, HeadsCosts, RingCosts, RingStep, Transfer, Work
+from clearhead.distributed.costs import OPERATIONS, GatherCosts, HeadsCosts, RankWork, RingCosts, RingStep, Transfer
 from clearhead.distributed.machine import AttentionSizes, Machine
 from clearhead.distributed.plan import RING_PIECES, Plan
 from clearhead.errors import UnsupportedError
@@ -156,7 +156,7 @@ class _Ranks:
         self.path = torch.zeros_like(self.time)
         self.computed, self.sent = torch.zeros_like(self.time), torch.zeros_like(self.time)
 
-    def seconds(self, work: Work) -> Tensor:
+    def seconds(self, work: RankWork) -> Tensor:
         """Seconds of computing and moving, of all batch entries and heads."""
         sizes, machine = self.sizes, self.machine
         backward = machine.backward_flops or machine.flops
@@ -167,7 +167,7 @@ class _Ranks:
         computed = work.pairs * (operations / rates.get(work.kernel, machine.split_flops or backward))
         return computed + work.calls * call + (work.moved / machine.memory if machine.memory else 0.0)
 
-    def work(self, work: Work) -> None:
+    def work(self, work: RankWork) -> None:
         """Every rank computes."""
         self.compute(self.seconds(work).expand_as(self.time))
 
@@ -254,10 +254,10 @@ def _gather(ranks: _Ranks, backward: bool) -> _Ranks:
 def _heads(ranks: _Ranks, backward: bool) -> _Ranks:
     costs = HeadsCosts(ranks.plan, ranks.sizes)
     there, back = costs.transfers(backward)
-    before, between, after = costs.work(backward)
+    before, middle, after = costs.work(backward)
     ranks.work(before)
     ranks.exchange(there)
-    ranks.work(between)
+    ranks.work(middle)
     ranks.exchange(back)
     ranks.work(after)
     return ranks
