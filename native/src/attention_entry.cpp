@@ -307,6 +307,7 @@ int check_statistics_gradients(const ch_attention& work) {
 
 // Whether backward reads forward's output: with all of a row's keys in one tile, its delta follows from its weights.
 bool needs_output(const ch_attention& work) {
+  if (work.partial_rows && work.grad_lse != nullptr) return false;
   return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr ||
          work.statistics != nullptr || work.partial_rows != 0;
 }
@@ -327,7 +328,11 @@ int check_backward(const ch_attention& work) {
   if (work.grad_lse != nullptr) CH_TRY(check_per_query(work, work.grad_lse, 1));
   CH_TRY(check_statistics_gradients(work));
   CH_TRY(check_tensor(work, work.grad_output, work.heads, work.q_len, work.value_dim, Access::read));
-  CH_TRY(check_tensor(work, work.grad_query, work.heads, work.q_len, work.head_dim, Access::write));
+  const bool of_keys = work.grad_key.data != nullptr;
+  if (of_keys != (work.grad_value.data != nullptr)) return CH_BAD_POINTER;
+  if (work.grad_query.data != nullptr || !of_keys)
+    CH_TRY(check_tensor(work, work.grad_query, work.heads, work.q_len, work.head_dim, Access::write));
+  if (!of_keys) return CH_OK;
   CH_TRY(check_tensor(work, work.grad_key, work.kv_heads, work.k_len, work.head_dim, Access::write));
   return check_tensor(work, work.grad_value, work.kv_heads, work.k_len, work.value_dim, Access::write);
 }
