@@ -433,6 +433,7 @@ BACKEND = Backend(
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink, ScoreFunction),
         max_head_dim=MAX_HEAD_DIM,
         without_gradient=frozenset({"row_weights", "rows"}),
+        invariant=frozenset({torch.float32, torch.bfloat16}),
         requires=reason,
         also=_also,
     ),

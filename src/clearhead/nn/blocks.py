@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from clearhead.arguments import flag, probability
 from clearhead.cache import KVCache, count_appended, restored_on_error
 from clearhead.errors import ShapeError
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.cache_view import CacheView
@@ -196,6 +197,7 @@ class EncoderBlock(Block):
         self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
+    @eager_if_invariant
     @takes_jagged(JaggedCall(masks={"mask": ("x", "x")}, attentions=lambda block: [block.attention]))
     def forward(
         self, x: Float[Tensor, "*batch len embed_dim"], *, mask: Mask | None = None
@@ -292,6 +294,7 @@ class DecoderBlock(Block):
         self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
+    @eager_if_invariant
     @takes_jagged(
         JaggedCall(
             masks={"mask": ("x", "x"), "memory_mask": ("x", "memory")}, attentions=lambda block: [block.attention]

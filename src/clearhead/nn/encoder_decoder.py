@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from clearhead.arguments import flag
 from clearhead.errors import ShapeError
+from clearhead.invariance import eager_if_invariant
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
@@ -92,6 +93,7 @@ class EncoderDecoder(nn.Module):
         """An empty cache for decoding one batch."""
         return self.decoder.new_cache()
 
+    @eager_if_invariant
     def forward(
         self,
         source: Int[Tensor, "batch source_len"],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from clearhead.arguments import flag, repr_of
 from clearhead.cache import in_one_thread
 from clearhead.errors import ShapeError
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, widened
@@ -118,6 +119,7 @@ class LanguageModel(nn.Module):
         """
         return self.decoder.new_paged_cache(num_blocks, block_size=block_size, dtype=dtype)
 
+    @eager_if_invariant
     def forward(
         self,
         ids: Int[Tensor, "batch len"],

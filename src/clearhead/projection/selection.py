@@ -86,7 +86,12 @@ def gemm_path(
 
 
 def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, training: bool) -> bool:
-    """Whether a GEMM is large enough for a choice of paths; for smaller ones torch's call has the least overhead."""
+    """Whether a GEMM is large enough for a choice of paths; for smaller ones torch's call has the least overhead.
+
+    Under ``set_invariant(True)`` every size is: torch's order of sums depends on the size.
+    """
+    if table.is_invariant():
+        return rows > 0
     weight = columns * steps
     if rows * weight >= table.SMALL:
         return True
@@ -114,7 +119,8 @@ def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
     """
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES or not weight.is_cpu:
         return None
-    if weight.layout is not torch.strided or weight.numel() < _LEAST_LAYER:
+    least = 1 if table.is_invariant() else _LEAST_LAYER
+    if weight.layout is not torch.strided or weight.numel() < least:
         return None
     paths = [each for each in choices(weight.dtype) if each.path != TORCH.name]
     return any(not alone or gemm_gains_alone(each.kind, weight.dtype) for each in paths)
@@ -192,10 +198,14 @@ def _read(dtype: torch.dtype, _variable: str, _names: table.Overrides) -> tuple[
 
 def _read_kind(kind: str, dtype: torch.dtype) -> GemmChoice:
     name, row = _named(dtype), table.row_for(dtype)
+    if name not in (None, NATIVE.name):
+        table.refuse_if_invariant("project", _VARIABLE, got=f"{name}", then="Unset it, or name 'native'.")
     if name is not None:
         reason = "named by clearhead.testing" if table.overrides().gemm else f"{_VARIABLE}={name}"
         return GemmChoice(kind, str(dtype)[6:], name, name, name, reason)
     absent = {path: why for path, each in PATHS.items() if (why := each.absent(dtype)) is not None}
+    if NATIVE.name in absent:
+        table.refuse_if_invariant("project", "the GEMM", got=f"torch's: {absent[NATIVE.name]}", then="Build them.")
 
     def first(rows: int, weight: int) -> str:
         order = (*row.order(kind, rows, weight), TORCH.name)

@@ -22,6 +22,7 @@ from clearhead.integrations.torch.jagged import JaggedArguments, jagged_mask
 from clearhead.integrations.torch.masks import Meaning, may_look, padded_keys
 from clearhead.integrations.torch.parts import SwappedLinear, is_plain
 from clearhead.integrations.torch.unpadded import Packed
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
@@ -50,6 +51,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer`` without torch's fast path of eval mode, which bypasses its attention; put in
     place by ``swap``, not made directly."""
 
+    @eager_if_invariant
     def forward(
         self,
         src: Tensor,
@@ -81,6 +83,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer`` whose attention and GEMMs are ours; put in place by ``swap``."""
 
+    @eager_if_invariant
     def forward(
         self,
         tgt: Tensor,
@@ -283,6 +286,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
     #: Whether padding is removed; with False padded tokens get what torch computes for them while training.
     leaves_padding_out = True
 
+    @eager_if_invariant
     def forward(
         self,
         src: Tensor,
@@ -343,6 +347,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
 class SwappedTransformerDecoder(nn.TransformerDecoder):
     """``nn.TransformerDecoder`` that reads masks once; put in place by ``swap``."""
 
+    @eager_if_invariant
     def forward(
         self,
         tgt: Tensor,
