@@ -183,9 +183,12 @@ def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:
 
 #: Modules of torch that compute by element, by row or not at all, in one order whatever the batch is.
 _ONE_ORDER: Final = (
-    *(nn.Identity, nn.Dropout, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.Flatten, nn.Unflatten),
+    *(nn.Identity, nn.Dropout, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.Tanh, nn.Flatten, nn.Unflatten),
     *(nn.ModuleList, nn.ModuleDict, nn.Sequential),
 )
+#: Files of modules that compute without parameters. Torch's GELU, SiLU and others round the last elements of a tensor
+#: otherwise than those before them.
+_COMPUTE: Final = ("torch.nn.", "transformers.activations")
 
 
 def _outside_promise(model: nn.Module, rows: Sequence[SwapRow]) -> list[SwapRow]:
@@ -197,9 +200,10 @@ def _outside_promise(model: nn.Module, rows: Sequence[SwapRow]) -> list[SwapRow]
     listed = {row.path for row in rows}
     for name, module in _outside_layers(model):
         kind = class_of(module)
-        alone = next(module.children(), None) is None
-        ours = original_of(kind) is not None or kind.__module__.startswith("clearhead.")
-        if alone and not ours and kind not in _ONE_ORDER and name not in listed:
+        if name in listed or original_of(kind) is not None or next(module.children(), None) is not None:
+            continue
+        computes = next(module.parameters(), None) is not None or kind.__module__.startswith(_COMPUTE)
+        if computes and kind not in _ONE_ORDER and not kind.__module__.startswith("clearhead."):
             named.append(SwapRow(name, kind.__name__, "left", None, OUTSIDE))
     return named
 
