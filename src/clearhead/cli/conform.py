@@ -46,6 +46,9 @@ def command(
     ] = None,
     layout: Annotated[str, typer.Option(help="Of the parts under --ranks: contiguous or zigzag.")] = "contiguous",
     linear_memory: Annotated[bool, typer.Option(help="Require memory that grows linearly with the length.")] = False,
+    invariance: Annotated[
+        bool, typer.Option("--invariance", help="Try the laws of bits instead: alone, batched, chunked, decoded, ...")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Test any attention function against the laws of attention.
@@ -56,6 +59,10 @@ def command(
         clearhead conform mine.py:attention --dtype bfloat16
         clearhead conform torch.nn:MultiheadAttention --signature mha
         clearhead conform mine.py:ring_attention --ranks 2 --layout zigzag
+        clearhead conform mine.py:attention --invariance
+
+    With --invariance a sequence must have the same bits alone, in any batch, padded, packed, prefilled in chunks and
+    decoded token by token, on any number of threads. clearhead's own functions run under ch.invariant() then.
 
     A law is skipped where the function has no parameter for it, or raises NotImplementedError for it; this does not
     count as a failure.
@@ -76,6 +83,7 @@ def command(
             laws=laws or None,
             examples=examples,
             linear_memory=linear_memory,
+            invariance=invariance,
             name=target + where,
             progress=progress,
         )
