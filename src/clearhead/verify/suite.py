@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from clearhead.verify.laws import LAWS
 from clearhead.verify.laws.invariance import INVARIANCE_LAWS
 from clearhead.verify.laws.ranks import RANK_LAWS
 from clearhead.verify.process import undisturbed, undrawn
-from clearhead.verify.report import Finding, Report, Status
+from clearhead.verify.report import Finding, Report, Status, versions
 from clearhead.verify.search import can_search, search
 from clearhead.verify.signatures import CARRIED, signature_of
 from clearhead.verify.subject import Subject
@@ -144,7 +142,7 @@ def verify(
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         findings=tuple(findings),
-        versions=_versions(),
+        versions=versions(),
         searched=searched,
         unheard=convention.unheard(fn),
         known=convention.options,
@@ -206,14 +204,6 @@ def _shown(fn: Callable[..., Any]) -> str:
         return f"{name}{inspect.signature(fn)}"[:160]
     except (TypeError, ValueError):
         return str(name)
-
-
-def _versions() -> dict[str, str]:
-    try:
-        version = metadata.version("clearhead")
-    except metadata.PackageNotFoundError:
-        version = "not installed as a package"
-    return {"clearhead": version, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _only_raises(findings: list[Finding]) -> bool:

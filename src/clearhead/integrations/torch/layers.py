@@ -26,7 +26,7 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
-from clearhead.nn.fused import fused_layers, norm_of, of_parts
+from clearhead.nn.fused import fused_layers, norm_of, of_parts, takes_parts
 from clearhead.nn.linear import Linear
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
@@ -194,7 +194,7 @@ def _fused(
     if any(meaning.scores for meaning in meanings):
         return None
     masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
-    if watched() or any(map(is_hooked, attentions)):
+    if watched() or takes_parts() or any(map(is_hooked, attentions)):
         sublayers = [partial(_attended, *each) for each in zip(attentions, (None, *tokens[1:]), meanings, strict=True)]
         output = of_parts(laid, stack, masks, [*sublayers, partial(_feedforward, layer)])
     else:

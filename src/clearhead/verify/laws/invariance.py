@@ -134,7 +134,8 @@ def _check_chunks(subject: Subject, case: Case) -> None:
             mask, form = _causal(subject, case, slice(start, end), end)
             inputs = (query[:, :, start:end], key[:, :, :end], value[:, :, :end])
             part = subject.call(case, inputs, mask=mask, form=form, offset=start).output
-            _require(f"queries {start} to {end} of chunks that end at {ends}", part, whole[:, :, start:end])
+            sizes = ", ".join(str(right - left) for left, right in zip((0, *ends), ends[:4], strict=False))
+            _require(f"queries {start} to {end} of chunks of {sizes}, ...", part, whole[:, :, start:end])
             start = end
 
 
