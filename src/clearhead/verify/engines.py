@@ -6,6 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -315,13 +316,22 @@ class _Transformers(_OfTokens):
     def longest(self) -> int:
         return int(getattr(self.config, "max_position_embeddings", 2**20))
 
+    @cached_property
+    def decodes(self) -> bool:
+        """Whether a call returns a cache."""
+        if not {"past_key_values", "use_cache"} <= self.options:
+            return False
+        ids = torch.ones(1, 2, dtype=torch.int64, device=self.parameter.device)
+        with torch.no_grad():
+            return getattr(self.model(input_ids=ids, use_cache=True), "past_key_values", None) is not None
+
     def inputs(self) -> nn.Module | None:
         module: nn.Module = self.model.get_input_embeddings()
         return module
 
     def forward(self, batch: Tensor, call: ModelCall, cache: Any) -> tuple[Tensor, Any]:
         options: dict[str, Any] = {}
-        if call.packed and not getattr(self.config, "use_cache", False):
+        if call.packed and not self.decodes:
             raise NotApplicable("encoders of transformers take no packed rows")
         if call.packed or (call.is_padded and call.side == "left"):
             if "position_ids" not in self.options:
@@ -339,13 +349,11 @@ class _Transformers(_OfTokens):
         if "use_cache" in self.options:
             options["use_cache"] = call.cached
         if call.cached:
-            if "past_key_values" not in self.options or not getattr(self.config, "use_cache", False):
+            if not self.decodes:
                 raise NotApplicable("it has no cache")
             options["past_key_values"] = cache
         result = self.model(input_ids=batch, **options)
         cache = getattr(result, "past_key_values", None) if call.cached else None
-        if call.cached and cache is None:
-            raise NotApplicable("it has no cache")
         return result[0] if not hasattr(result, "logits") else result.logits, cache
 
     def generate(self, prompts: Sequence[Tensor], count: int, seed: int | None) -> list[Generated]:
@@ -388,8 +396,8 @@ def engine_of(model: nn.Module, encode: Callable[[str], Sequence[int]] | None) -
     raise UnsupportedError.about(
         "verify_model",
         "model",
-        must="be a LanguageModel, SequenceClassifier, Encoder, Decoder or block of ch.nn, an nn.TransformerEncoder, or a "
-        "model of transformers that reads token ids",
+        must="be a LanguageModel, SequenceClassifier, Encoder, Decoder or block of ch.nn, an nn.TransformerEncoder, or "
+        "a model of transformers that reads token ids",
         got=type(model).__name__,
         then="Verify its parts.",
     )
