@@ -12,7 +12,7 @@ from torch import Tensor
 from clearhead.backends.capability import Backend, Capability, RowGrads
 from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.recorded import is_recorded, recorded_attention
-from clearhead.choices import attention_path
+from clearhead.choices import attention_path, is_invariant
 from clearhead.cut import pulled
 from clearhead.masks import Causal
 from clearhead.ops.attention import (
@@ -129,6 +129,8 @@ def plain(
     if any(type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu for tensor in tensors):
         return None
     if scale is not None and not isinstance(scale, float):
+        return None
+    if is_invariant() and query.dtype not in BACKEND.capability.invariant:
         return None
     if query.dtype not in DTYPES or transforms() or differentiates_forward() or traces():
         return None
@@ -453,6 +455,7 @@ BACKEND = Backend(
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink, ScoreFunction),
         max_head_dim=MAX_HEAD_DIM,
         without_gradient=frozenset({"row_weights", "rows"}),
+        invariant=frozenset({torch.float32, torch.bfloat16}),
         requires=reason,
         also=_also,
     ),

@@ -60,6 +60,7 @@ def project(
             [2., 2., 2.]])
     """
     if path is None and not has_choice(x, weight, bias):
+        _refuse_variant(x, weight, bias)
         return F.linear(x, weight, bias)
     if _needs_gradient(x, weight, bias):
         (projected,) = _Projections.apply(path, x, weight, bias)  # type: ignore[no-untyped-call]
@@ -105,6 +106,23 @@ def project_each(
     return projected
 
 
+def _refuse_variant(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise under ``set_invariant(True)`` if torch's GEMM would compute elements that the kernels could not."""
+    # Wrong shapes raise in torch; without elements there is no sum.
+    if not table.is_invariant() or x.is_meta or x.numel() == 0 or weight.dim() != 2:
+        return
+    parts = [part for part in (x, weight, bias) if part is not None]
+    if torch.compiler.is_compiling() or traces():
+        got = "a graph that is traced"
+    elif watched():
+        got = "a call under autocast, a transform of torch.func or a dispatch mode"
+    elif x.dim() > 0 and all(map(_plain, parts)):
+        return
+    else:
+        got = ", ".join(sorted({f"{type(part).__name__} of {str(part.dtype)[6:]} on {part.device}" for part in parts}))
+    table.refuse_if_invariant("project", "x", got=got, then="Use plain float32 or bfloat16 tensors on the CPU.")
+
+
 class _Projections(torch.autograd.Function):
     """Linear layers that read one input: a path or None, ``x``, then a weight and a bias or None for each."""
 
@@ -126,7 +144,15 @@ class _Projections(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         _, needs_x, *needs = ctx.needs_input_grad
         arrived = [grad for grad in grads if grad is not None]
-        path = TORCH if recorded(*arrived) else ctx.path
+        path = ctx.path
+        if recorded(*arrived):
+            table.refuse_if_invariant(
+                "backward",
+                "the gradient",
+                got="a differentiable or batched one",
+                then="Use ch.invariant(False).",
+            )
+            path = TORCH
         layer_grads: list[Tensor | None] = []
         for place, grad in enumerate(grads):
             needs_weight, needs_bias = needs[2 * place : 2 * place + 2]

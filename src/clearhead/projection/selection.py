@@ -92,10 +92,12 @@ def gemm_path(
 
 
 def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, training: bool) -> bool:
-    """Whether a GEMM is large enough for a choice of paths; for smaller ones torch's call has the least overhead, but
-    its own order of sums."""
+    """Whether a GEMM is large enough for a choice of paths; for smaller ones torch's call has the least overhead.
+
+    Under ``set_invariant(True)`` every size is: torch's order of sums depends on the size.
+    """
     if table.is_invariant():
-        return True
+        return rows > 0
     weight = columns * steps
     if rows * weight >= table.SMALL:
         return True
@@ -132,7 +134,8 @@ def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
     """
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or not has_paths(weight.dtype) or not weight.is_cpu:
         return None
-    if weight.layout is not torch.strided or (weight.numel() < _LEAST_LAYER and not table.is_invariant()):
+    least = 1 if table.is_invariant() else _LEAST_LAYER
+    if weight.layout is not torch.strided or weight.numel() < least:
         return None
     paths = [each for each in choices(weight.dtype) if each.path != TORCH.name]
     return any(not alone or gemm_gains_alone(each.kind, weight.dtype) for each in paths)
@@ -218,6 +221,8 @@ def _read_kind(kind: str, dtype: torch.dtype) -> GemmChoice:
         reason = "named by clearhead.testing" if table.overrides().gemm else f"{_VARIABLE}={name}"
         return GemmChoice(kind, str(dtype)[6:], name, name, name, reason)
     absent = {path: why for path, each in PATHS.items() if (why := each.absent(dtype)) is not None}
+    if NATIVE.name in absent:
+        table.refuse_if_invariant("project", "the GEMM", got=f"torch's: {absent[NATIVE.name]}", then="Build them.")
 
     def first(rows: int, weight: int) -> str:
         order = (*row.order(kind, rows, weight), TORCH.name)

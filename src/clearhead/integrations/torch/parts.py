@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from clearhead.choices import SMALL, is_invariant
 from clearhead.integrations.recast import stands_for
+from clearhead.invariance import eager_if_invariant
 from clearhead.nn.dropout import Dropout, is_plain
 from clearhead.projection import layer_gains, project
 
@@ -42,6 +43,7 @@ _FEW_ELEMENTS: Final = 2**10
 class SwappedLinear(nn.Linear):
     """``nn.Linear`` on clearhead's GEMM."""
 
+    @eager_if_invariant
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         # A compiler must not evaluate sizes.
