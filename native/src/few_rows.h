@@ -9,12 +9,12 @@
 namespace CH_NS {
 
 // Memory that is read later, prefetched into L2 in the order of addresses, in blocks of VL vectors.
-struct LinePrefetch {
+struct UpcomingLines {
   static constexpr int BYTES = VL * VL * 4, LINES = maximum(1, BYTES / 64);
   const char* row;
   int64_t stride, bytes, rows, at;
 
-  CH_INLINE LinePrefetch(const void* from, int64_t stride, int64_t bytes, int64_t rows)
+  CH_INLINE UpcomingLines(const void* from, int64_t stride, int64_t bytes, int64_t rows)
       : row((const char*)from), stride(stride), bytes(bytes), rows(rows), at(0) {
     if (stride == bytes) this->bytes *= rows, this->rows = minimum(rows, (int64_t)1);
   }
@@ -51,7 +51,7 @@ template <class M, class IO> constexpr int operands_across() { return two_steps_
 // rows, that one is repeated. Half the lines of `block` are prefetched meanwhile.
 template <class M, class IO, bool WHOLE>
 CH_INLINE void load_across(const typename IO::type* b, int64_t ldb, int64_t count, Words* words, const char*& block) {
-  constexpr int EVERY = 2 * VL / LinePrefetch::LINES;
+  constexpr int EVERY = 2 * VL / UpcomingLines::LINES;
 #pragma GCC unroll 4
   for (int four = 0; four < VL; four += 4) {
     const typename IO::type* rows = b + four * ldb;
@@ -77,8 +77,8 @@ CH_INLINE void add_vector(const typename M::operand* const row[ROWS], int operan
 // Sums of ROWS rows of A with VECS * VL rows of the matrix, of which there are `count`, over a stretch of operands.
 template <class M, class IO, int ROWS, int VECS, bool WHOLE>
 CH_INLINE void sum_stretch(const typename IO::type* b, int64_t ldb, int64_t count, int64_t operands,
-                           const typename M::operand* a, int64_t a_row, LinePrefetch& upcoming, vf sum[VECS][ROWS]) {
-  constexpr int AT_ONCE = operands_across<M, IO>(), LINES = LinePrefetch::LINES, EVERY = 2 * VL / LINES;
+                           const typename M::operand* a, int64_t a_row, UpcomingLines& upcoming, vf sum[VECS][ROWS]) {
+  constexpr int AT_ONCE = operands_across<M, IO>(), LINES = UpcomingLines::LINES, EVERY = 2 * VL / LINES;
   for (int v = 0; v < VECS; v++)
     for (int r = 0; r < ROWS; r++) sum[v][r] = (vf){};
   for (int64_t o = 0; o < operands; o += AT_ONCE, a += AT_ONCE, b += AT_ONCE * M::PACK) {
@@ -120,7 +120,7 @@ __attribute__((noinline)) void gemv_across(const typename IO::type* b, int64_t l
   // With one vector, the chain of one or two rows' sums takes longer than the transpose.
   constexpr int VECS = ROWS <= 2 && (M::PACK == 2 || two_steps_a_word<M, IO>()) ? 2 : 1, WIDTH = VECS * VL;
   const int64_t size = (int64_t)sizeof(typename IO::type);
-  LinePrefetch upcoming(b + WIDTH * ldb, ldb * size, operands * M::PACK * size, following - WIDTH);
+  UpcomingLines upcoming(b + WIDTH * ldb, ldb * size, operands * M::PACK * size, following - WIDTH);
   for (int column = 0; column < columns; column += WIDTH)
     for (int64_t o = 0; o < operands; o += depth) {
       vf sum[VECS][ROWS];
