@@ -302,12 +302,13 @@ def test_measured_machine_is_the_same_on_all_ranks() -> None:
 
 def test_machine_is_not_measured_with_wrong_arguments() -> None:
     sizes = AttentionSizes(heads=2, head_dim=8, dtype=torch.float32)
-    for arguments, words in (
-        ((sizes, 0), "length must be"),
-        ((sizes, 16, 0), "cores must be"),
-        ((None, 16), "sizes must"),
-    ):
-        with pytest.raises(RankError, match=words) as caught:
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((sizes, 0), "length"),
+        ((sizes, 16, 0), "cores"),
+        ((None, 16), "sizes"),
+    ]
+    for arguments, name in wrong:
+        with pytest.raises(RankError, match=f"measure_machine: {name} must") as caught:
             run_ranks(_figures, 2, *arguments)
         assert caught.value.raised
 
