@@ -220,9 +220,9 @@ class _Probes:
             torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
             memory.close()
 
-        kept = torch.empty(_PAGES, dtype=torch.uint8)
-        again = self._seconds(lambda: kept.fill_(1), times=_RUNS)
-        return _PAGES / max(self._seconds(first, times=_RUNS) - again, 1e-9)
+        buffer = torch.empty(_PAGES, dtype=torch.uint8)
+        rewritten = self._seconds(lambda: buffer.fill_(1), times=_RUNS)
+        return _PAGES / max(self._seconds(first, times=_RUNS) - rewritten, 1e-9)
 
     @property
     def _part(self) -> int:

@@ -56,7 +56,7 @@ def attention(
         group: the process group; by default all ranks.
         layout: which tokens the ranks have: ``"contiguous"``; ``"zigzag"``, which balances causal masks; or a
             ``ShardLayout``. ``shard`` cuts a tensor so.
-        method: ``"gather"`` gathers the needed keys and values on each rank and gives the bits of one process. ``"ring"``
+        method: ``"gather"`` gathers needed keys and values on each rank and gives the bits of one process. ``"ring"``
             passes keys and values that are needed from rank to rank, so that a rank has those of two ranks at a time.
             ``"heads"`` gives each rank some heads of the whole sequence, by two all-to-all exchanges; it needs at least
             as many key heads as ranks. ``"auto"`` takes ``"heads"`` where it can, else ``"ring"``.
