@@ -72,12 +72,12 @@ class _Counts:
     plan: Plan
     sizes: AttentionSizes
 
-    @property
+    @cached_property
     def tokens(self) -> Float[Tensor, " ranks"]:
         """Tokens of each rank."""
         return torch.tensor([sum(map(len, chunks)) for chunks in self.plan.layout.chunks], dtype=torch.float64)
 
-    @property
+    @cached_property
     def chunks(self) -> Float[Tensor, " ranks"]:
         """Chunks of each rank that are not empty."""
         return torch.tensor([sum(map(bool, chunks)) for chunks in self.plan.layout.chunks], dtype=torch.float64)
