@@ -168,10 +168,11 @@ def beside_simulator(ranks: int, length: int, rounds: int) -> Iterator[float]:
 def described(machine: Machine) -> str:
     """The figures in one line."""
     flops = [machine.flops, machine.backward_flops or 0.0, machine.split_flops or 0.0]
+    rates = [machine.memory or 0.0, machine.fresh or 0.0, machine.link.bandwidth]
     fixed = [machine.start, machine.call, machine.backward_call or 0.0, machine.link.latency]
     return (
         f"GFLOP/s {' / '.join(f'{1e-9 * one:.0f}' for one in flops)} forward / backward / split, "
-        f"memory {1e-9 * (machine.memory or 0.0):.1f} GB/s, link {1e-9 * machine.link.bandwidth:.2f} GB/s, "
+        f"GB/s {' / '.join(f'{1e-9 * one:.2f}' for one in rates)} memory / new memory / link, "
         f"us {' / '.join(f'{1e6 * one:.0f}' for one in fixed)} start / call / backward call / message, "
         f"overlap {machine.overlap:.2f}"
     )

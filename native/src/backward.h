@@ -201,8 +201,12 @@ template <class M, class IO> struct Backward {
     if (w.grad_lse != nullptr)
       fine = fine && all_finite<Float32>(w.grad_lse + row_index(w, b, h, 0), w.q_len, 1, (int)w.q_len);
     if (h < w.kv_heads) {
-      fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
-      fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);
+      // Tiles outside the band of every query are not read.
+      const int64_t from = w.before == INT64_MAX ? 0 : clip(w.query_offset - w.before, 0, w.k_len) / tile * tile;
+      const int64_t last = w.after == INT64_MAX ? w.k_len : clip(w.query_offset + w.q_len + w.after, 0, w.k_len);
+      const int64_t count = maximum((int64_t)0, minimum(round_up(last, tile), w.k_len) - from);
+      fine = fine && all_finite<IO>(at<IO>(w.key, b, h, from), w.key.row, count, (int)w.head_dim);
+      fine = fine && all_finite<IO>(at<IO>(w.value, b, h, from), w.value.row, count, (int)w.value_dim);
     }
     // Scores of finite tensors may overflow.
     for (int64_t i = 0; fine && i < w.q_len; i++) fine = w.softmax[2 * row_index(w, b, h, i) + 1] * 0.0f == 0.0f;

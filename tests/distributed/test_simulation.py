@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import clearhead as ch
 from clearhead import ShapeError, UnsupportedError, distributed
-from clearhead.distributed import AttentionSizes, Link, Machine, ShardLayout, plan_attention, simulate
-from clearhead.distributed.launch import run_ranks
+from clearhead.distributed import AttentionSizes, Link, Machine, Plan, ShardLayout, plan_attention, simulate
+from clearhead.distributed.costs import GatherCosts, HeadsCosts, RankWork, RingCosts
+from clearhead.distributed.launch import RankError, run_ranks
 from clearhead.distributed.layout import LAYOUTS
 from clearhead.distributed.simulation import METHODS, _finished
 from clearhead.masks import Mask
@@ -114,8 +119,8 @@ def test_ring_of_few_keys_sends_them_at_once() -> None:
 def test_ring_adds_up_partial_results_at_the_speed_of_memory() -> None:
     plan = plan_attention(None, 6144, ranks=4)
     free, slow = (simulate(plan, SIZES, _machine(memory=memory)) for memory in (None, 4.0))
-    # A second for each float32. Outputs are filled, copied once and merged nine times; nine pieces of 512 keys are cut.
-    merged = 1536 + 2 * 1536 + 9 * 5 * 1536
+    # A second for each float32. Outputs are filled, copied once and merged with sums; nine pieces of keys are cut.
+    merged = 1536 + 2 * 1536 + 9 * (5 + 22) * 1536
     assert slow.forward.seconds == pytest.approx(free.forward.seconds + merged + 9 * 512 * 4)
     # Three sums are filled, rows are looked at, ten gradients of queries and the rank's own of keys are added to them.
     summed = 3 * 1536 + 1536 + 10 * 3 * 1536 + 3 * 2 * 1536
@@ -200,6 +205,112 @@ def test_simulated_bytes_are_those_that_attention_sends(method: Any) -> None:
         sent = run_ranks(_sent, ranks, (method, layout, mask, sizes, length))
         assert [forward for forward, _ in sent] == done.forward.sent.tolist()
         assert [backward for _, backward in sent] == done.backward.sent.tolist()
+
+
+#: How often an operator reads and writes the largest of its tensors.
+_PASSES = {
+    **{"aten::copy_": 2, "aten::fill_": 1, "aten::add_": 3, "aten::mul_": 2, "aten::addcmul_": 3, "aten::sum": 1},
+    **{"aten::masked_fill_": 2, "aten::exp": 2, "aten::sub": 3, "aten::logaddexp": 3, "aten::eq": 1.25},
+}
+
+
+def _operator_bytes(run: Callable[[], Any]) -> tuple[Any, float]:
+    """A call's result, and the bytes of float32 that torch's operators read and write in it."""
+    joined, cat = [0], torch.cat
+
+    def counted(tensors: Any, dim: int = 0) -> Tensor:
+        result: Tensor = cat(tensors, dim=dim)
+        joined[0] += 2 * result.nbytes
+        return result
+
+    torch.cat = counted  # type: ignore[assignment]
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            result = run()
+    finally:
+        torch.cat = cat
+    total = 0.0
+    for event in profile.events():
+        shapes = [shape for shape in event.input_shapes if all(isinstance(size, int) for size in shape)]
+        # Writing a number calls both copy_ and fill_.
+        is_number = event.name == "aten::copy_" and not shapes[1]
+        if event.name in _PASSES and not is_number:
+            total += 4 * _PASSES[event.name] * max(math.prod(shape) if shape else 0 for shape in shapes)
+    return result, total + joined[0]
+
+
+def _moved(cases: list[tuple[str, Any, Mask | None]], length: int) -> list[tuple[float, float]]:
+    """Bytes that torch's operators move on this rank in each case, forward and backward."""
+    moved = []
+    for method, layout, mask in cases:
+        parts = [distributed.shard(torch.randn(1, 4, length, 32), layout=layout) for _ in range(4)]
+        leaves = [part.requires_grad_() for part in parts[:3]]
+        run = partial(distributed.attention, *leaves, mask=mask, layout=layout, method=method)  # type: ignore[arg-type]
+        run()
+        output, forward = _operator_bytes(run)
+        _, backward = _operator_bytes(partial(torch.autograd.grad, output, leaves, parts[3]))
+        moved.append((forward, backward))
+    return moved
+
+
+def _counted(method: str, plan: Plan, sizes: AttentionSizes, backward: bool) -> Tensor:
+    """Bytes that the model counts for each rank."""
+    work: list[RankWork] = []
+    if method == "gather":
+        gather = GatherCosts(plan, sizes)
+        work += gather.backward() if backward else gather.forward()
+    elif method == "heads":
+        work += HeadsCosts(plan, sizes).work(backward)
+    else:
+        ring = RingCosts(plan, sizes)
+        work += ring.ends(backward)
+        for step in range(plan.ranks):
+            done = ring.step(step, backward)
+            for piece in (0, 1, 1) if step else (0,):
+                work += [done.work[piece], *([done.cut[piece]] if step else [])]
+                work += [done.returned[piece]] if step and backward else []
+    return sum((one.moved.expand(plan.ranks) for one in work), torch.zeros(plan.ranks, dtype=torch.float64))
+
+
+def test_counted_copies_are_those_that_operators_make() -> None:
+    length, ranks, sizes = 2304, 2, AttentionSizes(heads=4, head_dim=32, dtype=torch.float32)
+    masks = {"contiguous": ch.Causal() & ch.Window(143), "zigzag": ch.Causal()}
+    cases: list[Any] = [(method, layout, mask) for method in METHODS for layout, mask in masks.items()]
+    by_rank = run_ranks(_moved, ranks, cases, length, timeout=120)
+    for place, (method, layout, mask) in enumerate(cases):
+        plan = plan_attention(mask, length, ranks=ranks, layout=layout)
+        for is_backward in (False, True):
+            counted = _counted(method, plan, sizes, is_backward)
+            for rank in range(ranks):
+                moved = by_rank[rank][place][is_backward]
+                assert counted[rank] == pytest.approx(moved, rel=0.15), (method, layout, is_backward, rank)
+
+
+def _figures(sizes: AttentionSizes, length: int, cores: Any = None) -> Machine:
+    return distributed.measure_machine(sizes, length, mask=ch.Causal(), cores=cores, repeats=1)
+
+
+def test_measured_machine_is_the_same_on_all_ranks() -> None:
+    machines = run_ranks(_figures, 2, AttentionSizes(heads=2, head_dim=8, dtype=torch.float32), 128, 2)
+    assert machines[0] == machines[1]
+    machine = machines[0]
+    figures = (machine.flops, machine.backward_flops, machine.split_flops, machine.memory, machine.fresh)
+    assert all(figure and figure > 0 for figure in (*figures, machine.start, machine.call, machine.backward_call))
+    assert machine.cores == 2
+    assert machine.link.latency > 0
+
+
+def test_machine_is_not_measured_with_wrong_arguments() -> None:
+    sizes = AttentionSizes(heads=2, head_dim=8, dtype=torch.float32)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((sizes, 0), "length"),
+        ((sizes, 16, 0), "cores"),
+        ((None, 16), "sizes"),
+    ]
+    for arguments, name in wrong:
+        with pytest.raises(RankError, match=f"measure_machine: {name} must") as caught:
+            run_ranks(_figures, 2, *arguments)
+        assert caught.value.raised
 
 
 def test_empty_call_takes_no_time() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.distributed.machine import AttentionSizes
-from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, Plan
+from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, Plan, joined_ranges
 from clearhead.ops.kinds import QUERY_BLOCK
 from clearhead.shapes import Float
 
@@ -42,12 +42,14 @@ class RankWork:
         pairs: pairs of query and key that the mask allows, summed over what the mask distinguishes.
         calls: calls of the kernel.
         moved: bytes that are read and written besides: copies, fills and sums.
+        fresh: bytes of memory that the process returned to the system before, and gets again.
     """
 
     kernel: Kernel = "forward"
     pairs: Float[Tensor, " ranks"] = field(default=_NONE)
     calls: Float[Tensor, " ranks"] = field(default=_NONE)
     moved: Float[Tensor, " ranks"] = field(default=_NONE)
+    fresh: Float[Tensor, " ranks"] = field(default=_NONE)
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,12 @@ class _Counts:
     plan: Plan
     sizes: AttentionSizes
 
-    @property
+    @cached_property
     def tokens(self) -> Float[Tensor, " ranks"]:
         """Tokens of each rank."""
         return torch.tensor([sum(map(len, chunks)) for chunks in self.plan.layout.chunks], dtype=torch.float64)
 
-    @property
+    @cached_property
     def chunks(self) -> Float[Tensor, " ranks"]:
         """Chunks of each rank that are not empty."""
         return torch.tensor([sum(map(bool, chunks)) for chunks in self.plan.layout.chunks], dtype=torch.float64)
@@ -131,7 +133,8 @@ class GatherCosts(_Counts):
         written = 2 * rows * self._in_blocks + 2 * rows + self.cast * 2 * self.tokens * self.outputs
         moved = self._joined(self.plan.tokens, self.keys, self.plan.layout.length) + written
         pairs = self.plan.work.sum(dim=1).double()
-        return RankWork(moved=self._cut(self.plan.tokens, self.keys)), RankWork("forward", pairs, self.chunks, moved)
+        before = RankWork(moved=self._cut(self.plan.tokens, self.keys))
+        return before, RankWork("forward", pairs, self.chunks, moved, self._new_keys)
 
     def backward(self) -> tuple[RankWork, RankWork, RankWork]:
         """What is done before the transfers, after that of keys, and after that of rows."""
@@ -147,12 +150,18 @@ class GatherCosts(_Counts):
         # Gradients of keys are filled with 0 and written; numbers of rows are split.
         of_keys = 3 * keys + 2 * self.plan.rows.sum(dim=1) * self.row_numbers(3)
         gathered = self._joined(self.plan.rows, of_row, self._spans)
+        new_rows = self._touched(self.plan.rows, self._spans) * of_row
         work, calls = self.plan.work.double(), self.chunks
         return (
             RankWork(moved=looked + cut),
-            RankWork("queries", work.sum(dim=1), calls, queries),
-            RankWork("keys", work.sum(dim=0), calls, gathered + of_keys),
+            RankWork("queries", work.sum(dim=1), calls, queries, self._new_keys),
+            RankWork("keys", work.sum(dim=0), calls, gathered + of_keys, new_rows),
         )
+
+    @property
+    def _new_keys(self) -> Float[Tensor, " ranks"]:
+        """Bytes of new memory for keys and values: an allocation for all tokens is not kept for the next pass."""
+        return self._touched(self.plan.tokens, self.plan.layout.length) * self.keys
 
     @property
     def _in_blocks(self) -> Float[Tensor, " ranks"]:
@@ -168,12 +177,11 @@ class GatherCosts(_Counts):
 
     @property
     def _spans(self) -> Float[Tensor, " ranks"]:
-        """Queries from the first to the last that the gradients of a rank's keys need."""
+        """Queries from the first to the last that the gradients of a chunk of keys need, of all chunks of a rank."""
         spans = []
         for chunks in self.plan.layout.chunks:
-            queries = [rows for chunk in chunks if len(chunk) and len(rows := self.plan.queries_of(chunk))]
-            ends = [rows.stop for rows in queries], [rows.start for rows in queries]
-            spans.append(max(ends[0]) - min(ends[1]) if queries else 0)
+            queries = joined_ranges([self.plan.queries_of(chunk) for chunk in chunks if len(chunk)])
+            spans.append(sum(map(len, queries)))
         return torch.tensor(spans, dtype=torch.float64)
 
     def _cut(self, needed: Tensor, size: int) -> Float[Tensor, " ranks"]:
@@ -185,7 +193,12 @@ class GatherCosts(_Counts):
     def _joined(self, needed: Tensor, size: int, span: Float[Tensor, " ranks"] | int) -> Float[Tensor, " ranks"]:
         """Bytes moved to join what a rank needs, and to fill the rest of the span."""
         placed = needed.double().sum(dim=1)
-        return (2 * placed + (span - placed).clamp(min=0.0)) * size
+        return (placed + self._touched(needed, span)) * size
+
+    def _touched(self, needed: Tensor, span: Float[Tensor, " ranks"] | int) -> Float[Tensor, " ranks"]:
+        """Tokens of a span that are written: those that a rank needs, and all if these are half of it or more."""
+        placed = needed.double().sum(dim=1)
+        return torch.where(2 * placed < span, placed, placed + (span - placed).clamp(min=0.0))
 
 
 @dataclass(frozen=True)
@@ -288,7 +301,8 @@ class RingCosts(_Counts):
             else:
                 # Outputs of a block are merged, with their log-sum-exps; those of a row's first one are copied.
                 moved = 5 * exact + rows * self.row_numbers(_MERGED) + self.cast * rows * (self.queries + self.outputs)
-                moved = moved - (3 * self.tokens * self.outputs if step == 0 else 0.0)
+                copied = self.tokens * (3 * self.outputs + self.row_numbers(_MERGED))
+                moved = moved - (copied if step == 0 else 0.0)
             kernel: Kernel = "backward" if backward else "forward"
             works.append(RankWork(kernel, pairs[place], calls * present, moved.clamp(min=0.0) * present))
         cut = [RankWork(moved=2 * one * self.keys * (one < self.tokens)) for one in sent]

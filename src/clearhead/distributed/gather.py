@@ -18,7 +18,7 @@ from clearhead.cut import Region
 from clearhead.distributed.call import ShardedCall, are_finite
 from clearhead.distributed.layout import ShardLayout, finish
 from clearhead.distributed.parts import Needs, cut, slices_of
-from clearhead.distributed.plan import Plan, plan_of
+from clearhead.distributed.plan import Plan, joined_ranges, plan_of
 from clearhead.distributed.statistics import AXES
 from clearhead.ops.kinds import KEY_TILE, QUERY_BLOCK
 from clearhead.problem import Problem
@@ -60,20 +60,25 @@ class _Arriving:
         self._received = [needs.empty_from(rank, self._tensors) if other else [] for rank, other in enumerate(others)]
         self._works = call.exchange.start(self._sent, self._received)
 
-    def wait(self) -> list[Tensor]:
-        """The tensors with what this rank needs of all ranks, over the span of the needs."""
+    def wait(self) -> None:
+        """Wait until everything has arrived."""
         finish(self._works)
         # What was sent must live until it has arrived.
         self._sent.clear()
+
+    def over(self, span: range) -> list[Tensor]:
+        """The tensors of some positions, with what this rank needs of all ranks and 0 elsewhere."""
         return [
-            self._needs.spanned(tensor, [received[place] if received else None for received in self._received])
+            self._needs.spanned(span, tensor, [received[place] if received else None for received in self._received])
             for place, tensor in enumerate(self._tensors)
         ]
 
 
 def _whole(call: ShardedCall, layout: ShardLayout, *parts: Tensor) -> list[Tensor]:
     """Tensors of all ranks, in the order of positions."""
-    return _Arriving(call, Needs.whole(layout, call.exchange.rank), parts).wait()
+    arriving = _Arriving(call, Needs.whole(layout, call.exchange.rank), parts)
+    arriving.wait()
+    return arriving.over(range(layout.length))
 
 
 def _needed_keys(call: ShardedCall) -> Needs:
@@ -82,7 +87,7 @@ def _needed_keys(call: ShardedCall) -> Needs:
     if (plan := _plan(call)) is None:
         return Needs.whole(call.keys, rank)
     received, sent = (plan.needs(rank, other) for other in others), (plan.needs(other, rank) for other in others)
-    return Needs(call.keys, rank, range(call.whole.k_len), tuple(received), tuple(sent))
+    return Needs(call.keys, rank, tuple(received), tuple(sent))
 
 
 def _needed_queries(call: ShardedCall) -> Needs:
@@ -91,9 +96,7 @@ def _needed_queries(call: ShardedCall) -> Needs:
     if (plan := _plan(call)) is None:
         return Needs.whole(call.queries, rank)
     received, sent = (plan.asked_by(rank, other) for other in others), (plan.asked_by(other, rank) for other in others)
-    spans = [rows for chunk, _ in slices_of(call.keys, rank) if len(rows := _queries_of(call, chunk))]
-    span = range(min(one.start for one in spans), max(one.stop for one in spans)) if spans else range(0)
-    return Needs(call.queries, rank, span, tuple(received), tuple(sent))
+    return Needs(call.queries, rank, tuple(received), tuple(sent))
 
 
 def _queries_of(call: ShardedCall, chunk: range) -> range:
@@ -158,7 +161,10 @@ class _GatherAttention(torch.autograd.Function):
     def forward(
         ctx: Any, call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        whole_key, whole_value = _Arriving(call, _needed_keys(call), (key, value)).wait()
+        arriving = _Arriving(call, _needed_keys(call), (key, value))
+        arriving.wait()
+        whole_key, whole_value = arriving.over(range(call.whole.k_len))
+        del arriving
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=call.whole.work_dtype)
         saved: list[list[Tensor]] = []
@@ -247,10 +253,14 @@ class _GatheredBackward:
         # Messages come first where they can: ranks that have more queries to compute have fewer keys, or the reverse.
         keys = _Arriving(self.call, _needed_keys(self.call), self.tensors[1:])
         rows = None if self.sums is None else self._send_rows(self.sums)
-        of_query, of_learned, sums = self._query_gradients(*keys.wait())
+        keys.wait()
+        whole_keys = keys.over(range(self.call.whole.k_len))
         del keys
+        of_query, of_learned, sums = self._query_gradients(*whole_keys)
+        del whole_keys
         rows = self._send_rows(sums) if rows is None else rows
-        of_keys = self._key_gradients(*rows.wait())
+        rows.wait()
+        of_keys = self._key_gradients(rows)
         self.call.exchange.sum(of_learned)
         return [of_query, *of_keys, *of_learned]
 
@@ -278,20 +288,22 @@ class _GatheredBackward:
                 total += one
         return of_query, of_learned, sums
 
-    def _key_gradients(self, query: Tensor, grad_output: Tensor, numbers: Tensor) -> list[Tensor]:
+    def _key_gradients(self, rows: _Arriving) -> list[Tensor]:
         """Gradients of this rank's keys and values over the queries that were gathered."""
-        call, by_rows, span = self.call, self.call.backend.by_rows, _needed_queries(self.call).span
+        call, by_rows = self.call, self.call.backend.by_rows
         assert by_rows is not None
         grads = [torch.zeros_like(one) for one in self.tensors[1:]]
-        for chunk, where in slices_of(call.keys, call.exchange.rank):
-            queries = _queries_of(call, chunk)
-            if not len(queries):
-                continue
-            rows = slice(queries.start - span.start, queries.stop - span.start)
-            tensors = (query[:, :, rows], *(one[:, :, where] for one in self.tensors[1:]))
-            problem = call.part(Region(call.heads, queries, chunk), *(one.detach() for one in tensors))
-            softmax, sums = numbers[:, :, rows, :2].contiguous(), numbers[:, :, rows, 2].contiguous()
-            computed = by_rows.key_gradients(problem, softmax, sums, grad_output[:, :, rows])
-            for total, grad in zip(grads, computed, strict=True):
-                total[:, :, where] = grad
+        chunks = [(_queries_of(call, chunk), chunk, where) for chunk, where in slices_of(call.keys, call.exchange.rank)]
+        for span in joined_ranges([queries for queries, *_ in chunks]):
+            query, grad_output, numbers = rows.over(span)
+            for queries, chunk, where in chunks:
+                if queries.start not in span or not len(queries):
+                    continue
+                place = slice(queries.start - span.start, queries.stop - span.start)
+                tensors = (query[:, :, place], *(one[:, :, where] for one in self.tensors[1:]))
+                problem = call.part(Region(call.heads, queries, chunk), *(one.detach() for one in tensors))
+                softmax, sums = numbers[:, :, place, :2].contiguous(), numbers[:, :, place, 2].contiguous()
+                computed = by_rows.key_gradients(problem, softmax, sums, grad_output[:, :, place])
+                for total, grad in zip(grads, computed, strict=True):
+                    total[:, :, where] = grad
         return grads

@@ -53,6 +53,8 @@ class Machine:
             alone, 0 if the processor copies it.
         memory: bytes per second that are read or written where tensors are copied, filled or added up; by default that
             takes no time.
+        fresh: bytes per second at which a process gets memory from the system and first writes it, beyond the time of
+            the write; by default that takes no time.
         call: seconds of a kernel's start forward, for each block that a rank computes.
         backward_call: those of backward; ``call`` by default.
         start: seconds in which ranks validate and compare a call's arguments.
@@ -73,6 +75,7 @@ class Machine:
     overlap: float = 1.0
     split_flops: float | None = None
     memory: float | None = None
+    fresh: float | None = None
     call: float = 0.0
     backward_call: float | None = None
     start: float = 0.0
@@ -80,7 +83,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         _positive("Machine", "flops", self.flops)
-        for name in ("backward_flops", "split_flops", "memory"):
+        for name in ("backward_flops", "split_flops", "memory", "fresh"):
             if (value := getattr(self, name)) is not None:
                 _positive("Machine", name, value)
         for name in ("ranks_per_node", "cores"):

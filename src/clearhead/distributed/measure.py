@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -33,6 +34,8 @@ _FUNCTION: Final = "measure_machine"
 _SMALL, _MESSAGES = 64, 4
 #: Tokens of a rank in a call of which the fixed cost counts, and how often it runs.
 _FEW, _RUNS = 8, 9
+#: Bytes of new memory that is written.
+_PAGES = 1 << 24
 
 
 def measure_machine(
@@ -48,8 +51,8 @@ def measure_machine(
 
     Every rank of the group makes the call. Probes measure FLOP/s of whole calls of attention with the mask, forward,
     backward and with gradients of queries and keys apart; the fixed cost of a sharded call and of a kernel; bytes per
-    second that are copied to new memory; bandwidth and latency of messages between all ranks at once; and how far
-    messages hide behind computing.
+    second that are copied; the cost of new memory; bandwidth and latency of messages between all ranks at once; and how
+    far messages hide behind computing.
 
     Args:
         sizes: batch, heads, channels and dtype of the calls.
@@ -123,6 +126,7 @@ class _Probes:
             link=link,
             overlap=self._overlap(link),
             memory=self._memory(),
+            fresh=self._fresh(),
             call=call,
             backward_call=backward_call,
             start=start,
@@ -206,6 +210,19 @@ class _Probes:
         """Bytes read and written per second by copies of a rank's queries."""
         query, *_ = self._tensors(self._part)
         return 2 * query.numel() * query.element_size() / self._seconds(query.clone, times=_RUNS)
+
+    def _fresh(self) -> float:
+        """Bytes per second of new memory that is written, beyond the time of writing it again."""
+
+        def first() -> None:
+            # An anonymous map is new memory, whatever the allocator keeps.
+            memory = mmap.mmap(-1, _PAGES)
+            torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+            memory.close()
+
+        buffer = torch.empty(_PAGES, dtype=torch.uint8)
+        rewritten = self._seconds(lambda: buffer.fill_(1), times=_RUNS)
+        return _PAGES / max(self._seconds(first, times=_RUNS) - rewritten, 1e-9)
 
     @property
     def _part(self) -> int:

@@ -58,14 +58,12 @@ class Needs:
     Attributes:
         layout: which tokens the ranks have.
         rank: this rank.
-        span: what the tensors of this rank are to cover.
         received: for each rank, what this rank needs of it, in the order of its part; a range is within one chunk.
         sent: for each rank, what it needs of this one.
     """
 
     layout: ShardLayout
     rank: int
-    span: range
     received: tuple[tuple[range, ...], ...]
     sent: tuple[tuple[range, ...], ...]
 
@@ -74,7 +72,7 @@ class Needs:
         """Every rank needs all tokens."""
         mine = tuple(chunk for chunk in layout.chunks[rank] if len(chunk))
         received = tuple(tuple(chunk for chunk in chunks if len(chunk)) for chunks in layout.chunks)
-        return cls(layout, rank, range(layout.length), received, (mine,) * layout.ranks)
+        return cls(layout, rank, received, (mine,) * layout.ranks)
 
     def parts_for(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What a rank needs of this rank's tensors ``[batch, heads, len, channels]``."""
@@ -86,10 +84,11 @@ class Needs:
         count = sum(map(len, self.received[rank]))
         return [tensor.new_empty(*tensor.shape[:2], count, tensor.shape[3]) for tensor in tensors] if count else []
 
-    def spanned(self, mine: Tensor, arrived: Sequence[Tensor | None]) -> Tensor:
+    def spanned(self, span: range, mine: Tensor, arrived: Sequence[Tensor | None]) -> Tensor:
         """``[batch, heads, span, channels]``: what this rank needs in the order of positions, and 0 elsewhere.
 
         Args:
+            span: the positions; what the rank needs is within the span or outside.
             mine: this rank's part.
             arrived: what came from each other rank.
         """
@@ -100,10 +99,18 @@ class Needs:
         for ranges, tensor in zip(self.received, arrived, strict=True):
             if tensor is not None:
                 pieces += zip(ranges, tensor.split([len(one) for one in ranges], dim=2), strict=True)
-        whole = mine.new_empty(*mine.shape[:2], len(self.span), mine.shape[3])
+        pieces = [(positions, piece) for positions, piece in pieces if positions.start in span]
+        shape = (*mine.shape[:2], len(span), mine.shape[3])
+        if 2 * sum(len(positions) for positions, _ in pieces) < len(span):
+            # New memory contains zeros and takes no time where nobody reads it.
+            whole = mine.new_zeros(shape)
+            for positions, piece in pieces:
+                whole[:, :, positions.start - span.start : positions.stop - span.start] = piece
+            return whole
+        whole = mine.new_empty(shape)
         end = 0
         for positions, piece in sorted(pieces, key=lambda one: one[0].start):
-            start = positions.start - self.span.start
+            start = positions.start - span.start
             whole[:, :, end:start] = 0.0
             end = start + len(positions)
             whole[:, :, start:end] = piece

@@ -5,6 +5,7 @@ A plan is computed from the mask and the layout alone, without a process group: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Final
@@ -28,7 +29,7 @@ from clearhead.ops.kinds import QUERY_BLOCK
 from clearhead.record import decode
 from clearhead.shapes import Bool, Int
 
-__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "plan_attention", "plan_of"]
+__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "joined_ranges", "plan_attention", "plan_of"]
 
 #: A ring passes a block of keys on in so many pieces: one is computed with, one arrives and one is sent.
 RING_PIECES: Final = 3
@@ -304,6 +305,21 @@ def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
         attending=attending.table,
         meeting=meeting.table,
     )
+
+
+def joined_ranges(ranges: Sequence[range]) -> list[range]:
+    """Ranges that overlap or touch as one, ascending, without empty ones.
+
+    >>> joined_ranges([range(4, 6), range(0, 2), range(1, 3), range(0)])
+    [range(0, 3), range(4, 6)]
+    """
+    joined: list[range] = []
+    for one in sorted((one for one in ranges if len(one)), key=lambda one: one.start):
+        if joined and one.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, one.stop))
+        else:
+            joined.append(one)
+    return joined
 
 
 def _chunk_of_positions(bounds: Int[Tensor, " bounds"]) -> Int[Tensor, " length"]:
