@@ -61,6 +61,7 @@ def test_torchrun_restarts_a_killed_rank_and_gives_the_same_bits(tmp_path: Path)
     printed = (tmp_path / "said").read_text()
     assert re.search(r"going on after [\d,]+ of 6,000 texts", printed)
     assert printed.count("layer ") == 1
+    assert printed.count(f"observe: rank 0 died (process {holder[1]} on ") == 1
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     alone = observe_corpus(tmp_path / "run", tmp_path / "texts.jsonl").to_dict()
     assert written["heads"] == json.loads(json.dumps(alone["heads"]))
