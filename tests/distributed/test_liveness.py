@@ -15,12 +15,10 @@ import torch.distributed as dist
 from clearhead.distributed.launch import RankError, run_ranks
 from clearhead.distributed.liveness import Liveness
 
-PATIENCE = 3.0
+PATIENCE = 2.0
 
 
 def signs_of_life(patience: float = PATIENCE) -> Liveness:
-    # torch's store looks up the name of each client, which stops it for 5 s if the name server does not answer.
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     return Liveness("test", "Start again.", patience=patience)
 
 
@@ -29,7 +27,7 @@ def hangs() -> None:
 
 
 def dies() -> None:
-    # A child keeps the pipe to ``run_ranks`` open, which would end the other ranks otherwise.
+    # A child keeps this rank's pipe open, whose end would make ``run_ranks`` end the others.
     if os.fork() == 0:
         time.sleep(3.0)
         os._exit(0)
@@ -40,6 +38,7 @@ def lost(said: Path, rank: int, how: str, collective: bool) -> None:
     """One rank hangs or dies, while the others are in a collective or wait for something else."""
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     with signs_of_life(PATIENCE if how == "hangs" else 60.0) as liveness:
+        dist.barrier()
         if liveness.rank == rank:
             {"hangs": hangs, "dies": dies}[how]()
         if collective:

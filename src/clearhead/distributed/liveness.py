@@ -28,6 +28,8 @@ __all__ = ["Liveness", "launched"]
 
 #: Seconds between two signs of life.
 _EVERY: Final = 0.25
+#: Seconds until all ranks are connected: torch's store looks up the name of each, which takes 5 s without an answer.
+_CONNECTING: Final = 300.0
 #: Seconds in which ranks answer each other when the job ends.
 _GRACE: Final = 5.0
 _DIED: Final = 1
@@ -88,14 +90,14 @@ class Liveness:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._watched = (self.rank + 1) % self.size
         self.store, self._processes = self._connected()
-        self._beats, self._last, self._changed = 0, b"", time.monotonic()
+        self._beats, self._last, self._changed, self._limit = 0, b"", time.monotonic(), _CONNECTING
         self._ended, self._noticed, self._signalled = threading.Event(), threading.Event(), threading.Event()
         self._asking = ThreadPoolExecutor(1)
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
 
     def _connected(self) -> tuple[TCPStore, list[_Process]]:
         """The store, and the processes of all ranks."""
-        limit, server = timedelta(seconds=self._patience), None
+        limit, server = timedelta(seconds=_CONNECTING), None
         if self.rank == 0:
             server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
         every: list[Any] = [None] * self.size
@@ -112,9 +114,9 @@ class Liveness:
         if self._handles:
             signal.signal(signal.SIGTERM, self._terminated)
         self._thread.start()
-        # A rank that connects to a store in a process that has died or hangs would wait for it.
-        while self.rank == 0 and not self.store.check([f"beat/{rank}" for rank in range(self.size)]):
+        while not self.store.check([f"beat/{rank}" for rank in range(self.size)]):
             time.sleep(_EVERY / 10)
+        self._changed, self._limit = time.monotonic(), self._patience
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -164,8 +166,8 @@ class Liveness:
 
     def _store_answers(self) -> bool:
         """``_look`` in a thread of its own: a store in a process that hangs neither answers nor raises."""
-        asked, end = self._asking.submit(self._look), time.monotonic() + self._patience
-        while not asked.done() and time.monotonic() < end and not self._has_ended(0):
+        asked, start = self._asking.submit(self._look), time.monotonic()
+        while not asked.done() and time.monotonic() - start < self._limit and not self._has_ended(0):
             wait([asked], _EVERY)
         return asked.result(_EVERY)
 
@@ -180,7 +182,7 @@ class Liveness:
             self._exit(_DIED)
         if self.store.check([beat := f"beat/{self._watched}"]) and (last := self.store.get(beat)) != self._last:
             self._last, self._changed = last, time.monotonic()
-        gone = time.monotonic() - self._changed > self._patience or self._has_ended(self._watched)
+        gone = time.monotonic() - self._changed > self._limit or self._has_ended(self._watched)
         # It may have left in the meantime.
         if gone and not self.store.check([f"left/{self._watched}"]):
             self._print_death()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["BatchShare", "Ranks", "is_first_process", "opened"]
 
 _Result = TypeVar("_Result")
-#: A collective that takes longer raises. A rank that died is found earlier (``Liveness``).
+#: A collective that takes longer raises. A rank that died or hangs is found earlier (``Liveness``).
 _TIMEOUT: Final = timedelta(minutes=10)
 #: Of sequences along "context"; every process has as much of a causal mask.
 _LAYOUT: Final = "zigzag"
