@@ -170,7 +170,8 @@ typedef struct ch_attention {
   int64_t sink_head;
 
   /* Backward only. It reads softmax as forward wrote it, and output32 (or output, if that is float32). Both may be null
-     with at most CH_TILE keys, whole rows, no tables and no statistics: delta is then computed together with the weights. */
+     with at most CH_TILE keys, whole rows, no tables and no statistics: delta is then computed together with the
+     weights.                                                                                               */
   ch_tensor grad_output; /* dtype of the tensors                                                            */
   const float* grad_lse; /* [batch, heads, q_len] contiguous, or null                                       */
   ch_tensor grad_query, grad_key, grad_value;
