@@ -45,7 +45,7 @@ inline int threads_of_process() {
 template <class Body> void run_without_workers_left(const Body& body) {
   on_new_thread(body);
   // Other runtimes' workers live on, and an emulator has threads of its own.
-  for (int wait = 0; wait < 2000 && threads_of_process() > 1; ++wait) usleep(1000);
+  for (int wait = 0; wait < 5000 && threads_of_process() > 1; ++wait) usleep(1000);
 }
 
 // Returns the process's exit code.
