@@ -222,3 +222,16 @@ def test_another_named_path_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
     with pytest.raises(UnsupportedError, match="be native in invariant mode"):
         project(torch.ones(3, 8), torch.ones(4, 8))
+
+
+def test_compiled_layers_have_the_same_bits() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(Linear(32, 48), FeedForward(48, 64)).eval()
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(9, 32)
+    with ch.invariant(False), torch.no_grad():
+        compiled(x)
+    with torch.no_grad():
+        whole = bits(layer(x))
+        for rows in (1, 9):
+            assert torch.equal(bits(compiled(x[:rows])), whole[:rows]), f"{rows} rows"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from clearhead.arguments import flag, one_of, probability
+from clearhead.choices import is_invariant
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.jagged import JaggedCall, takes_jagged
@@ -36,6 +37,10 @@ class FeedForward(nn.Module):
         bias: whether the layers add a bias.
         gated: whether a third layer, ``gate``, opens and shuts each channel; with ``"silu"`` this is SwiGLU. At two
             thirds of the width it has as many weights as one without.
+
+    In invariant mode (``clearhead.set_invariant``) a token's output has the same bits alone and among any others, also
+    under ``torch.compile``, which leaves the layer out of its graph. With a hook on one of its layers the activation is
+    torch's, whose last digit may differ from the kernels', but not from row to row.
 
     Raises:
         ShapeError: sizes that are not positive; UnsupportedError: an unknown activation.
@@ -75,6 +80,8 @@ class FeedForward(nn.Module):
     @takes_jagged(JaggedCall())
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token, which may be one of a jagged tensor, through the layers."""
+        if torch.compiler.is_compiling() and is_invariant():
+            return _uncompiled(self, x)
         check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
         result = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate, layer=_LAYER)
         if result is None:
@@ -101,6 +108,13 @@ class FeedForward(nn.Module):
         if len(layers) < len(modules) or called is None or drop is None:
             return None
         return layers, called, drop
+
+
+@torch.compiler.disable
+def _uncompiled(layer: FeedForward, x: Tensor) -> Tensor:
+    """The layer outside the compiler's graph: compiled, its activation would have other bits than the kernels'."""
+    output: Tensor = FeedForward.forward(layer, x)
+    return output
 
 
 #: Names of activations, by function and by module class.

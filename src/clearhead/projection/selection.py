@@ -30,9 +30,8 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
-#: Dtypes for which there is a choice of paths, and those of the kernels, which compute them all in invariant mode.
+#: Dtypes for which there is a choice of paths.
 DTYPES: Final = (torch.float32, torch.bfloat16)
-_KERNEL_DTYPES: Final = (*DTYPES, torch.float16)
 #: Numbers of rows that are likely to recur: small ones, as in decoding, and multiples, as of whole batches.
 _RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
 #: Elements of a weight from which a linear layer of any model is replaced: choosing a path costs more than it saves on
@@ -94,14 +93,12 @@ def gemm_path(
 def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, training: bool) -> bool:
     """Whether a GEMM is large enough for a choice of paths; for smaller ones torch's call has the least overhead, but
     its own order of sums."""
-    if table.is_invariant():
-        return True
     weight = columns * steps
     if rows * weight >= table.SMALL:
         return True
     few = dtype is torch.bfloat16 and rows <= table.FEW_ROWS
     least = table.LARGE_WEIGHT_BFLOAT16 if few else table.LARGE_WEIGHT
-    return weight >= least and rows > 0 and not training
+    return (weight >= least and rows > 0 and not training) or table.is_invariant()
 
 
 def has_paths(dtype: torch.dtype) -> bool:
@@ -110,7 +107,7 @@ def has_paths(dtype: torch.dtype) -> bool:
     >>> has_paths(torch.float32), has_paths(torch.float64)
     (True, False)
     """
-    return dtype in (_KERNEL_DTYPES if table.is_invariant() else DTYPES)
+    return dtype in DTYPES or (dtype is torch.float16 and table.is_invariant())
 
 
 def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
@@ -146,8 +143,6 @@ def gemm_gains_alone(kind: str, dtype: torch.dtype) -> bool:
 def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
     """The path of a kind of GEMM that is large enough, by its rows and the elements of its weight."""
     chosen = choice(kind, dtype)
-    if table.is_invariant():
-        return PATHS[chosen.path]
     if rows * weight < table.SMALL:
         return NATIVE if takes_small(dtype) else TORCH
     few = rows < table.TILED_ROWS and kind != "weight gradient"
