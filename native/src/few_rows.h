@@ -109,7 +109,7 @@ CH_INLINE void sum_stretch(const typename IO::type* b, int64_t ldb, int64_t coun
 }
 
 // Rows of A whose sums stay in registers.
-constexpr int ACROSS_ROWS = VL == 8 ? 4 : 8;
+constexpr int ACROSS_ROWS = VL == 8 ? 6 : 8;
 
 // Sums of ROWS rows of A with `columns` rows of the matrix, which run along the steps, over stretches of `depth`
 // operands, to C. As many rows of the matrix as `following` follow the first and are prefetched.

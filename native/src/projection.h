@@ -40,10 +40,12 @@ template <class M, class IO> class Projection {
   // from twice as many on. With fewer than LONG_STEPS steps it is slower from eight rows on: horizontal sums dominate.
   static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
-  // The same with rows of right that are transposed in registers, in the order of the panels. In float32 that takes 0.7
-  // to 1.1 times as long as dot products (measured); of 16 bits, whose dot products read half as much, 0.8 to 1.6 times.
-  static constexpr bool ALWAYS_ACROSS = __is_same(IO, Float32) && VL > 4;
-  static constexpr int64_t MAX_ACROSS_ROWS = (__is_same(IO, Float32) ? 2 : 3) * ACROSS_ROWS;
+  // The same with rows of right that are transposed in registers, in the order of the panels: measured, faster than
+  // panels up to here with AVX-512 and AVX2. With AVX-512, up to eight rows of float32 take 0.7 to 1.03 times as long as
+  // dot products, so that these do not run. More rows take up to 1.2 times as long, 16 bits, whose dot products do
+  // without half of the shuffles, 0.8 to 1.5 times.
+  static constexpr int64_t MAX_ACROSS_ROWS = VL == 16 ? (__is_same(IO, Float32) ? 16 : 24) : 8;
+  static constexpr int64_t ALWAYS_ACROSS_ROWS = VL == 16 && __is_same(IO, Float32) ? 8 : 0;
   // The same if right's rows are steps (axpy), and the columns that are accumulated at a time, whose sums stay in
   // cache.
   static constexpr int AXPY_ROWS = M::PACK == 2 ? 4 : 8;
@@ -82,9 +84,9 @@ template <class M, class IO> class Projection {
     const bool one_term = !w.left_transposed && w.num_terms == 1 && w.terms[0].steps > 0;
     const bool invariant = clearhead::is_invariant();
     // Independent of the threads: dot products add in another order than panels do.
-    uses_dot = one_term && !invariant && !ALWAYS_ACROSS && can_use_dot();
-    uses_across = one_term && (invariant || ALWAYS_ACROSS) && w.right_transposed && w.rows <= MAX_ACROSS_ROWS &&
+    uses_across = one_term && w.right_transposed && w.rows <= (invariant ? MAX_ACROSS_ROWS : ALWAYS_ACROSS_ROWS) &&
                   w.terms[0].steps % (operands_across<M, IO>() * M::PACK) == 0;
+    uses_dot = one_term && !invariant && !uses_across && can_use_dot();
     uses_axpy = one_term && !w.right_transposed && w.rows <= AXPY_ROWS;
     few_rows = in_place() || (w.rows <= MAX_FEW_ROWS && num_panels >= 2 * threads && !w.left_transposed);
     block = few_rows ? block_of(w.rows, 1) : block_of(w.rows, threads);

@@ -174,6 +174,19 @@ class ProjectionCall {
     return ch_project(&call);
   }
 
+  // Whether the output has the bits that some rows alone give.
+  bool has_rows(int64_t first, int64_t rows, int isa) const {
+    const size_t size = static_cast<size_t>(size_of(c.dtype)), row_bytes = static_cast<size_t>(c.columns) * size;
+    std::vector<uint8_t> part(static_cast<size_t>(rows) * row_bytes);
+    ch_projection call = work;
+    call.isa = isa, call.rows = rows, call.first_row = first, call.output = part.data(), call.output_row = c.columns;
+    call.terms[0].left = left[0].at(0, 0, first, 0);
+    if (ch_project(&call) != CH_OK) return false;
+    for (int64_t r = 0; r < rows; ++r)
+      if (memcmp(part.data() + static_cast<size_t>(r) * row_bytes, output.at(0, 0, first + r, 0), row_bytes) != 0) return false;
+    return true;
+  }
+
   void compare_with(const ProjectionExpected& right_one, const std::string& name) const {
     compare(output, right_one.output, name + " output");
     if (c.has_row_sums) compare(row_sums, right_one.row_sums, name + " row_sums");

@@ -92,8 +92,10 @@ int very_few_rows() {
     if (random.one_in(2)) c.dropped = c.integers ? 32768 : static_cast<int>(random.uniform(1, 65535));
     c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
     draw_values(random, c);
+    ch_set_invariant(random.one_in(2));
     // Not always 64 threads: starting them takes longer than the case.
     one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
+    ch_set_invariant(0);
   };
   for (int64_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 25})
     for (int64_t steps : {8, 16, 32, 240, 256, 264, 4096, 4112, 8224})
@@ -102,6 +104,33 @@ int very_few_rows() {
   for (int64_t rows = 1; rows < 10; ++rows)
     for (int64_t steps : {1, 7, 8, 9, 16, 37, 600})
       for (int64_t columns : {1, 15, 17, 100, 1030, 2100}) one(false, rows, steps, columns);
+  return static_cast<int>(number);
+}
+
+// In invariant mode a row has the same bits alone and among any others.
+int rows_among_others() {
+  uint64_t number = 0;
+  ch_set_invariant(1);
+  for (bool right_transposed : {false, true})
+    for (int64_t steps : {1, 32, 250, 512, 544, 1030, 2112})
+      for (int64_t columns : {1, 17, 64, 100}) {
+        ProjectionCase c;
+        Random random(++number + 4231);
+        c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
+        c.right_transposed = right_transposed, c.rows = 80, c.columns = columns, c.steps = {steps};
+        c.has_bias = random.one_in(2), c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU));
+        if (random.one_in(2)) c.dropped = static_cast<int>(random.uniform(1, 65535));
+        c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
+        draw_values(random, c);
+        ProjectionCall call(c, random);
+        for (int isa : usable_sets()) {
+          const std::string name = "rows among others (" + describe(c, isa, 2) + ")";
+          expect(call.run(isa, 2), CH_OK, name);
+          for (int64_t rows : {1, 2, 5, 6, 8, 9, 24, 25})
+            check(call.has_rows(random.uniform(0, c.rows - rows), rows, isa), name + ": " + std::to_string(rows) + " differ");
+        }
+      }
+  ch_set_invariant(0);
   return static_cast<int>(number);
 }
 
@@ -273,6 +302,7 @@ int main(int arguments, char** argument) {
   const test::Program program = {"projection", 0, 264, test::drawn_case, {
       {"passes", test::several_passes},
       {"few-rows", test::very_few_rows},
+      {"among-others", test::rows_among_others},
       {"no-steps", test::empty_sums},
       {"strides", test::zero_strides},
       {"pairs", test::bf16_pairs_in_place},

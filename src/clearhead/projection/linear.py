@@ -37,6 +37,7 @@ def project(
 
     In invariant mode (``clearhead.set_invariant``) the kernels compute every call on float32, bfloat16 and float16 CPU
     tensors: each output row, and each row of the gradient of ``x``, has the same bits alone and among any other rows.
+    ``torch.compile`` then leaves the call out of its graph, and raises with ``fullgraph=True``.
 
     Args:
         x: ``[*batch, in]``.
@@ -59,6 +60,8 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
+    if path is None and torch.compiler.is_compiling() and table.is_invariant():
+        return _uncompiled(x, weight, bias)
     if path is None and not has_choice(x, weight, bias):
         _refuse_variant(x, weight, bias)
         return F.linear(x, weight, bias)
@@ -66,6 +69,12 @@ def project(
         (projected,) = _Projections.apply(path, x, weight, bias)  # type: ignore[no-untyped-call]
         return projected  # type: ignore[no-any-return]
     return _forward(path, x, weight, bias)
+
+
+@torch.compiler.disable
+def _uncompiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``project`` outside the compiler's graph: a compiled GEMM is torch's, which adds in another order."""
+    return project(x, weight, bias)
 
 
 def project_each(
@@ -220,11 +229,13 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if not is_layer(weight, bias, x.shape[-1], x.dtype):
         return False
-    if table.is_invariant() and watched():
+    if not watched():
+        return True
+    if table.is_invariant():
         must, then = "be off in invariant mode", "Leave them, or call clearhead.set_invariant(False)."
         got = "autocast" if torch.is_autocast_enabled("cpu") else "a transform"
         raise UnsupportedError.about("project", "autocast and transforms of torch.func", must=must, got=got, then=then)
-    return not watched()
+    return False
 
 
 def _needs_gradient(*parts: Tensor | None) -> bool:
@@ -283,9 +294,10 @@ def unrecorded() -> bool:
 def watched() -> bool:
     """Whether autocast, a mode or a transform is active, or oneDNN is disabled. In invariant mode operators run under
     modes too, since torch's add in another order."""
-    if table.is_invariant():
-        return torch.is_autocast_enabled("cpu") or transforms() or differentiates_forward()
-    return torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled or not unlooked()
+    if torch.is_autocast_enabled("cpu") or transforms() or differentiates_forward():
+        return True
+    modes = has_dispatch_mode() or has_function_mode() or not torch.backends.mkldnn.enabled
+    return modes and not table.is_invariant()
 
 
 def unlooked() -> bool:

@@ -30,9 +30,8 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
-#: Dtypes for which there is a choice of paths, and those of the kernels, which compute them all in invariant mode.
+#: Dtypes for which there is a choice of paths.
 DTYPES: Final = (torch.float32, torch.bfloat16)
-_KERNEL_DTYPES: Final = (*DTYPES, torch.float16)
 #: Numbers of rows that are likely to recur: small ones, as in decoding, and multiples, as of whole batches.
 _RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
 #: Elements of a weight from which a linear layer of any model is replaced: choosing a path costs more than it saves on
@@ -112,7 +111,7 @@ def has_paths(dtype: torch.dtype) -> bool:
     >>> has_paths(torch.float32), has_paths(torch.float64)
     (True, False)
     """
-    return dtype in (_KERNEL_DTYPES if table.is_invariant() else DTYPES)
+    return dtype in DTYPES or (dtype is torch.float16 and table.is_invariant())
 
 
 def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
@@ -149,8 +148,6 @@ def gemm_gains_alone(kind: str, dtype: torch.dtype) -> bool:
 def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
     """The path of a kind of GEMM that is large enough, by its rows and the elements of its weight."""
     chosen = choice(kind, dtype)
-    if table.is_invariant():
-        return PATHS[chosen.path]
     if rows * weight < table.SMALL:
         return NATIVE if takes_small(dtype) else TORCH
     few = rows < table.TILED_ROWS and kind != "weight gradient"
