@@ -82,7 +82,9 @@ def test_kernels_know_the_setting() -> None:
 
 @pytest.mark.parametrize("wrong", ["portable", "yes", 1, None, 0.0])
 def test_wrong_setting_is_one_line_and_changes_nothing(wrong: object) -> None:
-    with pytest.raises(UnsupportedError, match=r"^set_invariant: invariant must be True or False; got [^\n]*$") as raised:
+    with pytest.raises(
+        UnsupportedError, match=r"^set_invariant: invariant must be True or False; got [^\n]*$"
+    ) as raised:
         ch.set_invariant(wrong)  # type: ignore[arg-type]
     assert ("not implemented" in str(raised.value)) == (wrong == "portable")
 
@@ -160,7 +162,9 @@ def test_auto_takes_only_what_keeps_the_promise() -> None:
     inputs = tensors()
     with ch.invariant():
         assert ch.explain_dispatch(*inputs).choice == "native"
-        assert ch.explain_dispatch(*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sin(s))).choice is None
+        assert (
+            ch.explain_dispatch(*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sin(s))).choice is None
+        )
     assert ch.explain_dispatch(*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sin(s))).choice
 
 
