@@ -164,7 +164,10 @@ def test_auto_takes_only_what_keeps_the_promise() -> None:
     with ch.invariant():
         assert ch.explain_dispatch(*inputs).choice == "native"
         assert ch.explain_dispatch(*inputs, scores=wave).choice is None
-    assert ch.explain_dispatch(*inputs, scores=wave).choicedef _linear(dtype: torch.dtype) -> None:
+    assert ch.explain_dispatch(*inputs, scores=wave).choice
+
+
+def _linear(dtype: torch.dtype) -> None:
     project(torch.ones(2, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype))
 
 
