@@ -273,3 +273,25 @@ def test_pooled_mean_does_not_depend_on_padding() -> None:
         for row, length in enumerate(lengths.tolist()):
             assert torch.equal(pool(x[row : row + 1, :length], None, "mean"), padded[row : row + 1])
     torch.testing.assert_close(padded, x.sum(1) / lengths[:, None])
+
+def test_small_attention_of_transformers_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the setting torch's function costs less for so few tokens."""
+    interface = pytest.importorskip("clearhead.integrations.transformers.attention")
+    query, key, value = tensors()
+    module = nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    original, calls = F.scaled_dot_product_attention, list[int]()
+
+    def counting(*args: Tensor, **kwargs: object) -> Tensor:
+        calls.append(1)
+        return original(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counting)
+    with ch.invariant(False):
+        interface.attend_for(module, query, key, value, None)
+    assert calls == [1]
+    with ch.invariant():
+        output, _ = interface.attend_for(module, query, key, value, None)
+        exact = ch.attention(query, key, value, mask=ch.Causal()).transpose(1, 2)
+    assert torch.equal(output, exact)
+    assert calls == [1]
