@@ -95,7 +95,7 @@ def main() -> None:
         "",
         f"Made by `python benchmarks/invariance_cost.py --write` on {platform.processor() or platform.machine()} "
         f"({isa_name()}), {torch.get_num_threads()} threads, torch {torch.__version__}. Times are medians in "
-        "milliseconds per call; the ratio is the median over pairs. **over**: above 1.10 in float32 or 1.15 in bfloat16.",
+        "milliseconds per call; the ratio is the median over pairs. **over**: above 1.10, in bfloat16 1.15.",
         "",
         "| suite | row | contender | without | with | ratio |",
         "|---|---|---|---|---|---|",

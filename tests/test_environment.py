@@ -23,6 +23,7 @@ READ_BY = {
     "CLEARHEAD_NATIVE": "ch.attention(q, q, q)",
     "CLEARHEAD_ISA": "ch.attention(q, q, q)",
     "CLEARHEAD_KEEP_MEMORY": "ch.attention(q, q, q)",
+    "CLEARHEAD_INVARIANT": "ch.attention(q, q, q)",
     "CLEARHEAD_PROJECTION": "ch.nn.MultiHeadAttention(8, 2)(q[0])",
 }
 

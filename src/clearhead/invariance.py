@@ -51,7 +51,7 @@ def set_invariant(invariant: bool) -> None:
         UnsupportedError: ``invariant`` is no boolean.
 
     Cost: GEMMs and attention run on clearhead's kernels even where the table of processors names torch's or oneDNN's;
-    ``docs/concepts/reproducibility.md`` has the figures.
+    see the page Reproducibility.
 
     >>> import torch, clearhead as ch
     >>> layer, x = torch.nn.Linear(64, 64), torch.randn(8, 64)

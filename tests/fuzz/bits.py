@@ -142,14 +142,14 @@ def _chunk(random: Random, generator: torch.Generator) -> tuple[str, Tensor, Ten
 
 
 def _padded(random: Random, generator: torch.Generator) -> tuple[str, Tensor, Tensor]:
-    """A causal call with room behind it, as in a cache of fixed capacity."""
+    """A causal call with further slots, as in a cache of fixed capacity."""
     call = _call(random, generator, causal=True)
-    count, room = call.key.shape[2], random.randint(1, 70)
+    count, slots = call.key.shape[2], random.randint(1, 70)
     tensors = [
-        torch.cat([part, part.new_full((*part.shape[:2], room, part.shape[3]), 30.0)], dim=2)
+        torch.cat([part, part.new_full((*part.shape[:2], slots, part.shape[3]), 30.0)], dim=2)
         for part in (call.query, call.key, call.value)
     ]
-    return f"{call.words}; {room} slots of room", call.run(), call.run(tensors=tensors)[:, :, :count]
+    return f"{call.words}; {slots} further slots", call.run(), call.run(tensors=tensors)[:, :, :count]
 
 
 def _packed(random: Random, generator: torch.Generator) -> tuple[str, Tensor, Tensor]:

@@ -28,8 +28,8 @@ def test_random_calls_have_the_same_bits_in_every_way(count: int) -> None:
     with ch.invariant(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         for seed in range(first, first + count):
             with torch.enable_grad():
-                found = bits.compare(seed)
-            wrong += [] if found is None else [found]
+                difference = bits.compare(seed)
+            wrong += [] if difference is None else [difference]
     assert not wrong, "\n".join([f"{len(wrong)} of {count} differ:", *wrong[:_SHOWN]])
 
 
@@ -50,6 +50,6 @@ def test_comparison_detects_bits_that_depend_on_the_call(kind: str, monkeypatch:
     monkeypatch.setattr(bits, "project_activate_project", lambda *args, **kwargs: moved(layers(*args, **kwargs)))  # type: ignore[arg-type]
     monkeypatch.setattr(bits, "normed", lambda *args: moved(norm(*args)))
     with ch.invariant():
-        found = bits.compare(3, (kind,))
-    assert found is not None
-    assert found.startswith(f"compare(3): {kind}: ")
+        difference = bits.compare(3, (kind,))
+    assert difference is not None
+    assert difference.startswith(f"compare(3): {kind}: ")

@@ -16,7 +16,7 @@ from clearhead.verify import law_names
 from clearhead.verify.laws.invariance import difference
 
 LAWS = law_names(invariance=True)
-#: A step of a few units in the last place of float32.
+#: A few ULPs of float32 at 1.
 STEP = 2.0**-20
 Fault = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | float]
 
@@ -118,15 +118,15 @@ def test_bits_that_depend_on_the_call_break_no_other_law(law: str) -> None:
 
 
 def test_laws_of_bits_run_in_invariant_mode() -> None:
-    seen = set()
+    settings = set()
 
     def watching(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        seen.add(is_invariant())
+        settings.add(is_invariant())
         return steady()(query, key, value)
 
     before = is_invariant()
     ch.verify(watching, invariance=True, laws=["bits alone"], examples=0)
-    assert seen == {True}
+    assert settings == {True}
     assert is_invariant() == before
 
 

@@ -12,12 +12,12 @@ from clearhead.arguments import repr_of, whole
 from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
 from clearhead.invariance import invariant
 from clearhead.nn.generation import evaluating
-from clearhead.verify.engines import engine_of
+from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import REFUSALS, Broken, NotApplicable
 from clearhead.verify.laws.models import MODEL_LAWS, ModelLaw
+from clearhead.verify.model_under_test import under_test
 from clearhead.verify.process import undisturbed
 from clearhead.verify.report import Finding, Report, versions
-from clearhead.verify.trial import Trial
 
 __all__ = ["model_law_names", "verify_model"]
 
@@ -77,20 +77,20 @@ def verify_model(
             then="Pass the model itself.",
         )
     chosen = _chosen(laws)
-    engine = engine_of(model, None if tokenizer is None else _encode(tokenizer))
-    counts = _checked(lengths, engine.longest)
+    subject = under_test(model, None if tokenizer is None else _encode(tokenizer))
+    counts = _checked(lengths, subject.longest)
     findings = []
     # Gradients need other tensors than inference mode makes.
     with invariant(), torch.inference_mode(False), undisturbed(), evaluating(model):
-        trial = Trial.of(engine, counts)
+        trial = BitComparison.of(subject, counts)
         for law in chosen:
             if progress is not None:
                 progress(law.name)
             findings.append(_try(law, trial))
-    parameter = engine.parameter
+    parameter = subject.parameter
     return Report(
         name=name or type(model).__name__,
-        signature=engine.kind,
+        signature=subject.kind,
         dtype=str(parameter.dtype).removeprefix("torch."),
         device=str(parameter.device),
         findings=tuple(findings),
@@ -139,7 +139,7 @@ def _checked(lengths: Sequence[int], longest: int) -> list[int]:
     return counts
 
 
-def _try(law: ModelLaw, trial: Trial) -> Finding:
+def _try(law: ModelLaw, trial: BitComparison) -> Finding:
     """Try one law, without gradients unless it enables them."""
     try:
         with torch.no_grad():

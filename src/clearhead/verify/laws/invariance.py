@@ -116,7 +116,7 @@ def _causal(subject: Subject, case: Case, query_places: slice, keys: int) -> tup
 def _chunkings(length: int) -> Iterator[list[int]]:
     """Ways to cut a sequence, each a list of ends."""
     for sizes in ([1], [3, 1, 5, 2], [16], [64], [max(1, length - 1)], [max(1, length // 2)]):
-        ends, place = [], 0
+        ends, place = list[int](), 0
         while not ends or ends[-1] < length:
             ends.append(min(length, (ends[-1] if ends else 0) + sizes[place % len(sizes)]))
             place += 1

@@ -12,10 +12,10 @@ from torch import Tensor
 from clearhead.choices import overrides, set_overrides
 from clearhead.observe import observe
 from clearhead.statistics import Want
-from clearhead.verify.engines import Engine, ModelCall, Piece, chunked, rows_of
+from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import Broken, NotApplicable
 from clearhead.verify.laws.invariance import difference
-from clearhead.verify.trial import Trial
+from clearhead.verify.model_under_test import ModelCall, ModelUnderTest, Piece, chunked, rows_of
 
 __all__ = ["MODEL_LAWS", "ModelLaw"]
 
@@ -35,14 +35,14 @@ class ModelLaw:
 
     name: str
     says: str
-    check: Callable[[Trial], None]
+    check: Callable[[BitComparison], None]
 
 
-def _check_batch(trial: Trial) -> None:
+def _check_batch(trial: BitComparison) -> None:
     trial.compare("alone and in a batch", trial.alone(trial.equal), rows_of(trial.lengths, trial.equal))
 
 
-def _check_place(trial: Trial) -> None:
+def _check_place(trial: BitComparison) -> None:
     whole = rows_of(trial.lengths, trial.equal)
     for shift in range(1, len(trial.equal)):
         order = [*trial.equal[shift:], *trial.equal[:shift]]
@@ -50,8 +50,8 @@ def _check_place(trial: Trial) -> None:
         trial.compare("in a smaller batch", whole, rows_of(trial.lengths, trial.equal[shift:]))
 
 
-def _padded(side: str) -> Callable[[Trial], None]:
-    def check(trial: Trial) -> None:
+def _padded(side: str) -> Callable[[BitComparison], None]:
+    def check(trial: BitComparison) -> None:
         for order in (trial.different, trial.different[::-1]):
             padded = rows_of(trial.lengths, order, side)
             trial.compare(f"alone and padded to the {side}", trial.alone(trial.different), padded)
@@ -59,7 +59,7 @@ def _padded(side: str) -> Callable[[Trial], None]:
     return check
 
 
-def _check_packing(trial: Trial) -> None:
+def _check_packing(trial: BitComparison) -> None:
     for order in (trial.different, trial.different[::-1]):
         packed = ModelCall(tuple(Piece(place, 0, trial.lengths[place]) for place in order), packed=True)
         alone = trial.alone(trial.different)
@@ -70,7 +70,7 @@ def _check_packing(trial: Trial) -> None:
         trial.compare("alone and packed", alone, [packed])
 
 
-def _check_chunks(trial: Trial) -> None:
+def _check_chunks(trial: BitComparison) -> None:
     place = trial.different[0]
     length = trial.lengths[place]
     for ends in ([length], [length // 2, length], [1, length], [length - 1, length], [3, 16, 17, length]):
@@ -78,22 +78,24 @@ def _check_chunks(trial: Trial) -> None:
         trial.compare(f"whole and in {len(cut)} chunks", trial.alone([place]), chunked([place], cut))
 
 
-def _check_decoding(trial: Trial) -> None:
+def _check_decoding(trial: BitComparison) -> None:
     place = trial.different[min(1, len(trial.different) - 1)]
     one_by_one = chunked([place], range(1, trial.lengths[place] + 1))
     trial.compare("prefilled and decoded token by token", trial.alone([place]), one_by_one)
 
 
-def _check_batched_decoding(trial: Trial) -> None:
+def _check_batched_decoding(trial: BitComparison) -> None:
     length = trial.lengths[trial.equal[0]]
     together = chunked([*trial.equal], [length // 2, *range(length // 2 + 1, length + 1)])
     trial.compare("prefilled and decoded in a batch", trial.alone(trial.equal), together)
 
 
-def _under(what: str, setting: Callable[[Engine], AbstractContextManager[object]]) -> Callable[[Trial], None]:
+def _under(
+    what: str, setting: Callable[[ModelUnderTest], AbstractContextManager[object]]
+) -> Callable[[BitComparison], None]:
     """A check that other settings of the process, or of the model, leave the bits."""
 
-    def check(trial: Trial) -> None:
+    def check(trial: BitComparison) -> None:
         calls = [*rows_of(trial.lengths, trial.equal), *trial.alone(trial.different)]
         trial.compare(what, calls, calls, setting)
 
@@ -110,9 +112,9 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_threads(trial: Trial) -> None:
+def _check_threads(trial: BitComparison) -> None:
     for count in (1, 3):
-        _under(f"on {count} threads", lambda engine, count=count: _threads(count))(trial)  # type: ignore[misc]
+        _under(f"on {count} threads", lambda subject, count=count: _threads(count))(trial)  # type: ignore[misc]
 
 
 @contextmanager
@@ -124,8 +126,8 @@ def _op_by_op() -> Iterator[None]:
         set_overrides(before)
 
 
-def _check_observed(trial: Trial) -> None:
-    _under("observed", lambda engine: observe(engine.model, Want(entropy=True)))(trial)
+def _check_observed(trial: BitComparison) -> None:
+    _under("observed", lambda subject: observe(subject.model, Want(entropy=True)))(trial)
 
 
 def _upstream(output: Tensor, seed: int) -> Tensor:
@@ -133,11 +135,11 @@ def _upstream(output: Tensor, seed: int) -> Tensor:
     return drawn.to(output)
 
 
-def _backward(trial: Trial, order: list[int]) -> dict[int, Tensor]:
+def _backward(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
     """Gradients of the states of sequences of one length, after a backward pass of one batch of them."""
-    engine, states = trial.engine, list[Tensor]()
+    subject, states = trial.subject, list[Tensor]()
     (call,) = rows_of(trial.lengths, order)
-    batch, module = engine.batch(trial.sequences, call), engine.inputs()
+    batch, module = subject.batch(trial.sequences, call), subject.inputs()
 
     def keep(module: object, args: object, output: Tensor) -> Tensor:
         leaf = output.detach().requires_grad_() if not output.requires_grad else output
@@ -148,9 +150,9 @@ def _backward(trial: Trial, order: list[int]) -> dict[int, Tensor]:
     if module is None:
         batch.requires_grad_()
         states.append(batch)
-    handle = nullcontext() if module is None else module.register_forward_hook(keep)  # type: ignore[arg-type]
+    handle = nullcontext() if module is None else module.register_forward_hook(keep)
     with handle, torch.enable_grad():
-        output, _ = engine.forward(batch, call, None)
+        output, _ = subject.forward(batch, call, None)
         upstream = torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)])
         output.backward(upstream)
     if not states or states[0].grad is None:
@@ -160,9 +162,9 @@ def _backward(trial: Trial, order: list[int]) -> dict[int, Tensor]:
 
 
 @contextmanager
-def _own_gradients(trial: Trial) -> Iterator[dict[str, torch.nn.Parameter]]:
+def _own_gradients(trial: BitComparison) -> Iterator[dict[str, torch.nn.Parameter]]:
     """The parameters, without gradients; those that they had are restored."""
-    named = {name: part for name, part in trial.engine.model.named_parameters() if part.requires_grad}
+    named = {name: part for name, part in trial.subject.model.named_parameters() if part.requires_grad}
     before = {name: part.grad for name, part in named.items()}
     try:
         for part in named.values():
@@ -173,7 +175,7 @@ def _own_gradients(trial: Trial) -> Iterator[dict[str, torch.nn.Parameter]]:
             part.grad = before[name]
 
 
-def _check_gradients(trial: Trial) -> None:
+def _check_gradients(trial: BitComparison) -> None:
     with _own_gradients(trial):
         whole = _backward(trial, [*trial.equal])
         for place in trial.equal:
@@ -182,7 +184,7 @@ def _check_gradients(trial: Trial) -> None:
                 raise Broken(f"the gradient of a sequence's first states differs by {error:.2g} alone and in a batch")
 
 
-def _check_micro_batches(trial: Trial) -> None:
+def _check_micro_batches(trial: BitComparison) -> None:
     def summed(size: int) -> dict[str, Tensor]:
         """Gradients of micro-batches of ``size``, added as a binary tree, as one batch adds those of sequences."""
         parts = []
@@ -210,26 +212,25 @@ def _check_micro_batches(trial: Trial) -> None:
             )
 
 
-def _generated(seed: int | None) -> Callable[[Trial], None]:
-    def check(trial: Trial) -> None:
-        room = trial.engine.longest - _NEW_TOKENS
-        prompts = [trial.sequences[place][:room] for place in trial.different]
-        together = trial.engine.generate(prompts, _NEW_TOKENS, seed)
+def _generated(seed: int | None) -> Callable[[BitComparison], None]:
+    def check(trial: BitComparison) -> None:
+        length = trial.subject.longest - _NEW_TOKENS
+        prompts = [trial.sequences[place][:length] for place in trial.different]
+        together = trial.subject.generate(prompts, _NEW_TOKENS, seed)
         for place, prompt in enumerate(prompts):
-            (alone,) = trial.engine.generate([prompt], _NEW_TOKENS, seed)
+            (alone,) = trial.subject.generate([prompt], _NEW_TOKENS, seed)
             which = f"alone and in a batch, a prompt of {len(prompt)} tokens"
             if not torch.equal(alone.ids, together[place].ids):
                 raise Broken(f"{which} is continued otherwise")
-            if alone.logits is None or together[place].logits is None:
-                continue
-            error = difference(alone.logits, together[place].logits)
+            one, other = alone.logits, together[place].logits
+            error = None if one is None or other is None else difference(one, other)
             if error is not None:
                 raise Broken(f"{which} has the same text, but logits that differ by {error:.2g}")
 
     return check
 
 
-def _with_autograd(engine: Engine) -> AbstractContextManager[object]:
+def _with_autograd(subject: ModelUnderTest) -> AbstractContextManager[object]:
     return torch.enable_grad()
 
 
@@ -248,7 +249,7 @@ MODEL_LAWS: tuple[ModelLaw, ...] = (
     ModelLaw(
         name="op by op",
         says="layers have the same bits fused and op by op",
-        check=_under("op by op", lambda engine: _op_by_op()),
+        check=_under("op by op", lambda subject: _op_by_op()),
     ),
     ModelLaw(name="observed", says="an observed model has the same bits", check=_check_observed),
     ModelLaw(

@@ -17,7 +17,7 @@ from clearhead.masks import Documents
 from clearhead.nn import Decoder, DecoderBlock, Encoder, EncoderBlock, LanguageModel, SequenceClassifier
 from clearhead.verify.law import NotApplicable
 
-__all__ = ["Engine", "Generated", "ModelCall", "Piece", "chunked", "engine_of", "rows_of"]
+__all__ = ["Generated", "ModelCall", "ModelUnderTest", "Piece", "chunked", "rows_of", "under_test"]
 
 #: Values and ids at the padding, which must not matter.
 _PADDING: Final = 9.0
@@ -101,7 +101,7 @@ def chunked(sequences: Sequence[int], ends: Sequence[int]) -> list[ModelCall]:
     ]
 
 
-class Engine(ABC):
+class ModelUnderTest(ABC):
     """A model, and how it is called.
 
     Args:
@@ -157,8 +157,8 @@ class Engine(ABC):
         return batch
 
 
-class _OfTokens(Engine):
-    """An engine whose sequences are token ids."""
+class _OfTokens(ModelUnderTest):
+    """A model whose sequences are token ids."""
 
     vocab_size: int = 0
 
@@ -245,7 +245,7 @@ class _NnTokens(_OfTokens):
         return [Generated(each, None if logits is None else logits[place]) for place, each in enumerate(ids)]
 
 
-class _NnStates(Engine):
+class _NnStates(ModelUnderTest):
     """Encoders, decoders and their blocks, whose sequences are states."""
 
     kind = "stack of states"
@@ -274,7 +274,7 @@ class _NnStates(Engine):
         return model(batch, **options), cache
 
 
-class _TorchStates(Engine):
+class _TorchStates(ModelUnderTest):
     """torch's encoders, batch first."""
 
     kind = "torch encoder"
@@ -373,8 +373,8 @@ class _Transformers(_OfTokens):
         return [Generated(row[call.offset(place) :], logits[place]) for place, row in enumerate(done.sequences)]
 
 
-def engine_of(model: nn.Module, encode: Callable[[str], Sequence[int]] | None) -> Engine:
-    """The engine of a model.
+def under_test(model: nn.Module, encode: Callable[[str], Sequence[int]] | None) -> ModelUnderTest:
+    """A model, with how it is called.
 
     Raises:
         UnsupportedError: ``verify_model`` does not know how to call the model.

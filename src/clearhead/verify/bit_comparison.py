@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from clearhead.integrations.recast import original_of
 from clearhead.nn import DecoderBlock, EncoderBlock
-from clearhead.verify.engines import Engine, ModelCall, Piece
 from clearhead.verify.law import Broken
 from clearhead.verify.laws.invariance import difference
+from clearhead.verify.model_under_test import ModelCall, ModelUnderTest, Piece
 
-__all__ = ["Outputs", "Trial"]
+__all__ = ["BitComparison", "Outputs", "Setting"]
 
 #: A context in which the model runs.
-Setting = Callable[[Engine], AbstractContextManager[object]]
+Setting = Callable[[ModelUnderTest], AbstractContextManager[object]]
 
 
-def _nothing(engine: Engine) -> AbstractContextManager[object]:
+def _nothing(subject: ModelUnderTest) -> AbstractContextManager[object]:
     return nullcontext()
 
 
@@ -40,28 +40,28 @@ class Outputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class BitComparison:
     """A model, sequences of different lengths, and as many of one length.
 
     Attributes:
-        engine: the model and how it is called.
+        subject: the model and how it is called.
         sequences: of different lengths, and then as many of one length.
         different: the indices of sequences of different lengths.
         equal: the indices of those of one length.
     """
 
-    engine: Engine
+    subject: ModelUnderTest
     sequences: list[Tensor]
     different: range
     equal: range
 
     @classmethod
-    def of(cls, engine: Engine, lengths: Sequence[int]) -> Trial:
+    def of(cls, subject: ModelUnderTest, lengths: Sequence[int]) -> BitComparison:
         count = len(lengths)
         # The second longest, so that it is shorter than some and longer than others.
         length = sorted(lengths)[-2:][0]
-        drawn = engine.draw([*lengths, *[length] * count])
-        return cls(engine, drawn, range(count), range(count, 2 * count))
+        drawn = subject.draw([*lengths, *[length] * count])
+        return cls(subject, drawn, range(count), range(count, 2 * count))
 
     @property
     def lengths(self) -> list[int]:
@@ -70,17 +70,17 @@ class Trial:
 
     def run(self, calls: Sequence[ModelCall], *, watch: bool = False) -> Outputs:
         """Run calls one after the other and collect each sequence's output."""
-        found, cache = Outputs(), None
-        with _watching(self.engine.model if watch else None) as ended:
+        outputs, cache = Outputs(), None
+        with _watching(self.subject.model if watch else None) as ended:
             for call in calls:
                 ended.clear()
-                batch = self.engine.batch(self.sequences, call)
-                output, cache = self.engine.forward(batch, call, cache)
+                batch = self.subject.batch(self.sequences, call)
+                output, cache = self.subject.forward(batch, call, cache)
                 for place, piece in enumerate(call.pieces):
-                    _append(found.results, piece.sequence, call.part(output, place))
+                    _append(outputs.results, piece.sequence, call.part(output, place))
                     for name, tensor in ended.items():
-                        _append(found.modules.setdefault(name, {}), piece.sequence, call.part(tensor, place))
-        return found
+                        _append(outputs.modules.setdefault(name, {}), piece.sequence, call.part(tensor, place))
+        return outputs
 
     def alone(self, sequences: Iterable[int]) -> list[ModelCall]:
         """A call for each sequence."""
@@ -94,7 +94,7 @@ class Trial:
         def both(*, watch: bool) -> tuple[Outputs, Outputs]:
             # Cached calls of several sequences must not share a cache, so each list of calls is one run.
             first = self.run(one, watch=watch)
-            with setting(self.engine):
+            with setting(self.subject):
                 return first, self.run(other, watch=watch)
 
         first, second = both(watch=False)
