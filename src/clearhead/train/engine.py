@@ -208,7 +208,7 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = Ranks() if ranks is None else ranks
-        check_order(function, options, self._ranks.options, self._ranks.size)
+        check_order(function, options, self._ranks.size)
         self.task, self.options, self._function = task, options, function
         self.model = self._ranks.parallelized(model)
         self.keeper: Keeper = InMemory() if keeper is None else keeper
@@ -277,8 +277,7 @@ class Engine:
         """Add up the gradients of the summed loss; that loss, and the numbers of correct and of counted targets."""
         sums = [0.0, 0.0, 0.0]
         count = self.options.accumulate
-        # Processes have shares of a power of two of sequences, or raise.
-        ordered = GradientSum(self.model) if is_invariant() and self._ranks.size == 1 else None
+        ordered = GradientSum(self.model) if is_invariant() else None
         with ordered or nullcontext():
             for place, share in enumerate(self._ranks.shares(batch, count)):
                 if count > 1 and self._ranks.size > 1:

@@ -17,7 +17,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.sequence_sums import TreeSum
 
 if TYPE_CHECKING:
-    from clearhead.train.options import ParallelOptions, TrainingOptions
+    from clearhead.train.options import TrainingOptions
 
 __all__ = ["GradientSum", "check_order", "rows_of_share"]
 
@@ -86,20 +86,19 @@ def rows_of_share(rows: int, shares: int, place: int) -> range:
     return range(min(place * size, rows), min((place + 1) * size, rows))
 
 
-def check_order(function: str, options: TrainingOptions, parallel: ParallelOptions, processes: int) -> None:
+def check_order(function: str, options: TrainingOptions, processes: int) -> None:
     """Raise ``UnsupportedError`` under ``set_invariant(True)`` if gradients would be added in another order.
 
     Args:
         function: name of the caller in error texts.
         options: options of the task.
-        parallel: how processes share the work.
-        processes: their number.
+        processes: number of processes that share the work.
     """
     if not is_invariant():
         return
     rows = getattr(options, "batch_size", 1)
     sizes = [str(size) for size in (1 << power for power in range(rows.bit_length())) if rows % size == 0]
-    parts = options.accumulate * (parallel.data_parallel if processes > 1 else 1)
+    parts = options.accumulate
     size, rest = divmod(rows, parts)
     if parts > 1 and (rest or size & (size - 1)):
         raise UnsupportedError.about(
@@ -117,12 +116,11 @@ def check_order(function: str, options: TrainingOptions, parallel: ParallelOptio
             got=options.precision,
             then="Autocast rounds the gradients of each part.",
         )
-    two_copies = processes == parallel.data_parallel == 2 and options.accumulate == 1
-    if processes > 1 and not two_copies:
+    if processes > 1:
         raise UnsupportedError.about(
             function,
             "processes",
-            must="be 1, or 2 with --data-parallel 2 and --accumulate 1, under set_invariant(True)",
-            got=f"{processes}",
-            then="A sum over more processes has another order.",
+            must="be 1 under set_invariant(True)",
+            got=processes,
+            then="A sum over processes has another order than one over sequences.",
         )

@@ -106,7 +106,7 @@ class Ranks:
             options: those of the model and of training.
             length: the longest sequence in tokens.
         """
-        check_order(function, options, self.options, self.size)
+        check_order(function, options, self.size)
         degrees, parts = self.options, self.parts * options.accumulate
         hidden = options.feedforward_dim or 4 * options.embed_dim
         rules: list[tuple[bool, str, str, object]] = [
