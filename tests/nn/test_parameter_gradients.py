@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.nn.embedding import TokenEmbedding
+from clearhead.nn.linear import Linear
 from clearhead.sequence_sums import TreeSum
 
 LENGTH, WIDTH = 70, 64
@@ -17,13 +18,13 @@ LENGTH, WIDTH = 70, 64
 
 def _encoder(**options: object) -> nn.Module:
     torch.manual_seed(0)
-    return ch.nn.EncoderBlock(WIDTH, 4, **options)  # type: ignore[arg-type]
+    return ch.nn.EncoderBlock(WIDTH, 4, dropout=0.0, **options)  # type: ignore[arg-type]
 
 
 def _module(name: str) -> nn.Module:
     torch.manual_seed(0)
     modules: dict[str, Callable[[], nn.Module]] = {
-        "linear": lambda: ch.nn.Linear(WIDTH, 48),
+        "linear": lambda: Linear(WIDTH, 48),
         "feedforward": lambda: ch.nn.FeedForward(WIDTH),
         "attention": lambda: ch.nn.MultiHeadAttention(WIDTH, 4),
         "pre-norm block": _encoder,
@@ -54,8 +55,10 @@ LAYERS = ["linear", "feedforward", "attention", "pre-norm block", "post-norm blo
 NAMES = [*LAYERS, "relative bias", "dense bias", "sink"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in NAMES), *((name, torch.bfloat16) for name in LAYERS)],
+)
 def test_parts_of_a_batch_give_the_bits_of_the_whole(name: str, dtype: torch.dtype) -> None:
     module = _module(name).to(dtype)
     generator = torch.Generator().manual_seed(1)
@@ -67,8 +70,11 @@ def test_parts_of_a_batch_give_the_bits_of_the_whole(name: str, dtype: torch.dty
             for one, other in zip(whole, _in_parts(module, x, grad, size), strict=True):
                 assert other is not None
                 assert torch.equal(one, other)
-    for one, fast in zip(whole, _gradients(module, x, grad), strict=True):
-        assert torch.allclose(one, fast, rtol=1e-4 if dtype is torch.float32 else 0.1, atol=1e-3 * fast.abs().max())
+    # Each node of the tree is rounded: one for 8 sequences and one for each of 3 levels.
+    fast = _gradients(module, x, grad)
+    largest = max(one.abs().max().item() for one in fast)
+    for one, other in zip(whole, fast, strict=True):
+        assert (one - other).abs().max() <= 16 * torch.finfo(dtype).eps * largest
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
