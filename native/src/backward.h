@@ -32,6 +32,7 @@ template <class M, class IO> struct Backward {
   Dropout dropout;
   int64_t diagonals, learned_diagonals;  // diagonal rules, and how many of them need a gradient
   const ch_statistics* observed;  // null if no statistic has a gradient
+  const bool of_queries, of_keys;  // which gradients are computed
 
   // A block of queries and of output gradients, packed as A rows and as B.
   struct PackedBlock {
@@ -79,7 +80,8 @@ template <class M, class IO> struct Backward {
 
   explicit Backward(const Task& work)
       : w(work), tile(tile_size(work)), keys(work.head_dim, row_steps<M>(tile)),
-        queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)) {
+        queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)),
+        of_queries(work.grad_query.data != nullptr), of_keys(work.grad_key.data != nullptr) {
     group = w.heads / w.kv_heads;
     blocks = (w.q_len + BLOCK - 1) / BLOCK;
     operands = row_operands<M>((int)w.head_dim);
@@ -111,7 +113,7 @@ template <class M, class IO> struct Backward {
     }
     int64_t units = share_batch || share_heads ? (share_batch ? 1 : w.batch) * (share_heads ? 1 : w.kv_heads) : w.units;
     units = maximum(units, (int64_t)1);
-    chunks.group = group, chunks.q_len = w.q_len, chunks.out = out;
+    chunks.group = group, chunks.q_len = w.q_len, chunks.out = of_queries ? out : 0;
     chunks.diagonal_size = learned_diagonals > 0 ? learned_diagonals * diagonal_length(w) : 0;
     chunk_tiles = KeyChunks::KEYS / tile;
     chunks.plan(w.k_len, w.threads == 1 ? 1 : (2 * w.threads + units - 1) / units);
@@ -176,7 +178,8 @@ template <class M, class IO> struct Backward {
   }
 
   void write_delta(int64_t b, int64_t h) const {
-    bool unrounded = w.output32 != nullptr;
+    const bool unrounded = w.output32 != nullptr;
+    if (!unrounded && w.output.data == nullptr) return start_delta(b, h);
     for (int64_t i = 0; i < w.q_len; i++) {
       int64_t place = row_index(w, b, h, i);
       const element* g = at<IO>(w.grad_output, b, h, i);
@@ -226,7 +229,7 @@ template <class M, class IO> struct Backward {
 
   // The buffer that a tile's gradients accumulate in: the workspace, or the result if a single GEMM computes them.
   Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile, int64_t ld) const {
-    const bool single_gemm = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
+    const bool single_gemm = of_keys && !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
     return single_gemm ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};
   }
 
@@ -558,13 +561,13 @@ template <class M, class IO> struct Backward {
       }
       if (c1 <= c0) continue;
       if (single_tile) memcpy(w.delta + row_index(w, b, h, first + r0), d.delta + r0, (size_t)n * sizeof(float));
-      for (int p = 0; p < keys.count; p++)
+      for (int p = 0; p < keys.count && of_queries; p++)
         gemm_accumulate(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0),
                         d.dr + ((int64_t)r0 * tile + c0) / M::PACK,
                         tile / M::PACK, 1, d.key_rows + p * keys.size + (int64_t)(c0 / M::PACK) * keys.ld, keys.ld,
                         dq + (first + r0) * out + p * keys.ld, out);
     }
-    add_key_gradients(intervals, count, low, high, packed_block, d);
+    if (of_keys) add_key_gradients(intervals, count, low, high, packed_block, d);
     d.first_rows = false;
   }
 
@@ -616,6 +619,13 @@ template <class M, class IO> struct Backward {
       }
   }
 
+  // Whether a block of queries may attend to keys [t0, t1).
+  bool is_attended(int64_t t0, int64_t t1, const Workspace& d) const {
+    for (int64_t x = 0; x < group * blocks; x++)
+      if (d.intervals[x].low < t1 && d.intervals[x].high > t0) return true;
+    return false;
+  }
+
   // The constant term of a row's delta, before weights are added.
   void start_delta(int64_t b, int64_t h) const {
     const int64_t from = row_index(w, b, h, 0);
@@ -627,9 +637,9 @@ template <class M, class IO> struct Backward {
     Prefetch a;
     a.clear();
     if (chunks.pieces > 1) return a;
-    a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
-    a.add<IO>(w.grad_value, b, kh, w.k_len, w.value_dim, true);
-    a.add<IO>(w.grad_query, b, kh * group, w.q_len, w.head_dim, true);
+    if (of_keys) a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
+    if (of_keys) a.add<IO>(w.grad_value, b, kh, w.k_len, w.value_dim, true);
+    if (of_queries) a.add<IO>(w.grad_query, b, kh * group, w.q_len, w.head_dim, true);
     a.spread_over(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
     return a;
   }
@@ -668,6 +678,7 @@ template <class M, class IO> struct Backward {
     for (int64_t t = chunk * chunk_tiles; t < minimum((chunk + 1) * chunk_tiles, tiles); t++) {
       int64_t t0 = t * tile;
       int key_count = (int)minimum((int64_t)tile, w.k_len - t0);
+      if (!of_keys && !is_attended(t0, t0 + key_count, d)) continue;
       pack_keys(b, kh, t0, key_count, d);
       d.first_keys = !masked && t == chunk * chunk_tiles;
       for (int64_t g = 0; g < group; g++)
@@ -679,7 +690,7 @@ template <class M, class IO> struct Backward {
           visit(b, h0 + g, block, t0, key_count, d, d.diagonal + g * diagonals * length,
                 diagonal_grads + g * chunks.diagonal_size, sums.at + g * rows);
         }
-      for (int j = 0; j < key_count; j++) {
+      for (int j = 0; j < key_count && of_keys; j++) {
         put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk.at + j * d.dk.ld, (float)w.scale);
         if (d.dv.at != d.sums_v) continue;
         put_row<IO>(at<IO>(w.grad_value, b, kh, t0 + j), (int)w.value_dim, d.dv.at + j * d.dv.ld, 1.0f);
@@ -709,7 +720,7 @@ template <class M, class IO> struct Backward {
 
   // Results from the sums over all keys: gradients of queries [first, end) of a key head, and those of its diagonals.
   void write_sums(int64_t b, int64_t kh, const float* total, int64_t first, int64_t end, const Sums& sums) const {
-    for (int64_t r = first; r < end; r++)
+    for (int64_t r = first; r < end && of_queries; r++)
       put_row<IO>(at<IO>(w.grad_query, b, kh * group + r / w.q_len, r % w.q_len), (int)w.head_dim, total + r * out,
                   (float)w.scale);
     if (first > 0 || learned_diagonals == 0) return;
@@ -723,7 +734,7 @@ template <class M, class IO> struct Backward {
       const int64_t head = unit / stripes, b = head / w.kv_heads, kh = head % w.kv_heads;
       const int64_t first = unit % stripes * group * w.q_len / stripes, end = (unit % stripes + 1) * group * w.q_len / stripes;
       float* const total = piece_of(sums, b, kh, 0);
-      chunks.combine_pieces(total, chunks.floats(), first * out, end * out);
+      chunks.combine_pieces(total, chunks.floats(), first * chunks.out, end * chunks.out);
       if (first == 0) chunks.combine_pieces(total, chunks.floats(), chunks.query_floats(), chunks.floats());
       write_sums(b, kh, total, first, end, sums);
     });
@@ -867,13 +878,13 @@ template <class M, class IO> struct Backward {
   void clear_queries(int64_t b, int64_t kh) const {
     for (int64_t h = kh * group; h < (kh + 1) * group; h++) {
       start_delta(b, h);
-      for (int64_t i = 0; i < w.q_len; i++)
+      for (int64_t i = 0; i < w.q_len && of_queries; i++)
         memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
     }
   }
 
   void clear_keys(int64_t b, int64_t kh, int64_t first, int64_t end) const {
-    for (int64_t j = first; j < end; j++) {
+    for (int64_t j = first; j < end && of_keys; j++) {
       memset(at<IO>(w.grad_key, b, kh, j), 0, (size_t)w.head_dim * sizeof(element));
       memset(at<IO>(w.grad_value, b, kh, j), 0, (size_t)w.value_dim * sizeof(element));
     }

@@ -125,11 +125,13 @@ class Segments {
     t.intervals = 0;
     t.threads = threads;
     t.units = count * w.kv_heads;
+    t.first_position = 0;
     t.first_batch += segment.b;
     t.first_query += segment.query;
     t.first_key += segment.key;
     t.total_keys = segment.keys;
     if (w.pages != nullptr) read_pages(w, segment, t);
+    t.drop_idle_bounds();
     return t;
   }
 
@@ -149,8 +151,6 @@ class Segments {
     t.total_keys = keys;
     t.units = w.kv_heads;
     t.query_offset = segment.keys - segment.queries;
-    if (w.after >= segment.queries - 1) t.after = INT64_MAX;
-    if (w.before >= segment.keys - 1) t.before = INT64_MAX;
   }
 
   // One segment per sequence in pages.

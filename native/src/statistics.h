@@ -154,6 +154,11 @@ struct TopK {
   }
 };
 
+// What a row's sums over a tile are relative to, and how they join those of the tiles before (see RowUpdate of forward.h).
+struct TileSums {
+  float peak, old_step, old_factor, step, factor, base2;
+};
+
 // Sums over the queries of one range of a key head's rows.
 struct ColumnSums {
   float* lines;  // [group][lines][ld]
@@ -298,7 +303,7 @@ struct BlockStatistics {
   float* strip;  // [rows][ld]
   float* tile_maxima;  // [rows][tiles]: the row maximum that a tile's weights are relative to
   Interval* extent;  // [rows / MR][tiles]: the columns that were computed
-  float* dropped_weights;  // [MR][tile]: weights after dropout, if the strip has those before it
+  float* dropped_weights;  // [2 * MR][tile]: weights after dropout, if the strip has those before it
   WeightScale* weight_scale;  // [rows]
   float* factor;  // [rows][tiles]
 
@@ -315,7 +320,7 @@ struct BlockStatistics {
     strip = c.take<float>(of.strip ? rows * of.ld : 0);
     tile_maxima = c.take<float>(of.strip ? rows * of.tiles : 0);
     extent = c.take<Interval>(of.strip ? (rows / MR + 1) * of.tiles : 0);
-    dropped_weights = c.take<float>((int64_t)MR * of.tile);
+    dropped_weights = c.take<float>((int64_t)2 * MR * of.tile);
     weight_scale = c.take<WeightScale>(rows);
     factor = c.take<float>(of.strip ? rows * of.tiles : 0);
   }
@@ -330,44 +335,49 @@ struct BlockStatistics {
     if (of.strip) memset(extent, 0, (size_t)((count + MR - 1) / MR * of.tiles) * sizeof(Interval));
   }
 
-  // Before the exponential: candidates and ties among the scores [c0, c1r) of a tile.
-  void scan_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
+  // Before the exponential: candidates and ties among a row's scores in the runs of a tile.
+  template <class Runs>
+  void scan_scores(const Statistics& of, int r, const float* scores, const Runs& runs, int64_t t0, float peak,
                    float before, float largest) const {
     if (of.s->top_k > 0) {
       TopK row_heap{best + r * of.s->top_k, of.s->top_k, num_candidates + r};
-      if (peak > row_heap.threshold()) row_heap.scan(scores + c0, c1r - c0, t0 + c0);
+      for (int x = 0; x < runs.count && peak > row_heap.threshold(); x++) {
+        const int low = runs.at[x].low;
+        row_heap.scan(scores + low, (int)round_up(runs.at[x].high - low, VL), t0 + low);
+      }
     }
     if (!of.ties || !(peak == largest) || peak == -INF) return;
     int count = 0;
-    for (int c = c0; c < c1r; c++) count += scores[c] == peak;
+    for (int x = 0; x < runs.count; x++)
+      for (int c = runs.at[x].low; c < runs.at[x].high; c++) count += scores[c] == peak;
     ties[r] = before == largest ? ties[r] + (float)count : (float)count;
   }
 
   // Together with `softmax_row` and with the same arithmetic: the sums of weight times exponent, and of weight times
-  // distance. `step` is the shift of the exponents of earlier tiles. `first_distance` is q_pos - k_pos of the first column.
-  template <int DEGREE, class Put>
-  CH_INLINE void softmax_row(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2,
-                             float first_distance, int64_t sink_columns, float* total, const Put& put) const {
-    vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2), lowest = all(-1e4f);
-    vf old = load(total), shrink = all(factor), sum = old * shrink;
-    vf new_entropy = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;
-    vf new_distance = load(distance + r * VL) * shrink, gap = all(first_distance) - counting(), next = all((float)VL);
-    for (int c = c0; c < c1; c += VL) {
-      vf x = (load(s + c) - shift) * scale;
-      vf e = exp2_of<DEGREE>(x);
-      sum += e;
-      new_entropy += e * vmax(x, lowest);
-      new_distance += e * absolute(gap);
-      gap -= next;
-      put(c, e);
-    }
-    store(total, sum);
-    store(entropy + r * VL, new_entropy);
-    store(distance + r * VL, new_distance);
-    vf sink_mass = load(mass + r * VL) * shrink;
-    for (int64_t c = c0; c < minimum((int64_t)c1, sink_columns); c += VL)
-      sink_mass += first_of(load(s + c), minimum((int64_t)VL, sink_columns - c));
-    store(mass + r * VL, sink_mass);
+  // distance. `first_distance` is q_pos - k_pos of the tile's first column.
+  template <int DEGREE, class Runs>
+  CH_INLINE void softmax_row(int r, float* s, const Runs& runs, const TileSums& tile_sums, float first_distance,
+                             int64_t sink_columns, float* total) const {
+    const vf shift = all(tile_sums.peak == -INF ? 0.0f : tile_sums.peak), scale = all(tile_sums.base2), lowest = all(-1e4f);
+    vf sum = {}, new_entropy = {}, new_distance = {}, sink_mass = {};
+    for (int x = 0; x < runs.count; x++)
+      for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
+        const vf exponent = (load(s + c) - shift) * scale, gap = all(first_distance - (float)c) - counting();
+        const vf e = exp2_of<DEGREE>(exponent);
+        sum += e;
+        new_entropy += e * vmax(exponent, lowest);
+        new_distance += e * absolute(gap);
+        if (c < sink_columns) sink_mass += c + VL <= sink_columns ? e : first_of(e, sink_columns - c);
+        store(s + c, e);
+      }
+    const vf before = all(tile_sums.old_factor), factor = all(tile_sums.factor), old = load(total);
+    // The exponents of both sums shift to the new maximum.
+    const vf old_entropy = tile_sums.old_factor == 0.0f ? (vf){} : fused(all(tile_sums.old_step), old, load(entropy + r * VL));
+    new_entropy = tile_sums.factor == 0.0f ? (vf){} : fused(all(tile_sums.step), sum, new_entropy);
+    store(total, merged(old, before, sum, factor));
+    store(entropy + r * VL, merged(old_entropy, before, new_entropy, factor));
+    store(distance + r * VL, merged(load(distance + r * VL), before, new_distance, factor));
+    store(mass + r * VL, merged(load(mass + r * VL), before, sink_mass, factor));
   }
 
   // Finishes one row: `largest` is its maximum in raw scores, `top` in natural ones, `total` its normaliser without the

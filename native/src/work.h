@@ -49,14 +49,23 @@ template <class M, class IO> CH_INLINE bool has_packed_layout(const ch_tensor& t
 struct Task : ch_attention {
   int64_t head_stride;  // from head to head, in buffers with an element per row
   int64_t first_query;  // dropout's index of the first one
+  int64_t first_position;  // place in its sequence of the first key; tiles of keys start at multiples of their size
   int64_t units;  // key heads of the whole call, in parts that are independent of each other
   const int32_t* page_table;  // the pages of the only batch entry; null: keys are one after the other
   int64_t page_size;
   int64_t total_keys;  // that the call reads, of all sequences
 
   explicit Task(const ch_attention& call)
-      : ch_attention(call), head_stride(call.q_len), first_query(call.first_key + call.query_offset),
-        units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {}
+      : ch_attention(call), head_stride(call.q_len), first_query(call.first_key + call.query_offset), first_position(0),
+        units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {
+    if (pages == nullptr) drop_idle_bounds();
+  }
+
+  // Bounds of the band that forbid no key.
+  void drop_idle_bounds() {
+    if (after != INT64_MAX && query_offset + after >= k_len - 1) after = INT64_MAX;
+    if (before != INT64_MAX && query_offset + q_len - 1 <= before) before = INT64_MAX;
+  }
 };
 
 CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {

@@ -1,7 +1,7 @@
 // GEMMs of linear layers against a plain sum: every instruction set of this processor, with 1, 2 and 5 threads.
-// `test_projection [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <functional>
 
+#include "program.h"
 #include "projection_call.h"
 
 namespace test {
@@ -42,6 +42,10 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
       if (failures != before) return;
     }
   }
+}
+
+void drawn_case(uint64_t number) {
+  one_case(draw_projection(number), number + 1000003, "projection case " + std::to_string(number), {1, 2, 5});
 }
 
 // More than is packed at a time (2^22 elements of right, or of one panel): panels come in several passes, each with all
@@ -88,7 +92,7 @@ int very_few_rows() {
     if (random.one_in(2)) c.dropped = c.integers ? 32768 : static_cast<int>(random.uniform(1, 65535));
     c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
     draw_values(random, c);
-    // After some hundred thousand threads of a process, the leak checker loses track of the last one.
+    // Not always 64 threads: starting them takes longer than the case.
     one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
   };
   for (int64_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 25})
@@ -266,25 +270,18 @@ void containment() {
 }  // namespace test
 
 int main(int arguments, char** argument) {
-  const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 0;
-  const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 264;
-  for (uint64_t number = first; number < first + count; ++number) {
-    const test::ProjectionCase c = test::draw_projection(number);
-    test::one_case(c, number + 1000003, "projection case " + std::to_string(number), {1, 2, 5});
-  }
-  int large = 0, others = 0;
-  if (arguments == 1 || count == 0) {
-    large = test::several_passes() + test::very_few_rows();
-    test::empty_sums();
-    test::zero_strides();
-    test::bf16_pairs_in_place();
-    test::containment();
-    others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests() +
-             test::rotation_tests();
-  }
-  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, RoPE and invalid descriptions on",
-              static_cast<unsigned long long>(count), large, others);
-  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
-  return test::failures == 0 ? 0 : 1;
+  const test::Program program = {"projection", 0, 264, test::drawn_case, {
+      {"passes", test::several_passes},
+      {"few-rows", test::very_few_rows},
+      {"no-steps", test::empty_sums},
+      {"strides", test::zero_strides},
+      {"pairs", test::bf16_pairs_in_place},
+      {"containment", test::containment},
+      {"invalid", test::projection_entry_tests},
+      {"dropout", test::dropout_tests},
+      {"norm", test::norm_tests},
+      {"append", test::append_tests},
+      {"rotation", test::rotation_tests},
+  }};
+  return test::run_program(program, arguments, argument);
 }

@@ -31,6 +31,9 @@ enum Returned : int64_t {
 };
 constexpr int64_t any_statistic = MAX_SCORE | TIES | ENTROPY | DISTANCE | SINK_MASS | TOP_K | RECEIVED | ROW_WEIGHTS | HEATMAP | ROWS;
 
+// Which gradients backward computes: all, those of queries, or those of keys and values.
+enum Side : int64_t { BOTH_SIDES = 0, QUERY_SIDE = 1, KEY_SIDE = 2 };
+
 // Sizes of statistics: keys of the sink mass, entries of top-k, tile side of the heatmap, single rows.
 struct StatisticSizes {
   int64_t sink_keys = 0, top_k = 0, heatmap = 0, rows = 0;
@@ -330,6 +333,13 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
   if (!std::isfinite(options.scale)) fail(function, "scale", "be finite", std::to_string(options.scale), "Scale the query.");
   if (!(options.dropout >= 0.0 && options.dropout < 1.0))
     fail(function, "dropout", "be a probability below 1", std::to_string(options.dropout), "0 switches dropout off.");
+  const struct {
+    const char* argument;
+    int64_t place;
+  } places[] = {{"first_batch", options.first_batch}, {"first_head", options.first_head}, {"first_key", options.first_key}};
+  for (const auto& [argument, place] : places) {
+    if (place < 0) fail(function, argument, "be 0 or more", std::to_string(place), "It is a place in the whole call.");
+  }
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
   work.query_offset = options.query_offset;
   work.first_batch = options.first_batch, work.first_head = options.first_head, work.first_key = options.first_key;
@@ -370,6 +380,9 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t sink_keys = arguments.integer();
   const std::vector<int64_t> rule_slots = arguments.integers();
   const bool partial_rows = arguments.flag();
+  const int64_t side = arguments.integer();
+  if (side < BOTH_SIDES || side > KEY_SIDE)
+    fail(name, "side", "be 0 for all gradients, 1 for those of queries or 2 for those of keys", words(side), "Pass 0.");
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
@@ -386,8 +399,9 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
     work.output = view_of(output);
     if (query.dtype() != Dtype::float32) work.output32 = output.as<float>();
   }
-  if (partial_rows && (!output || !statistics.empty()))
-    fail(name, "partial_rows", "come with the output and without statistics", "others", "Pass the whole rows' output.");
+  if (partial_rows && ((!output && !grad_lse) || !statistics.empty()))
+    fail(name, "partial_rows", "come with the output or grad_lse and without statistics", "others",
+         "Pass the whole rows' output.");
   work.partial_rows = partial_rows;
   ch_statistics given = {};
   if (!statistics.empty()) {
@@ -404,12 +418,18 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
     work.statistics = &given;
   }
   std::vector<Tensor> results;
-  results.push_back(empty_heads(query, work.head_dim));
-  results.push_back(empty_heads(key, work.head_dim));
-  results.push_back(empty_heads(value, work.value_dim));
+  if (side != KEY_SIDE) {
+    results.push_back(empty_heads(query, work.head_dim));
+    work.grad_query = view_of(results.back());
+  }
+  if (side != QUERY_SIDE) {
+    results.push_back(empty_heads(key, work.head_dim));
+    work.grad_key = view_of(results.back());
+    results.push_back(empty_heads(value, work.value_dim));
+    work.grad_value = view_of(results.back());
+  }
   results.push_back(empty(Dtype::float32, rows));
-  work.grad_query = view_of(results[0]), work.grad_key = view_of(results[1]), work.grad_value = view_of(results[2]);
-  work.delta = results[3].as<float>();
+  work.delta = results.back().as<float>();
   std::vector<Tensor> rule_grads = rule_gradients(work, options.rules, rule_slots);
   const int code = ch_backward(&work);
   if (code != CH_NOT_FINITE) check_kernel(code, name);

@@ -212,6 +212,8 @@ void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
   check_dtype("dropout_add", "x", input);
   if (levels < 0 || levels >= CH_LEVELS)
     fail("dropout_add", "levels", "be 0 to " + words(CH_LEVELS - 1), words(levels), "It is the probability times 65536.");
+  if (seed.first_row < 0)
+    fail("dropout_add", "first_row", "be 0 or more", words(seed.first_row), "It is the first row's index in the whole.");
   if (input.dim() == 0) fail("dropout_add", "x", "have an axis", input.shape(), "Use .unsqueeze.");
   const Tensor x = std::move(input).as_contiguous();
   if (residual) {

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from clearhead.paged_cache import PagedKVCache
     from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
     from clearhead.statistics import Observation, Want
+    from clearhead.verify.models import verify_model
     from clearhead.verify.suite import verify
 else:
     from clearhead.command_process import begin as _begin
@@ -68,6 +69,7 @@ else:
             "clearhead.paged_cache": "PagedKVCache",
             "clearhead.scores": "Alibi DenseBias RelativeBias ScoreFunction ScoreRule Sink SoftCap",
             "clearhead.statistics": "Observation Want",
+            "clearhead.verify.models": "verify_model",
         },
     )
     lazy_operators(
@@ -130,6 +132,7 @@ __all__ = [
     "unpack",
     "unswap",
     "verify",
+    "verify_model",
     "view",
 ]
 

@@ -17,6 +17,8 @@ from typing import Final, NamedTuple
 import torch
 
 from clearhead.environment import value_of
+from clearhead.errors import UnsupportedError
+from clearhead.torch_private import constant_when_compiled
 
 __all__ = [
     "FEATURES",
@@ -40,6 +42,7 @@ __all__ = [
     "overrides",
     "padded_keys",
     "processor",
+    "refuse_if_invariant",
     "row_for",
     "set_overrides",
 ]
@@ -239,7 +242,7 @@ _ROW_INVARIANT: Final = replace(_ROW_OF_ISA, basis="clearhead.set_invariant(True
 
 @dataclass(frozen=True, eq=False)
 class Overrides:
-    """Choices that replace those of the table, by ``clearhead.testing`` and ``set_invariant``. None replaces nothing.
+    """Choices in place of the table's, set by ``clearhead.testing`` and ``set_invariant``. None keeps the table's.
 
     Attributes:
         gemm: the path of every GEMM large enough to have a choice.
@@ -274,9 +277,40 @@ def set_overrides(new: Overrides) -> Overrides:
 
 
 def is_invariant() -> bool:
-    """Whether a sequence's bits must not depend on how it is computed."""
+    """Whether a sequence's bits must not depend on how it is computed.
+
+    Without a call of ``set_invariant`` the variable decides as it is when something first asks, since the kernels read
+    it once too. ``torch.compile`` guards on the setting that it read.
+    """
     chosen = _OVERRIDES.invariant
-    return value_of("CLEARHEAD_INVARIANT") == "1" if chosen is None else chosen
+    return _invariant_by_environment() if chosen is None else chosen
+
+
+def refuse_if_invariant(function: str, argument: str, *, got: str, then: str) -> None:
+    """Raise under ``clearhead.set_invariant(True)``, for what has no one order of sums.
+
+    Args:
+        function: the public name that was called.
+        argument: the argument that is refused.
+        got: what it is.
+        then: what the caller can do.
+
+    Raises:
+        UnsupportedError: a sequence's bits must not depend on how it is computed.
+    """
+    if is_invariant():
+        must = "have one order of sums under ch.set_invariant(True)"
+        raise UnsupportedError.about(function, argument, must=must, got=got, then=then)
+
+
+@constant_when_compiled
+def _invariant_by_environment() -> bool:
+    return _variable_of_invariance()
+
+
+@cache
+def _variable_of_invariance() -> bool:
+    return value_of("CLEARHEAD_INVARIANT") == "1"
 
 
 def processor() -> Processor:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from clearhead.choices import is_invariant
 from clearhead.masks.base import does_as
 from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
@@ -36,6 +37,7 @@ class Capability:
         gradient: whether it is differentiable.
         without_gradient: names of the statistics that it computes without a gradient; ``Want.row_weights`` may then not
             require one either. "auto" prefers another backend if the call needs gradients.
+        invariant: dtypes whose bits do not depend on how a sequence is computed under ``ch.set_invariant(True)``.
         requires: returns why it cannot run in this process at all, or None.
         also: returns further reasons against a problem, which depend on more than one field.
     """
@@ -49,6 +51,7 @@ class Capability:
     max_scores: int | None = None
     gradient: bool = True
     without_gradient: frozenset[str] = frozenset()
+    invariant: frozenset[torch.dtype] = frozenset()
     requires: Callable[[], str | None] = lambda: None
     also: Callable[[Problem], list[str]] = lambda problem: []
 
@@ -57,7 +60,16 @@ class Capability:
         missing = self.requires()
         if missing is not None:
             return [missing]
-        return self._mismatches(problem, want) or self.also(problem)
+        return self._mismatches(problem, want) or self._variant(problem) or self.also(problem)
+
+    def _variant(self, problem: Problem) -> list[str]:
+        """Why the bits may depend on how a sequence is computed, where ``ch.set_invariant`` forbids that."""
+        dtype = problem.query.dtype
+        if not is_invariant() or dtype in self.invariant:
+            return []
+        if not self.invariant:
+            return ["does not have one order of sums (ch.set_invariant)"]
+        return [f"has one order of sums in {_dtypes(self.invariant)}, not {str(dtype)[6:]} (ch.set_invariant)"]
 
     def _mismatches(self, problem: Problem, want: Want) -> list[str]:
         reasons = []
@@ -92,14 +104,19 @@ class Capability:
         return {
             "usable": self.requires() or "yes",
             "devices": _listed(self.devices) if self.devices is not None else "any",
-            "dtypes": ", ".join(str(dtype)[6:] for dtype in DTYPES if dtype in self.dtypes),
+            "dtypes": _dtypes(self.dtypes),
             "score rules": (
                 "all" if ScoreRule in self.rules else ", ".join(rule.__name__ for rule in self.rules) or "none"
             ),
             "dropout": "yes" if self.dropout else "no",
             "gradient": "yes" if self.gradient else "no",
+            "invariant": _dtypes(self.invariant) or "no",
             "statistics": "all" if self.statistics == ALL_STATISTICS else ", ".join(sorted(self.statistics)) or "none",
         }
+
+
+def _dtypes(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(str(dtype)[6:] for dtype in DTYPES if dtype in dtypes)
 
 
 def _listed(names: frozenset[str]) -> str:
@@ -128,6 +145,27 @@ class ByRows(Protocol):
         """Gradients of query, key, value and of ``learned``; ``partial`` if the rows have other keys besides.
 
         Partial rows contain no NaN and no infinity: the backend cannot know which keys they come from.
+        """
+
+    def query_gradients(
+        self, problem: Problem, rows: list[Tensor], grads: RowGrads, learned: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Gradients of the query and of ``learned``, with the bits of ``backward``, and the rows' sums.
+
+        The tensors contain no NaN and no infinity, but for the log-sum-exp of empty rows.
+        """
+
+    def row_sums(self, rows: list[Tensor], grads: RowGrads) -> Tensor:
+        """The rows' sums ``[batch, heads, q_len]`` that ``query_gradients`` gives, for more than ``KEY_TILE`` keys."""
+
+    def key_gradients(self, problem: Problem, softmax: Tensor, sums: Tensor, grad_output: Tensor) -> list[Tensor]:
+        """Gradients of key and value, with the bits of ``backward``, for tensors without NaN and infinity.
+
+        Args:
+            problem: some keys, and blocks of queries of which all are there that may attend to one of these keys.
+            softmax: the last of the rows for backward.
+            sums: the rows' sums.
+            grad_output: ``[batch, heads, q_len, value_dim]``.
         """
 
 

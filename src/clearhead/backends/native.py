@@ -24,9 +24,10 @@ from clearhead.ops.attention import (
     attend_backward,
     attend_plain,
     attend_plain_backward,
+    row_sums,
     softmax_rows,
 )
-from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES
+from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES, Side
 from clearhead.ops.library import in_memory, reason
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
@@ -129,6 +130,8 @@ def plain(
     if any(type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu for tensor in tensors):
         return None
     if scale is not None and not isinstance(scale, float):
+        return None
+    if is_invariant() and query.dtype not in BACKEND.capability.invariant:
         return None
     if query.dtype not in DTYPES or transforms() or differentiates_forward() or traces():
         return None
@@ -425,6 +428,25 @@ class _ByRows:
         computed = gradients(problem, Saved(output, lse, softmax, partial), arrived)
         return [*computed[:3], *pulled(learned, problem.rule_parameters, computed[3:])]
 
+    def query_gradients(
+        self, problem: Problem, rows: list[Tensor], grads: RowGrads, learned: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        output, lse, softmax = (part.contiguous() for part in rows)
+        problem = _lowered(problem)
+        computed = attend_backward(problem, Saved(output, lse, softmax), *grads, None, Side.QUERIES)
+        assert computed is not None
+        of_rules = [_parameter_gradient(problem, one, computed, lse) for one in problem.rule_parameters]
+        return computed.tensors[0], pulled(learned, problem.rule_parameters, of_rules), computed.delta
+
+    def row_sums(self, rows: list[Tensor], grads: RowGrads) -> Tensor:
+        return row_sums(rows[0], *grads)
+
+    def key_gradients(self, problem: Problem, softmax: Tensor, sums: Tensor, grad_output: Tensor) -> list[Tensor]:
+        saved = Saved(None, None, softmax, partial=True)
+        computed = attend_backward(_lowered(problem), saved, grad_output, -sums, None, Side.KEYS)
+        assert computed is not None
+        return computed.tensors
+
 
 BACKEND = Backend(
     name="native",
@@ -435,6 +457,7 @@ BACKEND = Backend(
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink, ScoreFunction),
         max_head_dim=MAX_HEAD_DIM,
         without_gradient=frozenset({"row_weights", "rows"}),
+        invariant=frozenset({torch.float32, torch.bfloat16}),
         requires=reason,
         also=_also,
     ),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends import reference
+from clearhead.choices import refuse_if_invariant
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 from clearhead.tensors import has_memory
@@ -45,6 +46,12 @@ def recorded_gradients(
         grads: gradients of its outputs, None for those without one.
         needs: whether each input's gradient is needed.
     """
+    refuse_if_invariant(
+        "backward",
+        "the gradient",
+        got="create_graph=True, batched gradients, forward-mode differentiation, or NaN or infinity under a mask",
+        then="Use ch.invariant(False) for this call.",
+    )
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Views, so that an input that is given twice has two gradients.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +47,9 @@ def command(
     ] = None,
     layout: Annotated[str, typer.Option(help="Of the parts under --ranks: contiguous or zigzag.")] = "contiguous",
     linear_memory: Annotated[bool, typer.Option(help="Require memory that grows linearly with the length.")] = False,
+    invariance: Annotated[
+        bool, typer.Option("--invariance", help="Try the laws of bits instead: alone, batched, chunked, decoded, ...")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Test any attention function against the laws of attention.
@@ -56,28 +60,39 @@ def command(
         clearhead conform mine.py:attention --dtype bfloat16
         clearhead conform torch.nn:MultiheadAttention --signature mha
         clearhead conform mine.py:ring_attention --ranks 2 --layout zigzag
+        clearhead conform mine.py:attention --invariance
+        clearhead conform mine.py:make_model --invariance
+
+    With --invariance a sequence must have the same bits alone, in any batch, padded, packed, prefilled in chunks and
+    decoded token by token, on any number of threads. clearhead's own functions run under ch.invariant() then. A module,
+    or a function without arguments that makes one, is tried as a whole model.
 
     A law is skipped where the function has no parameter for it, or raises NotImplementedError for it; this does not
     count as a failure.
     """
-    from clearhead.verify import Distributed, verify
+    from clearhead.verify import Distributed, verify, verify_model
     from clearhead.verify.process import undisturbed
 
     with _shown_progress() as progress, _to_stderr(), undisturbed(), _importable(target):
         function = _resolved_target(target)
-        where = ""
+        where, model = "", _model(function) if invariance else None
         if ranks is not None:
             function, where = Distributed(function, ranks=ranks, layout=layout), f" on {ranks} ranks, {layout}"  # type: ignore[arg-type]
-        report = verify(
-            function,
-            signature=signature,
-            dtype=_dtype(dtype),
-            device=_device(device),
-            laws=laws or None,
-            examples=examples,
-            linear_memory=linear_memory,
-            name=target + where,
-            progress=progress,
+        report = (
+            verify_model(model, name=target, progress=progress)
+            if model is not None
+            else verify(
+                function,
+                signature=signature,
+                dtype=_dtype(dtype),
+                device=_device(device),
+                laws=laws or None,
+                examples=examples,
+                linear_memory=linear_memory,
+                invariance=invariance,
+                name=target + where,
+                progress=progress,
+            )
         )
     if as_json:
         typer.echo(report.to_json())
@@ -85,6 +100,22 @@ def command(
         _print(report)
     if not report.ok:
         raise typer.Exit(_BROKEN)
+
+
+def _model(target: Callable[..., Any]) -> torch.nn.Module | None:
+    """The model that the target is, or that it makes without arguments; None for an attention function."""
+    from torch import nn
+
+    if isinstance(target, nn.Module):
+        return target
+    try:
+        needed = [one for one in inspect.signature(target).parameters.values() if one.default is one.empty]
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in needed):
+        return None
+    made = target()
+    return made if isinstance(made, nn.Module) else None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from clearhead.arguments import repr_of
+from clearhead.choices import is_invariant, refuse_if_invariant
 from clearhead.distributed.call import Request, ShardedCall
 from clearhead.distributed.gather import gather_attention, observe_gathered
 from clearhead.distributed.heads import observe_by_heads
@@ -184,7 +185,7 @@ def _method(call: ShardedCall, request: Request) -> str:
     if method not in METHODS:
         reason, then = f"be one of {', '.join(map(repr, METHODS))}", "'auto' chooses."
     elif method == "auto":
-        method = "heads" if enough_heads else "gather" if others else "ring"
+        method = "heads" if enough_heads else "gather" if others or is_invariant() else "ring"
         reason = ""
     elif method == "heads" and not enough_heads:
         reason, then = f"be one for {whole.num_kv_heads} key heads on {ranks} ranks", "Use method='ring'."
@@ -192,6 +193,10 @@ def _method(call: ShardedCall, request: Request) -> str:
         reason, then = f"be one that computes {', '.join(sorted(others))}", "Use method='heads' or 'gather'."
     else:
         reason = ""
+    if not reason and method == "ring":
+        refuse_if_invariant(
+            request.function, "method", got="'ring', whose sums depend on the ranks", then="Use 'gather' or 'heads'."
+        )
     if not reason and method == "gather" and others and whole.needs_gradient:
         reason, then = "be one that differentiates statistics", "Use method='heads', or torch.no_grad()."
     if reason:

@@ -10,6 +10,7 @@ from typing import Final
 from torch.library import Library
 
 from clearhead.arguments import flag
+from clearhead.choices import refuse_if_invariant
 from clearhead.errors import UnsupportedError
 from clearhead.integrations.aten.attention import ATTENTION
 from clearhead.integrations.aten.kernel import register
@@ -102,6 +103,13 @@ def accelerate(enabled: bool = True, *, attention: bool = True, linear: bool = T
     if enabled and reason() is not None:
         raise UnsupportedError.about(
             "accelerate", "the CPU kernels", must="be available", got=str(reason()), then="See 'clearhead doctor'."
+        )
+    if enabled:
+        refuse_if_invariant(
+            "accelerate",
+            "enabled",
+            got="True, with small calls left to torch",
+            then="Use ch.swap.",
         )
     parts = parts if enabled else _Parts()
     return Acceleration(parts, _apply(parts))

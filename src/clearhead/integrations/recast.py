@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
+from clearhead.invariance import eager_if_invariant
+
 __all__ = ["Fast", "class_of", "fast_of", "original_of", "recast", "replacement", "stands_for"]
 
 
@@ -49,6 +51,7 @@ def replacement(original: type[nn.Module], fast: Fast, **attributes: object) -> 
     if ours is None:
         theirs = original.forward
 
+        @eager_if_invariant
         @functools.wraps(theirs)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = None if torch.compiler.is_compiling() else fast(self, args, kwargs)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-__all__ = ["BEFORE", "How", "SwapReport", "SwapRow"]
+__all__ = ["BEFORE", "OUTSIDE", "How", "SwapReport", "SwapRow"]
 
 How = Literal["fused", "native", "left"]
 
 #: The reason of a row for a module that an earlier ``swap`` replaced.
 BEFORE: Final = "swapped before"
+#: The reason of a row for a module whose bits torch decides, while ``ch.set_invariant(True)`` is on.
+OUTSIDE: Final = "outside the promise of ch.set_invariant: torch computes it"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class SwapReport:
     def left(self) -> tuple[SwapRow, ...]:
         """Modules that attend, or contain some that do, and did not change."""
         return tuple(row for row in self.rows if row.how == "left")
+
+    @property
+    def outside(self) -> tuple[SwapRow, ...]:
+        """Modules whose bits torch decides although ``ch.set_invariant(True)`` was on in ``swap``; else empty."""
+        return tuple(row for row in self.rows if row.reason.startswith(OUTSIDE))
 
     @property
     def before(self) -> tuple[SwapRow, ...]:

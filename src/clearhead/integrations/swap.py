@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from clearhead.arguments import flag
+from clearhead.choices import is_invariant
 from clearhead.errors import UnsupportedError
 from clearhead.integrations.recast import class_of, fast_of, original_of, recast
-from clearhead.integrations.report import BEFORE, SwapReport, SwapRow
+from clearhead.integrations.report import BEFORE, OUTSIDE, SwapReport, SwapRow
 from clearhead.integrations.torch.attention import SwappedMultiheadAttention
 from clearhead.integrations.torch.layers import (
     ATTENTIONS,
@@ -68,6 +69,9 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     where the table of processors names it for float32 or bfloat16 on the CPU. Each call is decided by its size, so
     small ones go to torch. Layers with fewer than 2^14 weights, subclasses, parametrized layers and layers on other
     devices or of other dtypes are left; swap again after the model has moved.
+
+    Under ``ch.set_invariant(True)`` linear layers and parts of any size are replaced, and the report has a row for each
+    module that torch computes, whose bits may depend on the batch (``report.outside``).
 
     Three things differ, where torch is undefined or disagrees with itself: a query that may attend to nothing gives
     0 and not NaN; the output of a ``TransformerEncoder`` at padding is 0, in training too; and ``is_causal=True``
@@ -125,6 +129,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
             for name, module in _swapped_linears(model)
         ]
         rows += _left_linears([(name, module) for name, module, gain in gains if gain is False and module in alone])
+        if is_invariant():
+            rows = _outside_promise(model, rows)
         for module in model.modules():
             if hasattr(type(module), "leaves_padding_out"):
                 vars(module).pop("leaves_padding_out", None)
@@ -173,6 +179,33 @@ def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:
     name, module = left[0]
     why = choice("forward", module.weight.dtype).reason
     return [SwapRow(name, "Linear", "left", None, f"torch's GEMM is as fast for {len(left)} of them ({why})")]
+
+
+#: Modules of torch that compute by element, by row or not at all, in one order whatever the batch is.
+_ONE_ORDER: Final = (
+    *(nn.Identity, nn.Dropout, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.Tanh, nn.Flatten, nn.Unflatten),
+    *(nn.ModuleList, nn.ModuleDict, nn.Sequential),
+)
+#: Files of modules that compute without parameters. Torch's GELU, SiLU and others round the last elements of a tensor
+#: otherwise than those before them.
+_COMPUTE: Final = ("torch.nn.", "transformers.activations")
+
+
+def _outside_promise(model: nn.Module, rows: Sequence[SwapRow]) -> list[SwapRow]:
+    """The rows, and one for each other module that computes by itself and is not replaced: torch decides its bits."""
+    named = [
+        replace(row, reason=f"{OUTSIDE}; {row.reason}" if row.reason else OUTSIDE) if row.how == "left" else row
+        for row in rows
+    ]
+    listed = {row.path for row in rows}
+    for name, module in _outside_layers(model):
+        kind = class_of(module)
+        if name in listed or original_of(kind) is not None or next(module.children(), None) is not None:
+            continue
+        computes = next(module.parameters(), None) is not None or kind.__module__.startswith(_COMPUTE)
+        if computes and kind not in _ONE_ORDER and not kind.__module__.startswith("clearhead."):
+            named.append(SwapRow(name, kind.__name__, "left", None, OUTSIDE))
+    return named
 
 
 def _swapped_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:

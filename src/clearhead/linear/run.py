@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.containment import without_autocast
+from clearhead.choices import refuse_if_invariant
 from clearhead.linear.check import (
     check_chunk,
     check_features,
@@ -77,6 +78,12 @@ def run(
         check_state(member.function, state, shape, call.key, normalized=member.normalized)
     execution = Execution(
         function=member.function, causal=sequences.causal, form=form, chunk=chunk_size, features=features
+    )
+    refuse_if_invariant(
+        member.function,
+        "query",
+        got="a state that chunks update, whose boundaries depend on the call",
+        then="Use softmax attention, or ch.invariant(False) for this call.",
     )
     with without_autocast(key.device.type):
         if sequences.ids is not None:

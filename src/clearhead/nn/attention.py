@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from clearhead.arguments import FARTHEST, flag, probability, whole
 from clearhead.cache import KVCache, check_cache, count_appended, restored_on_error
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.cache_view import CacheView, cache_view
 from clearhead.nn.checks import positive, sources_of
@@ -115,6 +116,7 @@ class MultiHeadAttention(nn.Module):
         self.output_projection = Linear(self.num_heads * self.head_dim, self.embed_dim, bias=bias) if mixed else None
         self.scores = RuleList(_NAME, scores)
 
+    @eager_if_invariant
     @takes_jagged(JaggedCall(masks={"mask": ("query", "key")}, attentions=lambda module: [module]))
     def forward(
         self,

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from clearhead.arguments import flag, probability
 from clearhead.cache import KVCache, count_appended, restored_on_error
 from clearhead.errors import ShapeError
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.cache_view import CacheView
@@ -20,7 +21,7 @@ from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
-from clearhead.nn.fused import fused_layers, norm_of, of_parts
+from clearhead.nn.fused import apply_norm, fused_layers, norm_of, of_parts, takes_parts
 from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
 from clearhead.nn.reading import cached_reading
@@ -64,7 +65,7 @@ class Block(nn.Module):
         views = None if stack is None else cache_views(self, tokens, caches)
         # A memory that a cache holds is not read again.
         read = tokens[:1] if views and views[-1] is not None else tokens
-        looked_at = watched() or any(map(is_hooked, parts))
+        looked_at = watched() or takes_parts() or any(map(is_hooked, parts))
         if stack is not None and views is not None and not looked_at:
             output = fused_layers(read, stack, masks, views)
             if output is not None:
@@ -112,9 +113,8 @@ class Block(nn.Module):
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``x + sublayer(norm(x))`` before the norm, ``norm(x + sublayer(x))`` after it."""
         if self.norm_first:
-            return plus_dropped(x, self.residual_dropout, sublayer(norm(x)))
-        added: Tensor = norm(plus_dropped(x, self.residual_dropout, sublayer(x)))
-        return added
+            return plus_dropped(x, self.residual_dropout, sublayer(apply_norm(norm, x)))
+        return apply_norm(norm, plus_dropped(x, self.residual_dropout, sublayer(x)))
 
     def _maybe_recomputed(self, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Run; with activation checkpointing, save only the inputs for backward."""
@@ -196,6 +196,7 @@ class EncoderBlock(Block):
         self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
+    @eager_if_invariant
     @takes_jagged(JaggedCall(masks={"mask": ("x", "x")}, attentions=lambda block: [block.attention]))
     def forward(
         self, x: Float[Tensor, "*batch len embed_dim"], *, mask: Mask | None = None
@@ -292,6 +293,7 @@ class DecoderBlock(Block):
         self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
+    @eager_if_invariant
     @takes_jagged(
         JaggedCall(
             masks={"mask": ("x", "x"), "memory_mask": ("x", "memory")}, attentions=lambda block: [block.attention]

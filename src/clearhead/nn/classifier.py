@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from clearhead.arguments import one_of, probability, whole
 from clearhead.choices import is_invariant
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.checks import positive
@@ -100,6 +101,7 @@ class SequenceClassifier(nn.Module):
         """The longest sequence that the positions allow."""
         return self.embedding.max_len
 
+    @eager_if_invariant
     def forward(
         self,
         ids: Int[Tensor, "batch len"],

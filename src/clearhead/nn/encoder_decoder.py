@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from clearhead.arguments import flag
 from clearhead.errors import ShapeError
+from clearhead.invariance import eager_if_invariant
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
@@ -92,6 +93,7 @@ class EncoderDecoder(nn.Module):
         """An empty cache for decoding one batch."""
         return self.decoder.new_cache()
 
+    @eager_if_invariant
     def forward(
         self,
         source: Int[Tensor, "batch source_len"],
@@ -168,7 +170,8 @@ class EncoderDecoder(nn.Module):
             source_lengths: int ``[batch]``, real source tokens.
             temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
             top_k: draw among this many likeliest tokens; by default among all.
-            seed: makes the result reproducible; by default torch's own generator.
+            seed: makes the result reproducible; by default one is drawn from torch's generator. Random numbers belong
+                to the seed, the source and the step: the other sources of the call do not change a target.
             stop: a token id after which a target is filled up with it.
             cached: use KV caches of earlier tokens. Without them the result is the same, slower.
 
@@ -188,7 +191,7 @@ class EncoderDecoder(nn.Module):
                 got=max_new_tokens,
                 then="Ask for fewer, or build the model with a larger max_len.",
             )
-        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=source.device)
+        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
         start = as_token(name, "start", start)
         stop = None if stop is None else as_token(name, "stop", stop)
         cache = self.new_cache() if flag(name, "cached", cached) else None
@@ -201,7 +204,9 @@ class EncoderDecoder(nn.Module):
                 new = ids if cache is None else ids[:, cache.length :]
                 return self.decode(new, memory, source_lengths=source_lengths, cache=cache)[:, -1]
 
-            return extend(target, max_new_tokens, next_logits, sampler, stop)
+            lengths = [source.shape[1]] * len(source) if source_lengths is None else [*map(int, source_lengths)]
+            prompts = (row[:length] for row, length in zip(source, lengths, strict=True))
+            return extend(target, max_new_tokens, next_logits, sampler, stop, prompts)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""

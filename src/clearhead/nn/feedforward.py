@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from clearhead.arguments import flag, one_of, probability
+from clearhead.invariance import eager_if_invariant
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.jagged import JaggedCall, takes_jagged
@@ -72,6 +73,7 @@ class FeedForward(nn.Module):
         self.dropout = Dropout(probability(name, "dropout", dropout))
         self.contract = Linear(width, self.embed_dim, bias=bias)
 
+    @eager_if_invariant
     @takes_jagged(JaggedCall())
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token, which may be one of a jagged tensor, through the layers."""

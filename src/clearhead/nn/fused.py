@@ -40,7 +40,7 @@ from clearhead.statistics import Want
 from clearhead.torch_private import is_hooked, modules_are_hooked
 from clearhead.watch import watched
 
-__all__ = ["apply_norm", "fused_attention", "fused_layers", "is_fused_attention", "norm_of", "of_parts"]
+__all__ = ["apply_norm", "fused_attention", "fused_layers", "is_fused_attention", "norm_of", "of_parts", "takes_parts"]
 
 _FUNCTION: Final = "attention"
 _NOTHING: Final = Want()
@@ -182,7 +182,9 @@ def of_parts(
     Returns:
         ``[batch, len, width]``; None where ``fused_layers`` would not take the layer.
     """
-    if not _may_fuse(tokens) or _attended_by_layers(tokens, stack, _learns(tokens, stack), masks, caches) is None:
+    if not (_is_batch(tokens) and (overrides().fused is not False or is_invariant())):
+        return None
+    if _attended_by_layers(tokens, stack, _learns(tokens, stack), masks, caches) is None:
         return None
     (parts,) = stack.layers
     x = like = tokens[0]
@@ -208,9 +210,20 @@ def of_parts(
 
 
 def _may_fuse(tokens: Tokens) -> bool:
+    """Whether layers may be fused, and the tokens are a batch."""
+    return overrides().fused is not False and _is_batch(tokens)
+
+
+def takes_parts() -> bool:
+    """Whether layers run op by op with the bits of fused ones, without an observer.
+
+    The test helper ``forbid_fused`` asks for that under ``set_invariant(True)``; else torch's norms are part of it.
+    """
+    return overrides().fused is False and is_invariant()
+
+
+def _is_batch(tokens: Tokens) -> bool:
     """Whether no compiler runs, no global module hook is set, and the tokens are a batch."""
-    if overrides().fused is False:
-        return False
     if torch.compiler.is_compiling() or modules_are_hooked():
         return False
     return all(each.dim() == 3 and 0 not in each.shape and len(each) == len(tokens[0]) for each in tokens)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Final
 
 import torch
@@ -20,24 +22,26 @@ __all__ = ["Sampler", "as_token", "check_prompt", "evaluating", "extend"]
 
 #: Temperature below which only the likeliest token has weight, and the division would overflow.
 _COLDEST: Final = 1e-30
+#: Bytes of a sequence's key, and of a drawn number, which float64 holds.
+_KEY_BYTES, _DRAWN_BYTES = 16, 6
 
 
 class Sampler:
-    """Draws the next token of each sequence.
+    """Draws the next token of each sequence, by a number that belongs to (seed, sequence, step).
+
+    A sequence's number does not depend on the batch: it is that of its prompt, and of how many equal prompts come
+    before it. So a prompt is continued alike alone, in any batch, and whatever ends earlier.
 
     Args:
         temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
         top_k: draw among this many likeliest tokens; by default among all.
-        seed: makes the draw reproducible; by default torch's own generator.
-        device: where the logits will be.
+        seed: makes the draw reproducible; by default one is drawn from torch's generator.
 
     Raises:
         ShapeError: a negative temperature, or a ``top_k`` below 1.
     """
 
-    def __init__(
-        self, function: str, *, temperature: float, top_k: int | None, seed: int | None, device: torch.device
-    ) -> None:
+    def __init__(self, function: str, *, temperature: float, top_k: int | None, seed: int | None) -> None:
         warmth = number(
             function,
             "temperature",
@@ -49,11 +53,31 @@ class Sampler:
         self.function = function
         self.temperature = 0.0 if warmth < _COLDEST else warmth
         self.top_k = None if top_k is None else whole(function, "top_k", top_k, low=1, then="None keeps all.")
-        chosen = None if seed is None else seed_of(function, seed)
-        self.generator = None if chosen is None else torch.Generator(device=device).manual_seed(chosen)
+        self.seed = None if seed is None else seed_of(function, seed)
 
-    def draw(self, logits: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, "batch 1"]:
+    def sequences(self, prompts: Iterable[Int[Tensor, " len"]]) -> list[bytes]:
+        """The key of each sequence: of the seed, its prompt, and the number of equal prompts before it."""
+        if self.temperature == 0.0:
+            return [b"" for _ in prompts]
+        seed = int(torch.randint(2**62, ())) if self.seed is None else self.seed
+        earlier: Counter[bytes] = Counter()
+        keys = []
+        for prompt in prompts:
+            tokens = b"".join(token.to_bytes(8, "little", signed=True) for token in prompt.tolist())
+            place = (seed.to_bytes(8, "little"), earlier[tokens].to_bytes(8, "little"))
+            keys.append(blake2b(b"".join((*place, tokens)), digest_size=_KEY_BYTES).digest())
+            earlier[tokens] += 1
+        return keys
+
+    def draw(
+        self, logits: Float[Tensor, "batch vocab_size"], sequences: Sequence[bytes], steps: Sequence[int]
+    ) -> Int[Tensor, "batch 1"]:
         """One token id for each row.
+
+        Args:
+            logits: ``[batch, vocab_size]``.
+            sequences: the key of each row's sequence.
+            steps: how many tokens were drawn for it before.
 
         Raises:
             ShapeError: the largest logit of a row is NaN or infinite.
@@ -69,7 +93,12 @@ class Sampler:
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
-        return torch.multinomial(logits.softmax(dim=-1), 1, generator=self.generator)
+        # On the CPU, in float64, the cumulative sums are the same for every batch and device.
+        sums = logits.softmax(dim=-1).to(device="cpu", dtype=torch.float64).cumsum(dim=-1)
+        drawn = torch.tensor([_uniform(key, step) for key, step in zip(sequences, steps, strict=True)])
+        # The first token whose sum is larger: never one without weight.
+        token = torch.searchsorted(sums, drawn[:, None].to(torch.float64) * sums[:, -1:], right=True)
+        return token.to(logits.device)
 
     def _check(self, largest: Float[Tensor, "batch 1"]) -> None:
         """Raise if the largest logit of a row is NaN or infinite."""
@@ -77,6 +106,12 @@ class Sampler:
         if not math.isfinite(total):
             must, then = "be finite", "Look for NaN in the model's weights: its training may have diverged."
             raise ShapeError.about(self.function, "logits", must=must, got=repr(total), then=then)
+
+
+def _uniform(sequence: bytes, step: int) -> float:
+    """The number of a sequence's step, from 0 to below 1."""
+    digest = blake2b(step.to_bytes(8, "little"), key=sequence, digest_size=_DRAWN_BYTES).digest()
+    return int.from_bytes(digest, "little") / 2.0 ** (8 * _DRAWN_BYTES)
 
 
 @contextmanager
@@ -98,12 +133,17 @@ def extend(
     next_logits: Callable[[Tensor], Tensor],
     sampler: Sampler,
     stop: int | None,
+    prompts: Iterable[Int[Tensor, " len"]] | None = None,
 ) -> Int[Tensor, "batch longer"]:
-    """Append tokens one at a time; a sequence that has drawn ``stop`` is filled up with it."""
+    """Append tokens one at a time; a sequence that has drawn ``stop`` is filled up with it.
+
+    ``prompts`` are those to which the sampler's numbers belong, by default the rows of ``ids``.
+    """
     ids = widened(ids)
+    sequences = sampler.sequences(ids if prompts is None else prompts)
     done = torch.zeros(ids.shape[0], 1, dtype=torch.bool, device=ids.device)
-    for _ in range(max_new_tokens):
-        drawn = sampler.draw(next_logits(ids)).to(ids.dtype)
+    for step in range(max_new_tokens):
+        drawn = sampler.draw(next_logits(ids), sequences, [step] * len(sequences)).to(ids.dtype)
         if stop is not None:
             drawn = drawn.masked_fill(done, stop)
             done = done | (drawn == stop)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from clearhead.arguments import flag, repr_of
 from clearhead.cache import in_one_thread
 from clearhead.errors import ShapeError
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, widened
@@ -118,6 +119,7 @@ class LanguageModel(nn.Module):
         """
         return self.decoder.new_paged_cache(num_blocks, block_size=block_size, dtype=dtype)
 
+    @eager_if_invariant
     def forward(
         self,
         ids: Int[Tensor, "batch len"],
@@ -233,7 +235,9 @@ class LanguageModel(nn.Module):
             max_new_tokens: how many tokens to add.
             temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
             top_k: draw among this many likeliest tokens; by default among all.
-            seed: makes the result reproducible; by default torch's own generator.
+            seed: makes the result reproducible; by default one is drawn from torch's generator. Random numbers belong
+                to the seed, the prompt and the step: the other prompts of the call do not change a continuation.
+                Equal prompts get different ones.
             stop: a token id after which a sequence is filled up with it.
             cached: use KV caches of earlier tokens. Without them the result is the same, slower.
             cache: the paged cache of a list of prompts; by default one with blocks for all of them.
@@ -265,7 +269,7 @@ class LanguageModel(nn.Module):
                 name, "cache", must="come with a list of prompts", got="ids in one tensor", then="Pass list(ids)."
             )
         max_new_tokens = check_prompt(name, "ids", ids, max_new_tokens)
-        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=ids.device)
+        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
         stop = None if stop is None else as_token(name, "stop", stop)
         memory = self.new_cache() if flag(name, "cached", cached) else None
 
@@ -291,8 +295,7 @@ class LanguageModel(nn.Module):
                 name, "ids", must=f"be at most {self.max_len} tokens long with the new ones (max_len)", got=longest,
                 then="Cut the prompts, or continue them one by one.",
             )  # fmt: skip
-        device = self.head.weight.device
-        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=device)
+        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
         stop = None if stop is None else as_token(name, "stop", stop)
         if cache is None:
             # The last new token is not read, so it needs no place.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from clearhead.invariance import eager_if_invariant
 from clearhead.projection import Layer, check_variable, project, project_each
 from clearhead.shapes import Float
 from clearhead.torch_private import is_hooked, modules_are_hooked, parameters_of
@@ -48,6 +49,7 @@ class Linear(nn.Linear):
         check_variable()
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
 
+    @eager_if_invariant
     def forward(self, input: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """``input @ weight^T + bias``."""
         return project(input, self.weight, self.bias)

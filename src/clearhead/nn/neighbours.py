@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from clearhead.invariance import eager_if_invariant
 from clearhead.nn.checks import positive
 from clearhead.nn.linear import Linear
 from clearhead.shapes import Float, Int
@@ -35,6 +36,7 @@ class NeighbourMixing(nn.Module):
         embed_dim = positive("NeighbourMixing", "embed_dim", embed_dim)
         self.mix = Linear((2 * self.reach + 1) * embed_dim, embed_dim)
 
+    @eager_if_invariant
     def forward(
         self, x: Float[Tensor, "batch len embed_dim"], places: Int[Tensor, "#batch len"]
     ) -> Float[Tensor, "batch len embed_dim"]:

@@ -29,6 +29,7 @@ class _Request:
     place: int
     prompt: Int[Tensor, " len"]
     blocks: int
+    key: bytes
     sequence: int = -1
     drawn: list[int] = field(default_factory=list)
 
@@ -53,7 +54,8 @@ def extend_each(
         stop: a token id that ends a sequence.
         cache: holds the sequences meanwhile; none of them is left in it.
     """
-    waiting = deque(_requests(function, prompts, max_new_tokens, cache))
+    keys = sampler.sequences(prompts)
+    waiting = deque(_requests(function, prompts, keys, max_new_tokens, cache))
     done: list[Tensor] = [*prompts]
     active: list[_Request] = []
     try:
@@ -76,16 +78,18 @@ def extend_each(
     return done
 
 
-def _requests(function: str, prompts: Sequence[Tensor], max_new_tokens: int, cache: PagedKVCache) -> list[_Request]:
+def _requests(
+    function: str, prompts: Sequence[Tensor], keys: Sequence[bytes], max_new_tokens: int, cache: PagedKVCache
+) -> list[_Request]:
     requests = []
-    for place, prompt in enumerate(prompts):
+    for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
         blocks = -(-(len(prompt) + max_new_tokens) // cache.block_size)
         if blocks > cache.free_blocks:
             raise CacheFullError.about(
                 function, "cache", must=f"have {blocks} free blocks for prompt {place} and its new tokens",
                 got=cache.free_blocks, then="Make the cache with more num_blocks, or remove its sequences.",
             )  # fmt: skip
-        requests.append(_Request(place, prompt, blocks))
+        requests.append(_Request(place, prompt, blocks, key))
     return requests
 
 
@@ -121,7 +125,8 @@ def _advance(
     counts = {request.sequence: len(part) for request, part in zip(requests, tokens, strict=True)}
     try:
         with cache.extend(counts) as step:
-            drawn = sampler.draw(next_logits(torch.cat([*tokens]), step))
+            logits = next_logits(torch.cat([*tokens]), step)
+            drawn = sampler.draw(logits, [each.key for each in requests], [len(each.drawn) for each in requests])
     except BaseException:
         for request in fresh:
             cache.remove(request.sequence)

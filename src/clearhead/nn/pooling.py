@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from clearhead.choices import is_invariant
 from clearhead.nn.part import SequencePart
 from clearhead.shapes import Float, Int
 
@@ -41,11 +42,18 @@ def pool(
     parts = []
     if kind in ("mean", "mean_max"):
         count = length if lengths is None else lengths.to(x.device).clamp(min=1)[:, None]
-        total = x.sum(dim=1, dtype=torch.float32 if x.dtype != torch.float64 else None)
+        total = _sum(x)
         parts.append(((total if sequence is None else sequence.gathered(total).sum(dim=0)) / count).to(x.dtype))
     if kind in ("max", "mean_max"):
         parts.append(_largest(x, lengths, sequence))
     return torch.cat(parts, dim=-1)
+
+
+def _sum(x: Float[Tensor, "batch len dim"]) -> Float[Tensor, "batch dim"]:
+    """The sum over tokens, in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # A cumulative sum adds in the order of tokens; the order of a sum depends on how many there are, with padding.
+    return wide.cumsum(dim=1)[:, -1] if is_invariant() and x.shape[1] else wide.sum(dim=1)
 
 
 def _padded_to_one(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from clearhead.arguments import flag
 from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.batch_layout import BatchLayout, Lengths
@@ -85,6 +86,7 @@ class Encoder(nn.Module):
         )  # fmt: skip
         self.norm = _last_norm(self.blocks, norm)
 
+    @eager_if_invariant
     @takes_jagged(JaggedCall(masks={"mask": ("x", "x")}, attentions=lambda encoder: _attentions(encoder.blocks)))
     def forward(
         self,
@@ -287,6 +289,7 @@ class Decoder(nn.Module):
         layers = [KVCache() for _ in self.blocks]
         return DecoderCache(layers, [KVCache() for _ in self.blocks] if self.cross_attention else [])
 
+    @eager_if_invariant
     @takes_jagged(
         JaggedCall(
             masks={"mask": ("x", "x")},

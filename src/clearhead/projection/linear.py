@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead import choices as table
+from clearhead.errors import UnsupportedError
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term, flat
-from clearhead.projection.selection import DTYPES, choice, large_enough, path_for, takes_small
+from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
 from clearhead.sequence_sums import TreeSum
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
@@ -35,6 +36,9 @@ def project(
     weight is. All other calls, and all under ``torch.compile``, ``torch.export``, autocast or ``torch.func``, are
     ``torch.nn.functional.linear``. Backward's GEMMs have the same choice; with ``create_graph=True`` they are torch's.
 
+    In invariant mode (``clearhead.set_invariant``) the kernels compute every call on float32, bfloat16 and float16 CPU
+    tensors: each output row, and each row of the gradient of ``x``, has the same bits alone and among any other rows.
+
     Args:
         x: ``[*batch, in]``.
         weight: ``[out, in]``.
@@ -45,7 +49,9 @@ def project(
         ``[*batch, out]``.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available; or, in invariant mode,
+            autocast or a transform of ``torch.func`` is active, a path other than the kernels' is named, or the kernels
+            are not installed.
 
     Cost: ``2 * rows * in * out`` operations, three times that with backward.
 
@@ -55,6 +61,7 @@ def project(
             [2., 2., 2.]])
     """
     if path is None and not has_choice(x, weight, bias):
+        _refuse_variant(x, weight, bias)
         return F.linear(x, weight, bias)
     if _needs_gradient(x, weight, bias):
         (projected,) = _Projections.apply(path, x, weight, bias)  # type: ignore[no-untyped-call]
@@ -100,6 +107,23 @@ def project_each(
     return projected
 
 
+def _refuse_variant(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise under ``set_invariant(True)`` if torch's GEMM would compute elements that the kernels could not."""
+    # Wrong shapes raise in torch; without elements there is no sum.
+    if not table.is_invariant() or x.is_meta or x.numel() == 0 or weight.dim() != 2:
+        return
+    parts = [part for part in (x, weight, bias) if part is not None]
+    if torch.compiler.is_compiling() or traces():
+        got = "a graph that is traced"
+    elif watched():
+        got = "a call under autocast, a transform of torch.func or a dispatch mode"
+    elif x.dim() > 0 and all(map(_plain, parts)):
+        return
+    else:
+        got = ", ".join(sorted({f"{type(part).__name__} of {str(part.dtype)[6:]} on {part.device}" for part in parts}))
+    table.refuse_if_invariant("project", "x", got=got, then="Use plain float32 or bfloat16 tensors on the CPU.")
+
+
 class _Projections(torch.autograd.Function):
     """Linear layers that read one input: a path or None, ``x``, then a weight and a bias or None for each."""
 
@@ -121,7 +145,15 @@ class _Projections(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         _, needs_x, *needs = ctx.needs_input_grad
         arrived = [grad for grad in grads if grad is not None]
-        path = TORCH if recorded(*arrived) else ctx.path
+        path = ctx.path
+        if recorded(*arrived):
+            table.refuse_if_invariant(
+                "backward",
+                "the gradient",
+                got="a differentiable or batched one",
+                then="Use ch.invariant(False).",
+            )
+            path = TORCH
         layer_grads: list[Tensor | None] = []
         for place, grad in enumerate(grads):
             needs_weight, needs_bias = needs[2 * place : 2 * place + 2]
@@ -208,7 +240,13 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if not _plain(x) or x.dim() == 0:
         return False
-    return is_layer(weight, bias, x.shape[-1], x.dtype) and not watched()
+    if not is_layer(weight, bias, x.shape[-1], x.dtype):
+        return False
+    if table.is_invariant() and watched():
+        must, then = "be off in invariant mode", "Leave them, or call clearhead.set_invariant(False)."
+        got = "autocast" if torch.is_autocast_enabled("cpu") else "a transform"
+        raise UnsupportedError.about("project", "autocast and transforms of torch.func", must=must, got=got, then=then)
+    return not watched()
 
 
 def _needs_gradient(*parts: Tensor | None) -> bool:
@@ -252,7 +290,7 @@ def _plain(tensor: Tensor) -> bool:
     """Whether a tensor has a dtype with a choice of paths, is on the CPU, strided, and no subclass."""
     return (
         type(tensor) in _TYPES
-        and tensor.dtype in DTYPES
+        and has_paths(tensor.dtype)
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -265,7 +303,10 @@ def unrecorded() -> bool:
 
 
 def watched() -> bool:
-    """Whether autocast, a mode or a transform is active, or oneDNN is disabled."""
+    """Whether autocast, a mode or a transform is active, or oneDNN is disabled. In invariant mode operators run under
+    modes too, since torch's add in another order."""
+    if table.is_invariant():
+        return torch.is_autocast_enabled("cpu") or transforms() or differentiates_forward()
     return torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled or not unlooked()
 
 

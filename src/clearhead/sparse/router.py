@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from clearhead.arguments import flag, whole
 from clearhead.backends.containment import without_autocast
+from clearhead.choices import refuse_if_invariant
 from clearhead.errors import ShapeError
 from clearhead.masks import Blocks, Causal, Mask
 from clearhead.problem import Problem
@@ -104,6 +105,9 @@ def routed(
         raise ShapeError.about(
             _NAME, "first", must=f"be less than keep {keep}", got=first, then="The query's own block is included too."
         )
+    refuse_if_invariant(
+        _NAME, "keep", got=f"{keep}: torch computes the scores", then="Use a fixed pattern, or ch.invariant(False)."
+    )
     # Autocast would round the scores to 16 bits, and the choice would change.
     with torch.no_grad(), without_autocast(problem.query.device.type):
         table = _table(problem, keep, size, causal, first)

@@ -14,6 +14,7 @@ from clearhead.arguments import whole
 from clearhead.backends.backward_reads import backward_reads
 from clearhead.backends.containment import without_autocast
 from clearhead.backends.recorded import is_recorded, recorded_gradients, with_learned
+from clearhead.choices import refuse_if_invariant
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
@@ -105,6 +106,7 @@ def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
             got="a transform such as vmap or grad",
             then="Give batches as the first axis, and differentiate with torch.autograd.",
         )
+    refuse_if_invariant(_NAME, "k", got=f"{k}: torch computes the scores", then="Use a mask, or ch.invariant(False).")
     chosen = _choose(problem, min(k, problem.k_len), backend)
     read = backward_reads(problem).tensors if torch.is_grad_enabled() else []
     output: Tensor = _TopK.apply(  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ def stream(
         must, then = "be at least 1", "Choose another value."
         raise ShapeError.about(function, "max_new_tokens", must=must, got=max_new_tokens, then=then)
     device = next(run.model.parameters()).device
-    sampler = Sampler(function, temperature=temperature, top_k=top_k, seed=seed, device=device)
+    sampler = Sampler(function, temperature=temperature, top_k=top_k, seed=seed)
     ids = torch.tensor([run.encode(prompt)], device=device)
     return _pieces(run, ids, max_new_tokens, sampler)
 
@@ -48,13 +48,14 @@ def _pieces(run: Run, ids: Tensor, max_new_tokens: int, sampler: Sampler) -> Ite
     cache = model.new_cache()
     added: list[int] = []
     given = ""
+    sequences = sampler.sequences(ids)
     with evaluating(model):
         for _ in range(max_new_tokens):
             if ids.shape[1] > model.max_len:  # positions shift, so cached keys are invalid
                 logits = model(ids[:, -model.max_len :])
             else:
                 logits = model(ids[:, cache.length :], cache=cache)
-            drawn = sampler.draw(logits[:, -1])
+            drawn = sampler.draw(logits[:, -1], sequences, [len(added)])
             ids = torch.cat([ids, drawn], dim=1)
             added.append(int(drawn))
             text = run.tokenizer.decode(added)

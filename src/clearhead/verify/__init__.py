@@ -8,11 +8,21 @@ import sys
 from types import ModuleType
 
 from clearhead.verify.distributed import Distributed
+from clearhead.verify.models import model_law_names, verify_model
 from clearhead.verify.report import Finding, Report
 from clearhead.verify.signatures import SIGNATURES
 from clearhead.verify.suite import law_names, verify
 
-__all__ = ["SIGNATURES", "Distributed", "Finding", "Report", "law_names", "verify"]
+__all__ = [
+    "SIGNATURES",
+    "Distributed",
+    "Finding",
+    "Report",
+    "law_names",
+    "model_law_names",
+    "verify",
+    "verify_model",
+]
 
 
 class _VerifyModule(ModuleType):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
 import textwrap
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any, Literal
+
+import torch
 
 from clearhead.verify.case import Case
 
-__all__ = ["Finding", "Report", "Status"]
+__all__ = ["Finding", "Report", "Status", "versions"]
 
 Status = Literal["holds", "fails", "does not apply"]
 
@@ -17,6 +21,15 @@ Status = Literal["holds", "fails", "does not apply"]
 _ERRORS = ("raises ", "ends the process")
 
 _LABELS = {"holds": "ok", "fails": "FAILS", "does not apply": "-"}
+
+
+def versions() -> dict[str, str]:
+    """Versions of clearhead, torch and Python."""
+    try:
+        version = metadata.version("clearhead")
+    except metadata.PackageNotFoundError:
+        version = "not installed as a package"
+    return {"clearhead": version, "torch": torch.__version__, "python": platform.python_version()}
 
 
 @dataclass(frozen=True, kw_only=True)

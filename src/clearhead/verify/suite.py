@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from clearhead.errors import UnsupportedError
+from clearhead.invariance import invariant
 from clearhead.problem import DTYPES
 from clearhead.verify.case import Case
 from clearhead.verify.distributed import Distributed
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws import LAWS
+from clearhead.verify.laws.invariance import INVARIANCE_LAWS
 from clearhead.verify.laws.ranks import RANK_LAWS
 from clearhead.verify.process import undisturbed, undrawn
-from clearhead.verify.report import Finding, Report, Status
+from clearhead.verify.report import Finding, Report, Status, versions
 from clearhead.verify.search import can_search, search
 from clearhead.verify.signatures import CARRIED, signature_of
 from clearhead.verify.subject import Subject
@@ -39,6 +39,7 @@ def verify(
     laws: Iterable[str] | None = None,
     examples: int = 20,
     linear_memory: bool = False,
+    invariance: bool = False,
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
@@ -65,11 +66,15 @@ def verify(
             ``torch.nn.MultiheadAttention``, in whose masks True forbids.
         dtype: dtype of query, key and value, float32 by default.
         device: device of query, key and value, the CPU by default.
-        laws: names of the laws to try, by default all; ``law_names()`` lists them.
+        laws: names of the laws to try, by default all; ``law_names()`` lists them, and ``law_names(invariance=True)``
+            those of ``invariance``.
         examples: how many further cases Hypothesis draws for each law that holds on its fixed cases; with 0, failing
             examples are not shrunk either. Needs the extra ``verify``.
         linear_memory: whether the function must use memory linear in the length, in backward too. By default the
             memory of forward is measured only.
+        invariance: whether to try the laws of bits in place of the others, under ``ch.invariant()``: a sequence has
+            the same bits alone, in any batch, padded, packed, in chunks, decoded token by token and on any number of
+            threads. Results are compared bit by bit, without an error budget.
         name: name of the function in the report.
         progress: called with the name of each law before it is tried.
 
@@ -113,11 +118,20 @@ def verify(
     subject = Subject(
         fn=fn, signature=convention, dtype=dtype, device=torch.device(device), linear_memory=linear_memory
     )
+    if ranks and invariance:
+        raise UnsupportedError.about(
+            "verify",
+            "invariance",
+            must="be False for a function on several ranks",
+            got="True",
+            then="Verify the function of one rank.",
+        )
     searched = examples > 0 and can_search() and not ranks
-    chosen = _chosen(laws, RANK_LAWS if ranks else LAWS)
+    chosen = _chosen(laws, _laws(distributed=ranks, invariance=invariance))
     findings: list[Finding] = []
     processes = fn if isinstance(fn, Distributed) else nullcontext()
-    with processes, undisturbed(), undrawn(subject.device), torch.enable_grad():
+    setting = invariant() if invariance else nullcontext()
+    with processes, setting, undisturbed(), undrawn(subject.device), torch.enable_grad():
         for law in chosen:
             if progress is not None:
                 progress(law.name)
@@ -128,23 +142,28 @@ def verify(
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         findings=tuple(findings),
-        versions=_versions(),
+        versions=versions(),
         searched=searched,
         unheard=convention.unheard(fn),
         known=convention.options,
     )
 
 
-def law_names(*, distributed: bool = False) -> tuple[str, ...]:
+def law_names(*, distributed: bool = False, invariance: bool = False) -> tuple[str, ...]:
     """The names of all laws, in the order in which they are tried.
 
     Args:
         distributed: whether to name the laws of a ``Distributed`` function, by default those of any other.
+        invariance: whether to name the laws of bits, which ``verify(..., invariance=True)`` tries.
 
     >>> law_names()[:3]
     ('output', 'gradients', 'shape and dtype')
     """
-    return tuple(law.name for law in (RANK_LAWS if distributed else LAWS))
+    return tuple(law.name for law in _laws(distributed=distributed, invariance=invariance))
+
+
+def _laws(*, distributed: bool, invariance: bool) -> tuple[Law, ...]:
+    return INVARIANCE_LAWS if invariance else RANK_LAWS if distributed else LAWS
 
 
 def _chosen(names: Iterable[str] | None, laws: tuple[Law, ...]) -> list[Law]:
@@ -185,14 +204,6 @@ def _shown(fn: Callable[..., Any]) -> str:
         return f"{name}{inspect.signature(fn)}"[:160]
     except (TypeError, ValueError):
         return str(name)
-
-
-def _versions() -> dict[str, str]:
-    try:
-        version = metadata.version("clearhead")
-    except metadata.PackageNotFoundError:
-        version = "not installed as a package"
-    return {"clearhead": version, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _only_raises(findings: list[Finding]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
+from clearhead.choices import is_invariant
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.functional.jagged import is_jagged
 from clearhead.integrations.recast import stands_for
@@ -18,6 +19,7 @@ from clearhead.integrations.torch.attention_weights import WeightedCall, with_we
 from clearhead.integrations.torch.jagged import JaggedArguments, jagged_mask
 from clearhead.integrations.torch.masks import MaskReader, Meaning, may_look
 from clearhead.integrations.torch.parts import is_plain
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.checks import converts
 from clearhead.nn.fused import fused_attention, is_fused_attention
@@ -58,6 +60,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
     that may attend to nothing gives weights 0 and the bias of ``out_proj``, where torch gives NaN.
     """
 
+    @eager_if_invariant
     def forward(
         self,
         query: Tensor,
@@ -120,7 +123,8 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             # An observed call is bitwise identical to an unobserved one.
             path = NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
             masks = (meaning, None, False)
-        small = path is None and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
+        plain = not torch.compiler.is_compiling() and not is_invariant()
+        small = path is None and plain and self._work(query, key) < _LEAST
         square = square or small
         if square and watched():
             call = self._by_head(query, key, value, masks, look=may_look(query))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from clearhead.backends.containment import matmul, scores_of, without_autocast
+from clearhead.choices import is_invariant, refuse_if_invariant
 from clearhead.functional.exact import observe_attention
 from clearhead.integrations.torch.masks import may_look
 from clearhead.masks import Causal, Dense, Mask, Padding, Window
@@ -146,8 +147,15 @@ def with_weights(
         # Autocast would cast float32 scores to 16 bits.
         with without_autocast(device):
             return with_weights(call)
-    if call.takes_formula:
+    if call.takes_formula and not is_invariant():
         return _by_formula(call)
+    if call.dropout > 0.0 or call.is_recorded or not may_look(call.query):
+        refuse_if_invariant(
+            "attention",
+            "weights",
+            got="weights with a gradient or dropout, which torch computes",
+            then="Pass need_weights=False or output_attentions=False.",
+        )
     if call.query.dtype in (torch.float32, torch.float64):
         return _by_kernel(call)
     output = call.query.new_empty(*call.query.shape[:3], call.value.shape[3])

@@ -22,10 +22,11 @@ from clearhead.integrations.torch.jagged import JaggedArguments, jagged_mask
 from clearhead.integrations.torch.masks import Meaning, may_look, padded_keys
 from clearhead.integrations.torch.parts import SwappedLinear, is_plain
 from clearhead.integrations.torch.unpadded import Packed
+from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
-from clearhead.nn.fused import fused_layers, norm_of, of_parts
+from clearhead.nn.fused import fused_layers, norm_of, of_parts, takes_parts
 from clearhead.nn.linear import Linear
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
@@ -50,6 +51,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer`` without torch's fast path of eval mode, which bypasses its attention; put in
     place by ``swap``, not made directly."""
 
+    @eager_if_invariant
     def forward(
         self,
         src: Tensor,
@@ -81,6 +83,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer`` whose attention and GEMMs are ours; put in place by ``swap``."""
 
+    @eager_if_invariant
     def forward(
         self,
         tgt: Tensor,
@@ -191,7 +194,7 @@ def _fused(
     if any(meaning.scores for meaning in meanings):
         return None
     masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
-    if watched() or any(map(is_hooked, attentions)):
+    if watched() or takes_parts() or any(map(is_hooked, attentions)):
         sublayers = [partial(_attended, *each) for each in zip(attentions, (None, *tokens[1:]), meanings, strict=True)]
         output = of_parts(laid, stack, masks, [*sublayers, partial(_feedforward, layer)])
     else:
@@ -283,6 +286,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
     #: Whether padding is removed; with False padded tokens get what torch computes for them while training.
     leaves_padding_out = True
 
+    @eager_if_invariant
     def forward(
         self,
         src: Tensor,
@@ -343,6 +347,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
 class SwappedTransformerDecoder(nn.TransformerDecoder):
     """``nn.TransformerDecoder`` that reads masks once; put in place by ``swap``."""
 
+    @eager_if_invariant
     def forward(
         self,
         tgt: Tensor,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clearhead.choices import SMALL
+from clearhead.choices import SMALL, is_invariant
 from clearhead.integrations.recast import stands_for
+from clearhead.invariance import eager_if_invariant
 from clearhead.nn.dropout import Dropout, is_plain
 from clearhead.projection import layer_gains, project
 
@@ -42,6 +43,7 @@ _FEW_ELEMENTS: Final = 2**10
 class SwappedLinear(nn.Linear):
     """``nn.Linear`` on clearhead's GEMM."""
 
+    @eager_if_invariant
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         # A compiler must not evaluate sizes.
@@ -50,7 +52,8 @@ class SwappedLinear(nn.Linear):
         size = input.numel()
         # The table names torch's GEMM for small calls with gradients; known here, it costs no more than torch's module.
         learns = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
-        if size < _FEW_ELEMENTS or (learns and size * self.out_features < SMALL):
+        small = size < _FEW_ELEMENTS or (learns and size * self.out_features < SMALL)
+        if small and not is_invariant():
             return functional.linear(input, weight, bias)
         # Subclasses, traced tensors and the like are computed by torch there.
         return project(input, weight, bias)

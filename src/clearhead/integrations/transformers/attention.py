@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from clearhead.choices import is_invariant
 from clearhead.errors import UnsupportedError
 from clearhead.functional.paged import attend_to_pages
 from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
@@ -243,7 +244,9 @@ _SMALL_TABLE: Final = 2**16
 
 def _is_small(query: Tensor, key: Tensor, causal: bool) -> bool:
     """Whether torch's function is as fast, and means the same."""
-    if torch.compiler.is_compiling() or not query.is_cpu or (causal and query.shape[2] != key.shape[2]):
+    if torch.compiler.is_compiling() or is_invariant() or not query.is_cpu:
+        return False
+    if causal and query.shape[2] != key.shape[2]:
         return False
     return query.numel() * key.shape[2] <= _SMALL_WORK and len(query) * query.shape[2] * key.shape[2] <= _SMALL_TABLE
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from clearhead.choices import is_invariant
 from clearhead.integrations.torch.parts import is_plain
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.integrations.transformers.attention import NAME, is_causal_alone, planned
@@ -26,7 +27,7 @@ from clearhead.masks import Causal, Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import is_padding, is_table
 from clearhead.nn.cache_view import CacheView
-from clearhead.nn.fused import fused_attention, fused_layers, is_fused_attention, of_parts
+from clearhead.nn.fused import fused_attention, fused_layers, is_fused_attention, of_parts, takes_parts
 from clearhead.nn.norm import normed
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Projections, Stack
@@ -229,7 +230,7 @@ def layer_output(
         return _relative_layer(match, layer, stack, cores, given, call)
     # Padding has places in a cache.
     unpadded = _unpadded(layer, given) if given.memory is None and given.cache is None else None
-    if watched():
+    if watched() or takes_parts():
         return _observed_layer(stack, cores, given, call, unpadded)
     return _fused(stack, call, unpadded)
 
@@ -273,7 +274,7 @@ def _relative_layer(
     if rule.relative and type(given.mask) is Tensor:
         # Distances within a packed sequence are those in its row.
         unpadded = _unpadded(layer, replace(given, mask=symbolic_mask(given.mask)))
-    if watched() or (torch.is_grad_enabled() and bias.requires_grad):
+    if watched() or takes_parts() or (torch.is_grad_enabled() and bias.requires_grad):
         return _observed_layer(stack, cores, given, call, unpadded, _Relative((rule,)))
     return _fused(stack.with_rules((rule,)), call, unpadded)
 
@@ -301,7 +302,8 @@ def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
     if packing is None or packing[0].size != x.shape[:2]:
         return None
     padding = x.shape[0] * x.shape[1] - len(packing[0].places)
-    return packing if padding * x.shape[2] ** 2 >= _LEAST_UNPADDED else None
+    # A sequence that is padded to the left has the bits that it has alone only without its padding.
+    return packing if is_invariant() or padding * x.shape[2] ** 2 >= _LEAST_UNPADDED else None
 
 
 # ---- the same op by op, for observers, and for scores that learn --------------------------------------------

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
+from clearhead.choices import is_invariant
 from clearhead.integrations.recast import original_of, stands_for
 from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, is_plain
 from clearhead.integrations.transformers.families import FeedForwardRow
@@ -120,7 +121,8 @@ class TokenwiseForward:
         if len(args) + len(kwargs) != 1:
             return None
         (x,) = (*args, *kwargs.values())
-        return self.compute(module, x) if isinstance(x, Tensor) and x.numel() >= _FEW_ELEMENTS else None
+        large = isinstance(x, Tensor) and (x.numel() >= _FEW_ELEMENTS or is_invariant())
+        return self.compute(module, x) if large else None
 
     def compute(self, module: Any, x: Tensor) -> Tensor | None:
         """The module's output of any number of elements; None if the original code is to compute it."""

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from clearhead.choices import is_invariant
 from clearhead.integrations.recast import class_of, fast_of, original_of, recast, replacement
 from clearhead.integrations.report import BEFORE, How, SwapRow
 from clearhead.integrations.transformers.forwards import AttendingForward, LayerForward
@@ -100,7 +101,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
     trial = attempt(module, interface=interface)
     if trial is not None and trial.fast is not None and not isinstance(trial.fast, LayerForward):
         least = _LEAST_WIDTH if isinstance(trial.fast, NormForward) else _LEAST_WEIGHTS
-        if _weights(module) < least:
+        if _weights(module) < least and not is_invariant():
             native = SwapRow(path, kind.__name__, "native", trial.difference, "by transformers' attention interface")
             return native if attending == "by interface" and interface else None
     if trial is not None and trial.fast is not None:

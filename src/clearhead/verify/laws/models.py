@@ -1,0 +1,276 @@
+"""Laws of bits of whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from clearhead.choices import overrides, set_overrides
+from clearhead.observe import observe
+from clearhead.statistics import Want
+from clearhead.verify.engines import Engine, ModelCall, Piece, chunked, rows_of
+from clearhead.verify.law import Broken, NotApplicable
+from clearhead.verify.laws.invariance import difference
+from clearhead.verify.trial import Trial
+
+__all__ = ["MODEL_LAWS", "ModelLaw"]
+
+#: Tokens that are generated, and the seed of sampling.
+_NEW_TOKENS, _SEED = 6, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLaw:
+    """One property of a model's bits.
+
+    Attributes:
+        name: a short name.
+        says: the law as a sentence.
+        check: raises ``Broken`` or ``NotApplicable``, or returns.
+    """
+
+    name: str
+    says: str
+    check: Callable[[Trial], None]
+
+
+def _check_batch(trial: Trial) -> None:
+    trial.compare("alone and in a batch", trial.alone(trial.equal), rows_of(trial.lengths, trial.equal))
+
+
+def _check_place(trial: Trial) -> None:
+    whole = rows_of(trial.lengths, trial.equal)
+    for shift in range(1, len(trial.equal)):
+        order = [*trial.equal[shift:], *trial.equal[:shift]]
+        trial.compare("at another place", whole, rows_of(trial.lengths, order))
+        trial.compare("in a smaller batch", whole, rows_of(trial.lengths, trial.equal[shift:]))
+
+
+def _padded(side: str) -> Callable[[Trial], None]:
+    def check(trial: Trial) -> None:
+        for order in (trial.different, trial.different[::-1]):
+            padded = rows_of(trial.lengths, order, side)
+            trial.compare(f"alone and padded to the {side}", trial.alone(trial.different), padded)
+
+    return check
+
+
+def _check_packing(trial: Trial) -> None:
+    for order in (trial.different, trial.different[::-1]):
+        packed = ModelCall(tuple(Piece(place, 0, trial.lengths[place]) for place in order), packed=True)
+        alone = trial.alone(trial.different)
+        one, other = trial.run(alone), trial.run([packed])
+        for place in trial.different:
+            if not torch.allclose(one.results[place].float(), other.results[place].float(), atol=0.1, rtol=0.1):
+                raise NotApplicable("a packed row is not its sequences one by one: the model takes none")
+        trial.compare("alone and packed", alone, [packed])
+
+
+def _check_chunks(trial: Trial) -> None:
+    place = trial.different[0]
+    length = trial.lengths[place]
+    for ends in ([length], [length // 2, length], [1, length], [length - 1, length], [3, 16, 17, length]):
+        cut = sorted({end for end in ends if 0 < end <= length})
+        trial.compare(f"whole and in {len(cut)} chunks", trial.alone([place]), chunked([place], cut))
+
+
+def _check_decoding(trial: Trial) -> None:
+    place = trial.different[min(1, len(trial.different) - 1)]
+    one_by_one = chunked([place], range(1, trial.lengths[place] + 1))
+    trial.compare("prefilled and decoded token by token", trial.alone([place]), one_by_one)
+
+
+def _check_batched_decoding(trial: Trial) -> None:
+    length = trial.lengths[trial.equal[0]]
+    together = chunked([*trial.equal], [length // 2, *range(length // 2 + 1, length + 1)])
+    trial.compare("prefilled and decoded in a batch", trial.alone(trial.equal), together)
+
+
+def _under(what: str, setting: Callable[[Engine], AbstractContextManager[object]]) -> Callable[[Trial], None]:
+    """A check that other settings of the process, or of the model, leave the bits."""
+
+    def check(trial: Trial) -> None:
+        calls = [*rows_of(trial.lengths, trial.equal), *trial.alone(trial.different)]
+        trial.compare(what, calls, calls, setting)
+
+    return check
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_threads(trial: Trial) -> None:
+    for count in (1, 3):
+        _under(f"on {count} threads", lambda engine, count=count: _threads(count))(trial)  # type: ignore[misc]
+
+
+@contextmanager
+def _op_by_op() -> Iterator[None]:
+    before = set_overrides(replace(overrides(), fused=False))
+    try:
+        yield
+    finally:
+        set_overrides(before)
+
+
+def _check_observed(trial: Trial) -> None:
+    _under("observed", lambda engine: observe(engine.model, Want(entropy=True)))(trial)
+
+
+def _upstream(output: Tensor, seed: int) -> Tensor:
+    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(output)
+
+
+def _backward(trial: Trial, order: list[int]) -> dict[int, Tensor]:
+    """Gradients of the states of sequences of one length, after a backward pass of one batch of them."""
+    engine, states = trial.engine, list[Tensor]()
+    (call,) = rows_of(trial.lengths, order)
+    batch, module = engine.batch(trial.sequences, call), engine.inputs()
+
+    def keep(module: object, args: object, output: Tensor) -> Tensor:
+        leaf = output.detach().requires_grad_() if not output.requires_grad else output
+        leaf.retain_grad()
+        states.append(leaf)
+        return leaf
+
+    if module is None:
+        batch.requires_grad_()
+        states.append(batch)
+    handle = nullcontext() if module is None else module.register_forward_hook(keep)  # type: ignore[arg-type]
+    with handle, torch.enable_grad():
+        output, _ = engine.forward(batch, call, None)
+        upstream = torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)])
+        output.backward(upstream)
+    if not states or states[0].grad is None:
+        raise NotApplicable("its output carries no gradient")
+    parts = ((place, call.part(states[0].grad, row)) for row, place in enumerate(order))
+    return {place: part for place, part in parts if part is not None}
+
+
+@contextmanager
+def _own_gradients(trial: Trial) -> Iterator[dict[str, torch.nn.Parameter]]:
+    """The parameters, without gradients; those that they had are restored."""
+    named = {name: part for name, part in trial.engine.model.named_parameters() if part.requires_grad}
+    before = {name: part.grad for name, part in named.items()}
+    try:
+        for part in named.values():
+            part.grad = None
+        yield named
+    finally:
+        for name, part in named.items():
+            part.grad = before[name]
+
+
+def _check_gradients(trial: Trial) -> None:
+    with _own_gradients(trial):
+        whole = _backward(trial, [*trial.equal])
+        for place in trial.equal:
+            error = difference(_backward(trial, [place])[place], whole[place])
+            if error is not None:
+                raise Broken(f"the gradient of a sequence's first states differs by {error:.2g} alone and in a batch")
+
+
+def _check_micro_batches(trial: Trial) -> None:
+    def summed(size: int) -> dict[str, Tensor]:
+        """Gradients of micro-batches of ``size``, added as a binary tree, as one batch adds those of sequences."""
+        parts = []
+        for first in range(0, len(trial.equal), size):
+            with _own_gradients(trial) as named:
+                _backward(trial, [*trial.equal[first : first + size]])
+                parts.append({name: part.grad.clone() for name, part in named.items() if part.grad is not None})
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            added = [{name: one[name] + other[name] for name in one} for one, other in pairs]
+            parts = added + parts[2 * len(added) :]
+        return parts[0]
+
+    whole = summed(len(trial.equal))
+    if not whole:
+        raise NotApplicable("no parameter requires a gradient")
+    for size in (1, 2, 4):
+        errors = {name: difference(part, whole[name]) for name, part in summed(size).items()}
+        wrong = {name: error for name, error in errors.items() if error is not None}
+        if wrong:
+            name = max(wrong, key=wrong.__getitem__)
+            raise Broken(
+                f"in micro-batches of {size}, gradients of {len(wrong)} of {len(whole)} parameters differ, that of "
+                f"{name} by {wrong[name]:.2g}"
+            )
+
+
+def _generated(seed: int | None) -> Callable[[Trial], None]:
+    def check(trial: Trial) -> None:
+        room = trial.engine.longest - _NEW_TOKENS
+        prompts = [trial.sequences[place][:room] for place in trial.different]
+        together = trial.engine.generate(prompts, _NEW_TOKENS, seed)
+        for place, prompt in enumerate(prompts):
+            (alone,) = trial.engine.generate([prompt], _NEW_TOKENS, seed)
+            which = f"alone and in a batch, a prompt of {len(prompt)} tokens"
+            if not torch.equal(alone.ids, together[place].ids):
+                raise Broken(f"{which} is continued otherwise")
+            if alone.logits is None or together[place].logits is None:
+                continue
+            error = difference(alone.logits, together[place].logits)
+            if error is not None:
+                raise Broken(f"{which} has the same text, but logits that differ by {error:.2g}")
+
+    return check
+
+
+def _with_autograd(engine: Engine) -> AbstractContextManager[object]:
+    return torch.enable_grad()
+
+
+MODEL_LAWS: tuple[ModelLaw, ...] = (
+    ModelLaw(name="batch", says="a sequence has the same bits alone and in a batch", check=_check_batch),
+    ModelLaw(name="place", says="a sequence has the same bits at any place of any batch", check=_check_place),
+    ModelLaw(name="padding right", says="a sequence has the same bits alone and padded right", check=_padded("right")),
+    ModelLaw(name="padding left", says="a sequence has the same bits alone and padded left", check=_padded("left")),
+    ModelLaw(name="packing", says="a sequence has the same bits alone and packed with others", check=_check_packing),
+    ModelLaw(name="chunks", says="a prompt has the same bits whole and in chunks of any sizes", check=_check_chunks),
+    ModelLaw(name="decoding", says="decoding token by token gives the bits of prefill", check=_check_decoding),
+    ModelLaw(
+        name="decoding in a batch", says="decoding in a batch gives the bits of prefill", check=_check_batched_decoding
+    ),
+    ModelLaw(name="threads", says="any number of threads gives the same bits", check=_check_threads),
+    ModelLaw(
+        name="op by op",
+        says="layers have the same bits fused and op by op",
+        check=_under("op by op", lambda engine: _op_by_op()),
+    ),
+    ModelLaw(name="observed", says="an observed model has the same bits", check=_check_observed),
+    ModelLaw(
+        name="autograd",
+        says="a call that autograd records has the same bits",
+        check=_under("recorded by autograd", _with_autograd),
+    ),
+    ModelLaw(
+        name="gradients",
+        says="the gradient of a sequence's first states has the same bits alone and in a batch",
+        check=_check_gradients,
+    ),
+    ModelLaw(
+        name="micro-batches",
+        says="gradients of parameters have the same bits for micro-batches of 1, 2 and 4, added as a binary tree",
+        check=_check_micro_batches,
+    ),
+    ModelLaw(name="greedy text", says="a prompt is continued alike alone and in a batch", check=_generated(None)),
+    ModelLaw(
+        name="sampled text",
+        says="a prompt is continued alike from a seed alone and in a batch",
+        check=_generated(_SEED),
+    ),
+)
+"""Laws of models, in the order in which they are tried."""

@@ -1,0 +1,272 @@
+"""The switch ``ch.set_invariant``: its scope, and that nothing leaves the promise silently."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.choices import is_invariant, overrides
+from clearhead.dispatch import BACKENDS, loaded
+from clearhead.errors import UnsupportedError
+from clearhead.integrations.report import OUTSIDE
+from clearhead.ops.library import library
+from clearhead.projection import project
+from clearhead.sparse import routed, top_k_attention
+from tests.agreement import needs_native
+
+pytestmark = needs_native
+
+
+@pytest.fixture(autouse=True)
+def setting() -> Iterator[None]:
+    before = overrides().invariant
+    yield
+    assert overrides().invariant == before
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, *(shape or (2, 2, 7, 8)), generator=torch.Generator().manual_seed(0)).to(dtype)
+    return query, key, value
+
+
+# ---- scope ----------------------------------------------------------------------------------------------------------
+
+
+def test_contexts_nest_and_restore_after_an_error() -> None:
+    before = is_invariant()
+    with ch.invariant():
+        assert is_invariant()
+        with ch.invariant(False):
+            assert not is_invariant()
+            with pytest.raises(ZeroDivisionError), ch.invariant():
+                assert is_invariant()
+                raise ZeroDivisionError
+            assert not is_invariant()
+        assert is_invariant()
+    assert is_invariant() == before
+
+
+def test_setting_is_of_the_process_and_not_of_the_thread() -> None:
+    seen = []
+    with ch.invariant():
+        thread = threading.Thread(target=lambda: seen.append(is_invariant()))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+def test_kernels_know_the_setting() -> None:
+    """The last row of a call is computed as a row among many: a kernel for one row would add otherwise."""
+    binary = library()
+    assert binary is not None
+    calls = []
+    original = binary.ch_set_invariant
+    try:
+        binary.ch_set_invariant = calls.append
+        with ch.invariant(), ch.invariant(False):
+            pass
+    finally:
+        binary.ch_set_invariant = original
+    assert calls == [True, False, True, False]
+
+
+@pytest.mark.parametrize("wrong", ["portable", "yes", 1, None, 0.0])
+def test_wrong_setting_is_one_line_and_changes_nothing(wrong: object) -> None:
+    with pytest.raises(UnsupportedError, match=r"^set_invariant: invariant must be True or False; got [^\n]*$") as raised:
+        ch.set_invariant(wrong)  # type: ignore[arg-type]
+    assert ("not implemented" in str(raised.value)) == (wrong == "portable")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", "True"), ("0", "False"), ("", "False"), ("yes", "be 0 or 1")])
+def test_variable_decides_at_the_start(text: str, expected: str) -> None:
+    code = "import clearhead as ch; from clearhead.choices import is_invariant; print(is_invariant())"
+    environment = {**os.environ, "CLEARHEAD_INVARIANT": text}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert expected in done.stdout + done.stderr
+
+
+# ---- compiled code --------------------------------------------------------------------------------------------------
+
+
+def _compiled(function: Callable[..., Tensor], **options: object) -> Callable[..., Tensor]:
+    torch.compiler.reset()
+    compiled: Callable[..., Tensor] = torch.compile(function, backend="aot_eager", **options)  # type: ignore[call-overload]
+    return compiled
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["compiled inside", "compiled outside"])
+def test_compiled_module_follows_the_setting_of_the_call(first: bool) -> None:
+    torch.manual_seed(0)
+    block, x = ch.nn.EncoderBlock(16, 2).eval(), torch.randn(2, 5, 16)
+    compiled = _compiled(lambda x: block(x) * 2.0)
+    for setting in (first, not first, first):
+        with ch.invariant(setting), torch.no_grad():
+            output, eager = compiled(x), block(x) * 2.0
+            assert torch.equal(output, eager) if setting else torch.allclose(output, eager, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["compiled inside", "compiled outside"])
+def test_compiled_attention_follows_the_setting_of_the_call(first: bool) -> None:
+    inputs = tensors()
+    compiled = _compiled(lambda *inputs: ch.attention(*inputs, mask=ch.Causal()), fullgraph=True)
+    for setting in (first, not first, first):
+        with ch.invariant(setting):
+            assert torch.equal(compiled(*inputs), ch.attention(*inputs, mask=ch.Causal()))
+
+
+def test_compiled_attention_without_the_promise_raises() -> None:
+    inputs = tensors(dtype=torch.float16)
+    compiled = _compiled(lambda *inputs: ch.attention(*inputs))
+    compiled(*inputs)
+    with ch.invariant(), pytest.raises(Exception, match="has one order of sums in bfloat16, float32, not float16"):
+        compiled(*inputs)
+
+
+def test_export_in_invariant_mode_raises() -> None:
+    block, x = ch.nn.EncoderBlock(16, 2).eval(), torch.randn(2, 5, 16)
+    with ch.invariant(), pytest.raises(Exception, match="one order of sums under ch.set_invariant"):
+        torch.export.export(block, (x,), strict=False)
+
+
+# ---- what has no one order of sums raises ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "native"])
+def test_backend_without_the_promise_raises_and_is_named(backend: str) -> None:
+    if loaded(backend).capability.requires() is not None:
+        pytest.skip("it does not run here")
+    inputs = tensors()
+    with ch.invariant():
+        assert "one order of sums" in " ".join(ch.explain_dispatch(*inputs).reasons[backend])
+        assert "one order of sums" in str(ch.explain_dispatch(*inputs))
+        with pytest.raises(UnsupportedError, match=f"got {backend}: does not have one order of sums"):
+            ch.attention(*inputs, backend=backend)
+    ch.attention(*inputs, backend=backend)
+
+
+def test_auto_takes_only_what_keeps_the_promise() -> None:
+    inputs = tensors()
+    with ch.invariant():
+        assert ch.explain_dispatch(*inputs).choice == "native"
+        assert ch.explain_dispatch(*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sin(s))).choice is None
+    assert ch.explain_dispatch(*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sin(s))).choice
+
+
+def _linear(dtype: torch.dtype) -> None:
+    project(torch.ones(2, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype))
+
+
+def _second_derivative(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    torch.autograd.grad(function(x).sum(), x, create_graph=True)
+
+
+def _autocast() -> None:
+    with torch.autocast("cpu"):
+        project(torch.ones(2, 3), torch.ones(4, 3))
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "float64": lambda: ch.attention(*tensors(dtype=torch.float64)),
+    "float16": lambda: ch.attention(*tensors(dtype=torch.float16)),
+    "float64 linear": partial(_linear, torch.float64),
+    "float16 linear": partial(_linear, torch.float16),
+    "autocast": _autocast,
+    "torch.func": lambda: torch.vmap(lambda x: project(x, torch.ones(4, 3)))(torch.ones(5, 2, 3)),
+    "second derivative": partial(_second_derivative, lambda x: ch.attention(x, x, x)),
+    "second derivative of a linear layer": partial(_second_derivative, lambda x: project(x, torch.ones(64, 8))),
+    "linear attention": lambda: ch.linear_attention(*tensors()),
+    "top-k": lambda: top_k_attention(*tensors(), k=2),
+    "router": lambda: routed(*tensors()[:2], keep=1, size=2, causal=True),
+    "accelerate": lambda: ch.accelerate(),
+    "weights with a gradient": lambda: _weights(),
+}
+
+
+def _weights() -> None:
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    ch.swap(layer)
+    x = torch.randn(1, 5, 8, requires_grad=True)
+    layer(x, x, x)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_call_without_the_promise_raises_one_line(name: str) -> None:
+    with ch.invariant(), pytest.raises(UnsupportedError, match=r"^[^\n]*(one order of sums|set_invariant)[^\n]*$"):
+        REFUSED[name]()
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "accelerate"])
+def test_refused_call_runs_without_the_setting(name: str) -> None:
+    with ch.invariant(False):
+        REFUSED[name]()
+
+
+def test_named_gemm_without_the_promise_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+    with ch.invariant(), pytest.raises(UnsupportedError, match=r"CLEARHEAD_PROJECTION must have one order of sums"):
+        project(torch.ones(2, 3), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layer_of_any_size_takes_the_kernels(rows: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, 5).to(dtype), torch.randn(3, 5).to(dtype)
+    with ch.invariant():
+        output = project(x, weight)
+    if rows:
+        assert torch.equal(output, torch.ops.clearhead.linear.default(x, weight, None))
+    torch.testing.assert_close(output, F.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+
+# ---- swap -----------------------------------------------------------------------------------------------------------
+
+
+def test_swap_names_what_torch_computes() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(6, 8), nn.GELU(), nn.ReLU(), nn.LayerNorm(8))
+    with ch.invariant():
+        report = ch.swap(model)
+    assert [row.path for row in report.outside] == ["0", "2"]
+    assert all(row.reason.startswith(OUTSIDE) for row in report.outside)
+    assert [row.path for row in report.replaced] == ["1"]
+    assert OUTSIDE in str(report)
+
+
+def test_swap_without_the_setting_names_nothing() -> None:
+    with ch.invariant(False):
+        assert not ch.swap(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(6, 8))).outside
+
+
+def test_swapped_small_linear_computes_by_the_kernels_in_training_too() -> None:
+    layer, x = nn.Linear(6, 8), torch.randn(3, 6, requires_grad=True)
+    with ch.invariant():
+        ch.swap(layer)
+        output = layer(x)
+        assert torch.equal(output, torch.ops.clearhead.linear.default(x.detach(), layer.weight, layer.bias))
+        output.sum().backward()
+    assert x.grad is not None
+
+
+def test_pooled_mean_does_not_depend_on_padding() -> None:
+    x = torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([40, 33, 7])
+    x = x.masked_fill(torch.arange(40)[None, :, None] >= lengths[:, None, None], 0.0)
+    from clearhead.nn.pooling import pool
+
+    with ch.invariant():
+        padded = pool(x, lengths, "mean")
+        for row, length in enumerate(lengths.tolist()):
+            assert torch.equal(pool(x[row : row + 1, :length], None, "mean"), padded[row : row + 1])
+    torch.testing.assert_close(padded, x.sum(1) / lengths[:, None])
