@@ -4,6 +4,7 @@
 // few heads, several threads take a piece of a head's chunks each, with the same bits.
 #pragma once
 
+#include "invariance.h"
 #include "prefetch.h"
 #include "query_sums.h"
 #include "segments.h"
@@ -96,7 +97,9 @@ template <class M, class IO> struct Backward {
     dropout = dropout_of(w);
     diagonals = count_diagonal(w);
     observed = has_gradients(w.statistics) ? w.statistics : nullptr;
-    single_tile = tiles == 1 && observed == nullptr && !w.partial_rows;
+    // With padding, or without segments, the keys of the same sequence may be several tiles.
+    const bool reads_output = clearhead::is_invariant() && (w.output32 != nullptr || w.output.data != nullptr);
+    single_tile = tiles == 1 && observed == nullptr && !w.partial_rows && !reads_output;
     learned_diagonals = 0;
     capped = share_batch = share_heads = false;
     for (int r = 0; r < w.num_rules; r++) {
@@ -741,22 +744,38 @@ template <class M, class IO> struct Backward {
     });
   }
 
-  // Adds diagonal sums to tables of distances, in order and in double: a clipped distance accumulates many terms.
+  // The sum of `value(b)` over the batch: pairs of neighbours, then pairs of pairs, and so on.
+  template <class Value> float add_batch(const Value& value) const {
+    float totals[64];
+    int count = 0;
+    for (int64_t b = 0; b < w.batch; b++) {
+      totals[count++] = value(b);
+      for (int64_t node = b; node % 2 == 1; node /= 2, count--) totals[count - 2] += totals[count - 1];
+    }
+    for (; count > 1; count--) totals[count - 2] += totals[count - 1];
+    return totals[0];
+  }
+
+  // Adds diagonal sums to tables of distances: those of a sequence in order and in double, as a clipped distance
+  // accumulates many terms; then the batch, pairs of neighbours first.
   void add_diagonals(const Sums& sums) const {
     int64_t length = diagonal_length(w), next = 0;
     for (int r = 0; r < w.num_rules; r++) {
       const ch_rule& rule = w.rules[r];
       if (rule.kind != CH_RULE_RELATIVE || rule.grad == nullptr) continue;
       for (int64_t h = 0; h < w.heads; h++) {
-        double total = 0.0;
-        for (int64_t x = w.q_len + w.k_len - 2; x >= 0; x--) {
-          for (int64_t b = 0; b < w.batch; b++)
-            total += sums.diagonal[((b * w.heads + h) * learned_diagonals + next) * length + x];
+        int64_t last = w.q_len + w.k_len - 2;  // the first sum of the column
+        for (int64_t x = last; x >= 0; x--) {
           int64_t distance = w.query_offset + w.q_len - 1 - x;
           int64_t column = clip(distance, -rule.reach, rule.reach);
           if (x > 0 && clip(distance + 1, -rule.reach, rule.reach) == column) continue;
-          rule.grad[h * rule.grad_head + column + rule.reach] += (float)total;
-          total = 0.0;
+          rule.grad[h * rule.grad_head + column + rule.reach] += add_batch([&](int64_t b) {
+            const float* const diagonal = sums.diagonal + ((b * w.heads + h) * learned_diagonals + next) * length;
+            double total = 0.0;
+            for (int64_t y = last; y >= x; y--) total += diagonal[y];
+            return (float)total;
+          });
+          last = x - 1;
         }
       }
       next++;

@@ -5,6 +5,7 @@
 // between segments is multiplied, and NaN or infinity in one segment affects no other.
 #pragma once
 
+#include "invariance.h"
 #include "work.h"
 
 namespace CH_NS {
@@ -15,8 +16,8 @@ struct Segment {
 };
 
 class Segments {
-  // Queries from which a segment is worth its setup.
-  static constexpr int64_t MIN_QUERIES = 8;
+  // Queries from which a segment is worth its setup. Alone a sequence of any length is computed as a segment is.
+  const int64_t min_queries = clearhead::is_invariant() ? 1 : 8;
   // From this many queries or keys on, a segment is shared among threads, if there are few of them.
   static constexpr int64_t LARGE = 512, MANY = 64;
 
@@ -34,7 +35,7 @@ class Segments {
   Segments(const Task& w, bool disjoint) {
     if (w.pages != nullptr) add_sequences(w);
     if (w.pages != nullptr || !may(w, disjoint)) return;
-    const int64_t capacity = w.batch + w.batch * w.q_len / MIN_QUERIES;
+    const int64_t capacity = w.batch + w.batch * w.q_len / min_queries;
     if (!allocate(capacity)) return;
     for (int64_t b = 0; b < w.batch; b++) {
       int64_t last = 0;  // no later segment may begin before this key
@@ -166,9 +167,9 @@ class Segments {
 
   static bool is_large(const Segment& s) { return s.queries > LARGE || s.keys > LARGE; }
 
-  static bool may(const Task& w, bool backward) {
+  bool may(const Task& w, bool backward) const {
     const bool by_row = w.start != nullptr && w.intervals == 1 && (w.interval_head == 0 || w.heads == 1);
-    if (!by_row || has_tables(w) || w.q_len < MIN_QUERIES || w.batch == 0) return false;
+    if (!by_row || has_tables(w) || w.q_len < min_queries || w.batch == 0) return false;
     if (backward && w.statistics != nullptr) return false;
     for (int r = 0; r < w.num_rules; r++) {
       const ch_rule& rule = w.rules[r];

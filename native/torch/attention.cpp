@@ -1,7 +1,12 @@
 #include "attention.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <cmath>
+
+#include "../src/invariance.h"
+#include "calls.h"
 
 namespace clearhead::torch {
 namespace {
@@ -253,12 +258,14 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
     const int64_t slot = slots[table++];
     if (slot < 0) continue;
     Tensor& grad = grads[static_cast<size_t>(slot)];
+    ch_rule& rule = work.rules[index];
     if (!grad) {
       Sizes sizes;
       for (int64_t axis = 0; axis < learned.dim(); ++axis) sizes.push_back(learned.size(axis));
+      // One for each batch entry, to add in the order of a tree.
+      if (rule.kind == CH_RULE_DENSE && is_invariant()) sizes[0] = work.batch;
       grad = zeros(Dtype::float32, sizes);
     }
-    ch_rule& rule = work.rules[index];
     rule.grad = grad.as<float>();
     if (rule.kind == CH_RULE_DENSE) {
       rule.grad_batch = grad.step(0), rule.grad_head = grad.step(1), rule.grad_row = grad.step(2);
@@ -267,6 +274,21 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
     }
   }
   return grads;
+}
+
+// Gradients of biases that the batch shares, from those of its entries.
+void add_rule_gradients(const ch_attention& work, const Rules& rules, const std::vector<int64_t>& slots, std::vector<Tensor>& grads) {
+  for (size_t table = 0; table < slots.size() && table < rules.tables.size(); ++table) {
+    if (slots[table] < 0) continue;
+    const Tensor& learned = rules.tables[table];
+    Tensor& grad = grads[static_cast<size_t>(slots[table])];
+    if (grad.dim() != 4 || learned.size(0) == grad.size(0)) continue;
+    const int64_t rows = grad.size(1) * grad.size(2), columns = grad.size(3);
+    add_batch_entries(Dtype::float32, {grad.data(), rows, columns, columns}, work.batch);
+    Tensor sum = empty(Dtype::float32, {1, grad.size(1), grad.size(2), columns});
+    memcpy(sum.data(), grad.data(), static_cast<size_t>(rows * columns) * sizeof(float));
+    grad = std::move(sum);
+  }
 }
 
 const float* contiguous_rows(const char* argument, const Tensor& tensor, const Sizes& sizes) {
@@ -408,9 +430,11 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   }
   results.push_back(empty(Dtype::float32, rows));
   work.delta = results.back().as<float>();
-  for (Tensor& grad : rule_gradients(work, options.rules, rule_slots)) results.push_back(std::move(grad));
+  std::vector<Tensor> rule_grads = rule_gradients(work, options.rules, rule_slots);
   const int code = ch_backward(&work);
   if (code != CH_NOT_FINITE) check_kernel(code, name);
+  add_rule_gradients(work, options.rules, rule_slots, rule_grads);
+  for (Tensor& grad : rule_grads) results.push_back(std::move(grad));
   Results written(stack);
   written.tensors(std::move(results));
   written.flag(code != CH_NOT_FINITE);

@@ -31,6 +31,7 @@ from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES, Side
 from clearhead.ops.library import in_memory, reason
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
+from clearhead.sequence_sums import sum_of_sequences
 from clearhead.statistics import Observation, Want
 from clearhead.tensors import traces
 from clearhead.torch_private import differentiates_forward, transforms
@@ -376,7 +377,8 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: Gradients, l
         logits = parameter.detach().to(torch.float32).view(1, -1, 1)
         # In an empty row a logit of -inf gives -inf - -inf, which is NaN.
         weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
-        per_head = -(weight * grads.delta).sum(dim=(0, 2))
+        rows = weight * grads.delta
+        per_head = -(sum_of_sequences(rows.sum(2)) if is_invariant() else rows.sum(dim=(0, 2)))
         grad = per_head if parameter.shape == per_head.shape else per_head.sum().view(1)
     else:
         grad = grads.rules[id(parameter)]

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from clearhead.choices import is_invariant
 from clearhead.masks.parts import Parts
 from clearhead.ops.kinds import KEY_TILE, Side
 from clearhead.problem import Problem
@@ -165,7 +166,7 @@ def attend(problem: Problem, want: Want, *, for_backward: bool) -> Forward:
     saves_output = False
     if for_backward:
         tables = "allowed" in options or "blocks" in options
-        saves_output = problem.k_len > KEY_TILE or tables or gathers(want)
+        saves_output = problem.k_len > KEY_TILE or tables or gathers(want) or is_invariant()
         names |= _saved(problem, want, saves_output)
     order = _add_statistics(options, problem, want) if gathers(want) else None
     asked = [place for place, name in enumerate(_RETURNS) if name in names]
@@ -189,7 +190,7 @@ def attend_plain(
     if not for_backward:
         (output,) = operator(query, key, value, scale, 0, None, 0) if causal else operator(query, key, value, scale, 0)
         return output, None, None
-    saves_output = key.shape[2] > KEY_TILE
+    saves_output = key.shape[2] > KEY_TILE or is_invariant()
     returns = _SOFTMAX | (_OUTPUT32 if saves_output and query.dtype != torch.float32 else 0)
     output, softmax, *exact = operator(query, key, value, scale, returns, None, 0 if causal else None)
     return output, softmax, exact[0] if exact else output if saves_output else None

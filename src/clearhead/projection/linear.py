@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from clearhead import choices as table
 from clearhead.errors import UnsupportedError
-from clearhead.projection.paths import NATIVE, TORCH, Path, Term
+from clearhead.projection.paths import NATIVE, TORCH, Path, Term, flat
 from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
+from clearhead.sequence_sums import TreeSum
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
 from clearhead.torch_private import base_of, differentiates_forward, has_dispatch_mode, has_function_mode, transforms
@@ -200,12 +201,33 @@ def layer_gradients(
     path: Path | None, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of one layer's weight and bias, by a path, or by the selected one."""
+    if table.is_invariant():
+        return _gradients_by_sequence(path, grad, x, needs_weight, needs_bias)
     rows = grad.reshape(-1, grad.shape[-1])
     if not needs_weight:
         return None, rows.sum(0) if needs_bias else None
     flat = x.reshape(-1, x.shape[-1])
     path = path or path_of("weight gradient", rows, rows.shape[1] * flat.shape[1])
     return path.weight_gradient(rows, flat, needs_bias)
+
+
+def _gradients_by_sequence(
+    path: Path | None, grad: Tensor, x: Tensor | None, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same as a sum over the sequences ``[batch, len, width]``, in the order of their tree."""
+    if not needs_weight and not needs_bias:
+        return None, None
+    if not needs_weight or x is None:
+        x = grad.new_empty(*grad.shape[:-1], 0)
+    path = path or path_of("weight gradient", grad, grad.shape[-1] * x.shape[-1])
+    if path is NATIVE:
+        weight, bias = path.weight_gradient(grad, x, needs_bias)
+        return weight if needs_weight else None, bias
+    total = TreeSum()
+    for grad_part, x_part in zip(*((one if one.dim() > 2 else one[None]) for one in (grad, x)), strict=True):
+        total.add(path.weight_gradient(flat(grad_part), flat(x_part), needs_bias))
+    of_weight, of_bias = total.result()
+    return of_weight if needs_weight else None, of_bias
 
 
 def path_of(kind: str, x: Tensor, elements: int) -> Path:

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clearhead.batch_part import BatchPart
+from clearhead.choices import is_invariant
 from clearhead.distributed.layout import chunks_of, positions_of
 from clearhead.distributed.liveness import launched
 from clearhead.errors import ClearheadError, DataError, ShapeError
 from clearhead.train.batches import Batch
+from clearhead.train.gradient_order import check_order, rows_of_share
 from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions
 from clearhead.train.progress import ProgressReporter, Silent
 
@@ -103,6 +105,7 @@ class Ranks:
             options: those of the model and of training.
             length: the longest sequence in tokens.
         """
+        check_order(function, options, self.size)
         degrees, parts = self.options, self.parts * options.accumulate
         hidden = options.feedforward_dim or 4 * options.embed_dim
         rules: list[tuple[bool, str, str, object]] = [
@@ -171,7 +174,10 @@ class Ranks:
             return
         index = 0 if self._axes is None else self._axes.batch_part[0]
         for place in range(index * accumulate, (index + 1) * accumulate):
-            share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
+            if is_invariant():
+                share = _share(batch, rows_of_share(len(batch.ids), count, place))
+            else:
+                share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
             yield self._tokens(share) if self.options.context_parallel > 1 else share
 
     def _tokens(self, share: BatchShare) -> BatchShare:
@@ -284,7 +290,7 @@ def _share(batch: Batch, rows: range) -> BatchShare:
         rows.start,
         len(rows),
         len(batch.ids),
-        packed=bool((lengths < batch.ids.shape[1]).any()),
+        packed=bool((lengths < batch.ids.shape[1]).any()) and not is_invariant(),
         tokens_before=int(lengths[: rows.start].sum()),
         tokens=int(lengths.sum()),
     )
