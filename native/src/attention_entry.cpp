@@ -52,6 +52,7 @@ int check_counts(const ch_attention& work) {
   if (work.pages != nullptr && !countable(work.pages->sequences, work.kv_heads, work.k_len, CH_MAX_HEAD_DIM))
     return CH_BAD_SHAPE;
   if (work.query_offset < -max_position || work.query_offset > max_position) return CH_BAD_SHAPE;
+  if (work.first_position < 0 || work.first_position > max_position) return CH_BAD_SHAPE;
   return CH_OK;
 }
 
@@ -189,7 +190,7 @@ int check_pages(const ch_attention& work) {
   }
   const bool masked = work.intervals != 0 || work.allowed.data != nullptr || work.blocks.data != nullptr;
   if (pages.size < 1 || masked || work.dropout != 0.0 || work.statistics != nullptr || work.softmax != nullptr ||
-      work.output32 != nullptr || work.query_offset != 0)
+      work.output32 != nullptr || work.query_offset != 0 || work.first_position != 0)
     return CH_BAD_PAGES;
   for (int i = 0; i < work.num_rules && i < CH_MAX_RULES; ++i) {
     if (work.rules[i].kind == CH_RULE_DENSE) return CH_BAD_PAGES;
