@@ -232,7 +232,7 @@ def check_padding(seed: int) -> None:
     low, high = max(first, left), min(last, left + length)
     if observed:
         # The first keys of the call are padding, and keys are counted with it.
-        counted = (5, 6, 7) if left and length < TOP else (5, 7) if left else ()
+        counted = (5, 6, 7) if length < TOP else (5, 7) if left else ()
         result, whole = ([part for index, part in enumerate(each) if index not in counted] for each in (result, whole))
     same([part[:1, :, low - first : high - first] for part in result], whole, slice(low - left, high - left))
 
