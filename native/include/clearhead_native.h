@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 24
+#define CH_ABI 25
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -144,6 +144,9 @@ typedef struct ch_attention {
   /* Dropout draws by place: these are the places of the call's first batch entry, head and key in the whole that the call
      is a part of, and its first query is at first_key + query_offset. 0 for a whole call; never negative.  */
   int64_t first_batch, first_head, first_key;
+  /* Forward only: the place in its sequence of the call's first key, not 0 in a cache that dropped the keys before. The
+     order of sums goes by places in the sequence, which starts at its mask's first key where it has a start.  */
+  int64_t first_position;
   /* Backward only: 1 if the rows have keys besides those of the call, so that what forward wrote is that of more keys.
      Needs output32 (or output, if that is float32), and no statistics.                                     */
   int64_t partial_rows;

@@ -55,6 +55,7 @@ int check_counts(const ch_attention& work) {
   for (int64_t place : {work.first_batch, work.first_head, work.first_key}) {
     if (!is_place(place)) return CH_BAD_SHAPE;
   }
+  if (!is_place(work.first_position)) return CH_BAD_SHAPE;
   return CH_OK;
 }
 
@@ -192,7 +193,7 @@ int check_pages(const ch_attention& work) {
   }
   const bool masked = work.intervals != 0 || work.allowed.data != nullptr || work.blocks.data != nullptr;
   if (pages.size < 1 || masked || work.dropout != 0.0 || work.statistics != nullptr || work.softmax != nullptr ||
-      work.output32 != nullptr || work.query_offset != 0)
+      work.output32 != nullptr || work.query_offset != 0 || work.first_position != 0)
     return CH_BAD_PAGES;
   for (int i = 0; i < work.num_rules && i < CH_MAX_RULES; ++i) {
     if (work.rules[i].kind == CH_RULE_DENSE) return CH_BAD_PAGES;

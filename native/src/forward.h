@@ -29,9 +29,6 @@ constexpr int MANY_HEADS = 8;
 constexpr int MAX_TILE = 512;
 constexpr int PIECE = 64;  // keys of a piece of a tile; those that a table forbids to all rows are skipped
 
-// What one pass of forward computes: both, or only one of them if they need different plans.
-enum class Outputs { ALL, OUTPUT, STATISTICS };
-
 template <class M, class IO> struct Forward {
   typedef typename M::operand operand;
   typedef typename IO::type element;
@@ -41,7 +38,6 @@ template <class M, class IO> struct Forward {
   int64_t group, rows;  // query heads per key head; rows per key head
   int operands, steps, out;  // operands of a row of A, and those to multiply; columns of O
   int64_t tiles, key_operands, value_operands;  // per tile
-  int64_t lead;  // keys of the first tile that are before the call's first key
   int64_t blocks;  // of rows
   bool whole_heads;  // a unit processes all rows of a key head and packs its keys itself
   bool masked, plain;
@@ -53,6 +49,7 @@ template <class M, class IO> struct Forward {
   int64_t diagonal_floats;
   Panels values;  // of a tile
   Outputs outputs;
+  int64_t lead;  // keys of the first tile that are before the call's first key
   Statistics observed;
 
   struct Keys {
@@ -119,14 +116,13 @@ template <class M, class IO> struct Forward {
 
   explicit Forward(const Task& work, Outputs what = Outputs::ALL)
       : w(work), tile(tile_size(work)), values(work.value_dim, row_steps<M>(tile)), outputs(what),
-        observed(work, what == Outputs::OUTPUT ? nullptr : work.statistics, tile, ROWS) {
+        lead(work.first_position % tile), observed(work, what, tile, lead, ROWS) {
     group = w.heads / w.kv_heads;
     rows = group * w.q_len;
     blocks = (rows + observed.rows - 1) / observed.rows;
     operands = row_operands<M>((int)w.head_dim);
     steps = (int)row_steps<M>(w.head_dim);
     out = (int)round_up(w.value_dim, VL);
-    lead = w.first_position % tile;
     tiles = w.k_len > 0 ? (lead + w.k_len + tile - 1) / tile : 0;
     key_operands = (int64_t)tile * operands;
     value_operands = values.operands();
@@ -134,7 +130,7 @@ template <class M, class IO> struct Forward {
     plain = no_rules(w);
     base2 = to_base2(w);
     dropout = dropout_of(w);
-    if (outputs == Outputs::STATISTICS) dropout.on = false;
+    if (outputs == Outputs::COLUMN_SUMS) dropout.on = false;
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     in_place = blocks == 1 && can_read_in_place();
@@ -251,12 +247,12 @@ template <class M, class IO> struct Forward {
     d.l = c.template take<float>((int64_t)ROWS * VL);
     d.row = c.template take<MaskRow>(ROWS);
     d.place = c.template take<Place>(ROWS);
-    d.diagonals = c.template take<float>(diagonal_floats);
+    d.diagonals = c.template take<float>(VL + diagonal_floats) + VL;
     d.staged = c.template take<operand>((int64_t)VL * operands);
     d.gathered = c.template take<element>(w.page_table != nullptr ? tile * maximum(w.head_dim, w.value_dim) : 0);
     d.line = c.template take<float>(out);
     d.keep_mask.groups = KeepMaskRows::groups_of(tile);
-    d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? MR * d.keep_mask.groups : 0);
+    d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? 1 + MR * d.keep_mask.groups : 0) + 1;
     d.statistics.carve(c, observed);
     return c.next - base;
   }
@@ -421,7 +417,7 @@ template <class M, class IO> struct Forward {
     } else {
       const TileSums tile_sums{update.peak[r], update.old_step[r], update.old_factor[r], update.step[r], update.factor[r], base2};
       const float distance = (float)(w.query_offset + d.place[r0 + r].i - t0);
-      const int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - t0 : 0;
+      const int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - w.corner.key - t0 : 0;
       d.statistics.template softmax_row<DEGREE>(r0 + r, s, runs, tile_sums, distance, sink_columns, total);
     }
     if constexpr (M::PACK == 2)
@@ -621,7 +617,7 @@ template <class M, class IO> struct Forward {
     for (int x = 0; x < runs.count; x++) multiply_keys(r0, count, runs.at[x], here, score_tile, d);
     RowUpdate update;
     score_tile = weigh(b, kh, r0, count, t, runs, score_tile, 0, update, d);
-    if (outputs == Outputs::STATISTICS) return;
+    if (outputs == Outputs::COLUMN_SUMS) return;
     multiply_values(t0, r0, count, runs, here, score_tile, update, d);
     if (here.bad) add_nonfinite_values(b, kh, r0, count, t0, runs, score_tile, update, d);
   }
@@ -635,7 +631,7 @@ template <class M, class IO> struct Forward {
     const ScoreTile score_tile = scores_of(0, t, d);
     for (int x = 0; x < runs.count; x++) multiply_keys_in_place(b, kh, t0, count, runs.at[x], score_tile, d);
     const int64_t first = maximum(t0 + runs.first(), (int64_t)0);
-    if (out_of_cache && outputs != Outputs::STATISTICS) prefetch_values(b, kh, first, t0 + runs.end() - first);
+    if (out_of_cache && outputs != Outputs::COLUMN_SUMS) prefetch_values(b, kh, first, t0 + runs.end() - first);
     RowUpdate update[FEW_ROWS / MR];
     ScoreTile weights = score_tile;
     for (int r0 = 0; r0 < count; r0 += MR) {
@@ -643,7 +639,7 @@ template <class M, class IO> struct Forward {
       const ScoreTile weighed = weigh(b, kh, r0, minimum(MR, count - r0), t, runs, scores, r0, update[r0 / MR], d);
       if (r0 == 0) weights = weighed;
     }
-    if (outputs == Outputs::STATISTICS) return;
+    if (outputs == Outputs::COLUMN_SUMS) return;
     multiply_values_in_place(b, kh, t0, count, runs, weights_of(weights, d.half), d);
     for (int r0 = 0; r0 < count; r0 += MR) merge_sums<Reader>(r0, minimum(MR, count - r0), r0, update[r0 / MR], d);
   }
@@ -664,7 +660,7 @@ template <class M, class IO> struct Forward {
       else softmax_row<false>(s, half, r, runs, update, total, true, d.keep_mask);
     }
     if (observed.strip) record_strip_tile(r0, count, t, runs, update, d);
-    if (outputs == Outputs::STATISTICS || !dropout.on || observed.s == nullptr || M::PACK == 2) return score_tile;
+    if (outputs == Outputs::COLUMN_SUMS || !dropout.on || observed.s == nullptr || M::PACK == 2) return score_tile;
     return apply_dropout(score_tile, count, runs, row, d);
   }
 
@@ -750,7 +746,7 @@ template <class M, class IO> struct Forward {
     bool empty = total == 0.0f, none = empty || largest == -INF;
     const float log_total = w.lse != nullptr || observed.s != nullptr ? __builtin_logf(total) : 0.0f;
     WeightScale weight_scale{none ? 0.0f : shrink / total, none ? -INF : shrink_log - log_total};
-    if (outputs == Outputs::STATISTICS) return total == total ? weight_scale : WeightScale{total, total};
+    if (outputs == Outputs::COLUMN_SUMS) return total == total ? weight_scale : WeightScale{total, total};
     float factor = empty ? 0.0f : shrink * dropout.factor / total;
     if (empty) memset(o, 0, (size_t)out * sizeof(float));
     put_row<IO>(at<IO>(w.output, b, h, i), (int)w.value_dim, o, factor);
@@ -779,7 +775,8 @@ template <class M, class IO> struct Forward {
       if (observed.s == nullptr) continue;
       d.statistics.weight_scale[r] = weight_scale;
       float top = d.m[r] == -INF ? -INF : d.m[r] * to_scores(w);
-      d.statistics.end_row(observed, row_index(w, b, d.place[r].h, d.place[r].i), r, d.row[r], d.m[r], top, total, base2);
+      const int64_t place = row_index(w, w.corner.b + b, d.place[r].h, w.corner.query + d.place[r].i);
+      d.statistics.end_row(observed, place, r, d.row[r], d.m[r], top, total, base2);
     }
     if (observed.s != nullptr) d.statistics.end_block(observed, b, kh, first, count, d.row, d.m, base2, d.column_sums);
   }
@@ -927,27 +924,34 @@ template <class M, class IO> struct Forward {
                 all_keys.bad + head * tiles};
   }
 
-  // The same with sums over queries: one sum per range of rows, added in order.
+  // The same with sums over queries: one sum per range of rows, added in order. As many heads at once as fit in 64 MiB.
   void run_shared_ranges(int threads, const Keys& keys, Fault& fault) const {
-    int64_t heads = w.batch * w.kv_heads;
     ColumnSums sizes;
-    int64_t bytes = observed.column_sums_bytes(sizes, nullptr);
-    char* buffer = column_sums_buffer(heads * observed.ranges);
+    const int64_t heads = w.batch * w.kv_heads, bytes = observed.column_sums_bytes(sizes, nullptr), all = observed.ranges * bytes;
+    const int64_t at_once = minimum(heads, maximum((int64_t)1, ((int64_t)1 << 26) / all));
+    char* buffer = column_sums_buffer(at_once * observed.ranges);
     if (buffer == nullptr) return fault.set(CH_NO_MEMORY);
+    for (int64_t first = 0; first < heads && fault.get() == CH_OK; first += at_once)
+      run_ranges_of(first, minimum(at_once, heads - first), buffer, threads, keys, fault);
+  }
+
+  void run_ranges_of(int64_t first, int64_t heads, char* buffer, int threads, const Keys& keys, Fault& fault) const {
+    ColumnSums sizes;
+    const int64_t bytes = observed.column_sums_bytes(sizes, nullptr);
     parallel_units(w, threads, heads * observed.ranges, [&](int64_t unit) {
-      int64_t head = unit % heads, range = observed.ranges - 1 - unit / heads;
+      int64_t at = unit % heads, head = first + at, range = observed.ranges - 1 - unit / heads;
       Workspace d;
       if (!allocate_workspace(d, head % w.kv_heads, fault)) return;
-      do_range(head / w.kv_heads, head % w.kv_heads, range, buffer + (head * observed.ranges + range) * bytes,
+      do_range(head / w.kv_heads, head % w.kv_heads, range, buffer + (at * observed.ranges + range) * bytes,
                keys_of(keys, head), true, d);
     });
     if (fault.get() != CH_OK) return;
-    parallel_units(w, threads, heads, [&](int64_t head) {
-      int64_t b = head / w.kv_heads, kh = head % w.kv_heads;
+    parallel_units(w, threads, heads, [&](int64_t at) {
+      int64_t b = (first + at) / w.kv_heads, kh = (first + at) % w.kv_heads;
       observed.begin_head(b, kh);
       for (int64_t range = 0; range < observed.ranges; range++) {
         ColumnSums column_sums;
-        observed.column_sums_bytes(column_sums, buffer + (head * observed.ranges + range) * bytes);
+        observed.column_sums_bytes(column_sums, buffer + (at * observed.ranges + range) * bytes);
         column_sums.first = observed.side > 0 ? observed.tile_row(range * observed.range_blocks * observed.rows) : 0;
         observed.add_range(b, kh, range, column_sums);
       }
@@ -1026,12 +1030,12 @@ template <class M, class IO> struct Forward {
   int run() const {
     Segments segments(w, false);
     if (segments.no_memory) return CH_NO_MEMORY;
-    if (outputs == Outputs::ALL && observed.s != nullptr && segments.count > 0) {
-      int code = Forward(w, Outputs::OUTPUT).run();
-      return code != CH_OK ? code : Forward(w, Outputs::STATISTICS).run();
+    if (outputs == Outputs::ALL && observed.has_column_sums && segments.count > 0) {
+      int code = Forward(w, Outputs::ROWS).run();
+      return code != CH_OK ? code : Forward(w, Outputs::COLUMN_SUMS).run();
     }
     if (w.batch == 0 || w.q_len == 0) return without_rows();
-    if (outputs != Outputs::STATISTICS && segments.count > 0) return run_segments(segments);
+    if (outputs != Outputs::COLUMN_SUMS && segments.count > 0) return run_segments(segments);
     Fault fault;
     double operations = 2.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
                         (double)(w.head_dim + w.value_dim);

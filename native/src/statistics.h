@@ -10,6 +10,9 @@
 
 namespace CH_NS {
 
+// What one pass of forward computes: everything, or what belongs to a row, or the statistics that are sums over queries.
+enum class Outputs { ALL, ROWS, COLUMN_SUMS };
+
 // The factor from a row's unnormalised weights to weights, and its logarithm.
 struct WeightScale {
   float factor, log;
@@ -169,19 +172,21 @@ struct ColumnSums {
 
 // The statistics that a call requests, and derived sizes.
 struct Statistics {
-  const ch_attention& w;
+  const Task& w;
+  ch_statistics chosen;
   const ch_statistics* s;  // null: none
   int tile, rows;  // keys of a tile; most rows of a block
+  int64_t lead;  // keys of the first tile that are before the call's first key; columns of a strip start with them
   int64_t group, tiles, ld, lines, side, q_tiles, k_tiles;
   int64_t ranges, range_blocks, range_tiles;
   bool sums, ties, strip, has_column_sums;
 
-  Statistics(const ch_attention& work, const ch_statistics* of, int keys_of_tile, int max_rows)
-      : w(work), s(of), tile(keys_of_tile), rows(max_rows), ld(0), lines(0), side(0), q_tiles(0), k_tiles(0),
-        ranges(1), range_blocks(0), range_tiles(0), sums(false), ties(false), strip(false), has_column_sums(false) {
+  Statistics(const Task& work, Outputs outputs, int keys_of_tile, int64_t keys_before, int max_rows)
+      : w(work), s(nullptr), tile(keys_of_tile), rows(max_rows), lead(keys_before), ld(0), lines(0), side(0), q_tiles(0),
+        k_tiles(0), ranges(1), range_blocks(0), range_tiles(0), sums(false), ties(false), strip(false), has_column_sums(false) {
     group = w.heads / w.kv_heads;
-    tiles = (w.k_len + tile - 1) / tile;
-    if (s == nullptr) return;
+    tiles = w.k_len > 0 ? (lead + w.k_len + tile - 1) / tile : 0;
+    if (!choose(outputs)) return;
     sums = s->entropy != nullptr || s->distance != nullptr || s->sink != nullptr;
     ties = s->ties != nullptr;
     lines = s->num_weights + (s->received != nullptr);
@@ -190,7 +195,7 @@ struct Statistics {
     strip = has_column_sums || s->num_rows > 0;
     if (!strip) return;
     // An odd number of cache lines, so that the rows of a group do not map to the same cache sets.
-    ld = (round_up(w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
+    ld = (round_up(lead + w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
     // 4 MiB, and whole groups of rows: the grouping of rows must not depend on which statistics are requested.
     rows = (int)maximum((int64_t)MR, minimum((int64_t)max_rows, ((int64_t)1 << 20) / ld / MR * MR));
     q_tiles = side > 0 ? (w.q_len + side - 1) / side : 0;
@@ -198,14 +203,31 @@ struct Statistics {
     plan_ranges();
   }
 
-  // Sums over queries are computed per range of rows and then added in order; the ranges depend on the shape alone.
+  Statistics(const Statistics&) = delete;
+
+  // The statistics that are computed together with these outputs; false if there are none.
+  bool choose(Outputs outputs) {
+    if (w.statistics == nullptr) return false;
+    chosen = *w.statistics;
+    if (outputs == Outputs::COLUMN_SUMS) {
+      chosen.max_score = chosen.ties = chosen.entropy = chosen.distance = chosen.sink = nullptr;
+      chosen.top_k = chosen.num_rows = 0;
+    }
+    if (outputs == Outputs::ROWS) {
+      chosen.received = nullptr;
+      chosen.num_weights = chosen.heatmap = 0;
+    }
+    const bool by_row = chosen.max_score != nullptr || chosen.ties != nullptr || chosen.entropy != nullptr ||
+                        chosen.distance != nullptr || chosen.sink != nullptr || chosen.top_k > 0 || chosen.num_rows > 0;
+    s = by_row || chosen.received != nullptr || chosen.num_weights > 0 || chosen.heatmap > 0 ? &chosen : nullptr;
+    return s != nullptr;
+  }
+
+  // Sums over queries are computed per range of rows and then added in order; the ranges depend on the rows of a key
+  // head alone.
   void plan_ranges() {
-    int64_t blocks = (group * w.q_len + rows - 1) / rows, heads = w.batch * w.kv_heads;
-    int64_t wanted = minimum((64 + heads - 1) / maximum(heads, (int64_t)1), (int64_t)16);
-    // All of them take at most 64 MiB.
-    int64_t fit = ((int64_t)1 << 24) / maximum(heads * group * lines * ld, (int64_t)1);
-    wanted = maximum((int64_t)1, minimum(minimum(wanted, fit), blocks));
-    range_blocks = maximum((int64_t)1, (blocks + wanted - 1) / wanted);
+    const int64_t blocks = (group * w.q_len + rows - 1) / rows;
+    range_blocks = maximum((int64_t)1, (blocks + 15) / 16);
     ranges = maximum((int64_t)1, (blocks + range_blocks - 1) / range_blocks);
     range_tiles = side > 0 ? minimum(range_blocks * rows / side + 2 + group, group * q_tiles) : 0;
   }
@@ -260,7 +282,7 @@ struct Statistics {
       for (int64_t line = 0; line < lines; line++) {
         const float* from = c.lines + (g * lines + line) * ld;
         float* to = line_result(b, kh * group + g, line);
-        for (int64_t j = 0; j < w.k_len; j++) to[j] += from[j];
+        for (int64_t j = 0; j < w.k_len; j++) to[j] += from[lead + j];
       }
     if (side == 0) return;
     int64_t at = (b * w.heads + kh * group) * q_tiles * k_tiles + c.first * k_tiles;
@@ -406,7 +428,7 @@ struct BlockStatistics {
   }
 
   void end_best(const Statistics& of, int64_t place, int r, const MaskRow& row, float largest, float base2) const {
-    int64_t k = of.s->top_k, filled = 0;
+    int64_t k = of.s->top_k, filled = 0, first = of.w.corner.key;
     float* weights = of.s->top_weights + place * k;
     int64_t* indices = of.s->top_indices + place * k;
     float factor = weight_scale[r].factor;
@@ -415,8 +437,8 @@ struct BlockStatistics {
       for (int64_t key = row.low; key < row.high && filled < k; key++) {
         if (!may_attend(of.w, row, key)) continue;
         weights[filled] = factor;
-        indices[filled++] = key;
-        if (key < k) used[key] = 1;
+        indices[filled++] = first + key;
+        if (first + key < k) used[first + key] = 1;
       }
     } else {
       TopK row_heap{best + r * k, k, num_candidates + r};
@@ -426,8 +448,8 @@ struct BlockStatistics {
         float weight = exp2_of<5>(all((one.score - largest) * base2))[0] * factor;
         if (!(weight > 0.0f)) break;
         weights[filled] = weight;
-        indices[filled] = one.key;
-        if (one.key < k) used[one.key] = 1;
+        indices[filled] = first + one.key;
+        if (first + one.key < k) used[first + one.key] = 1;
       }
     }
     // At most `filled` of the first k keys are used, so they suffice for the remaining entries.
@@ -454,7 +476,7 @@ struct BlockStatistics {
         // A NaN row gives NaN to the keys it may attend to, and to no others.
         f = 1.0f;
         for (int c = interval.low; c < interval.high; c++)
-          strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c) ? row_factor : 0.0f;
+          strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c - of.lead) ? row_factor : 0.0f;
       }
     }
   }
@@ -496,13 +518,14 @@ struct BlockStatistics {
       if (interval.high <= interval.low) continue;
       vf f[MR];
       for (int r = 0; r < r1 - r0; r++) f[r] = all(factor[(r0 + r) * of.tiles + t]);
-      int64_t from = t * of.tile + interval.low, to = minimum(t * of.tile + interval.high, of.w.k_len);
+      const int64_t t0 = t * of.tile - of.lead;
+      int64_t from = maximum(t0 + interval.low, (int64_t)0), to = minimum(t0 + interval.high, of.w.k_len);
       for (int64_t j = from / of.side; j * of.side < to; j++) {
         int64_t low = maximum(from, j * of.side), high = minimum(to, (j + 1) * of.side);
         vf top = load(column_sums.high_now + j * VL), sum = load(column_sums.total_now + j * VL);
         for (int64_t c = low; c < high; c += VL)
           for (int r = 0; r < r1 - r0; r++) {
-            vf weight = load(strip + (r0 + r) * of.ld + c) * f[r];
+            vf weight = load(strip + (r0 + r) * of.ld + of.lead + c) * f[r];
             if (c + VL > high) weight = first_of(weight, high - c);
             top = vmax(top, weight);
             sum += weight;
@@ -514,16 +537,17 @@ struct BlockStatistics {
   }
 
   void write_row(const Statistics& of, int64_t b, int64_t h, int64_t i, int r) const {
-    int32_t slot = of.s->row_slots[i];
+    const Corner& corner = of.w.corner;
+    int32_t slot = of.s->row_slots[corner.query + i];
     if (slot < 0) return;
-    float* to = of.s->rows + ((b * of.w.heads + h) * of.s->num_rows + slot) * of.w.k_len;
-    memset(to, 0, (size_t)of.w.k_len * sizeof(float));
+    float* to = of.s->rows + (((corner.b + b) * of.w.heads + h) * of.s->num_rows + slot) * of.w.whole_keys;
+    memset(to, 0, (size_t)of.w.whole_keys * sizeof(float));
     for (int64_t t = 0; t < of.tiles; t++) {
       Interval interval = extent[r / MR * of.tiles + t];
       const float* from = strip + r * of.ld + t * of.tile;
       float f = factor[r * of.tiles + t];
-      int64_t last = minimum((int64_t)interval.high, of.w.k_len - t * of.tile);
-      for (int64_t c = interval.low; c < last; c++) to[t * of.tile + c] = from[c] * f;
+      const int64_t t0 = t * of.tile - of.lead, last = minimum((int64_t)interval.high, of.w.k_len - t0);
+      for (int64_t c = maximum((int64_t)interval.low, -t0); c < last; c++) to[corner.key + t0 + c] = from[c] * f;
     }
   }
 

@@ -326,6 +326,7 @@ AttentionOptions read_options(Arguments& arguments, double scale) {
   rules.sink = arguments.optional_tensor();
   options.first_batch = arguments.integer(), options.first_head = arguments.integer();
   options.first_key = arguments.integer();
+  options.first_position = arguments.integer();
   return options;
 }
 
@@ -343,6 +344,7 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
   work.query_offset = options.query_offset;
   work.first_batch = options.first_batch, work.first_head = options.first_head, work.first_key = options.first_key;
+  work.first_position = options.first_position;
   describe_mask(function, work, options.mask);
   describe_rules(function, work, options.rules);
 }

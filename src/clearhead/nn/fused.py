@@ -445,7 +445,7 @@ def _write_call(
         tape.integer(1 if cache.grows else 2, cache.length)
         tape.caches += (cache.key, cache.value)
     tape.number(attended.scale, attended.dropout)
-    tape.integer(seed, attended.query_offset, *origin)
+    tape.integer(seed, attended.query_offset, *origin, 0 if cache is None else cache.dropped)
     tape.mask(attended.options)
     tape.rules(attended.options)
 
