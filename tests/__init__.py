@@ -1,7 +1,7 @@
 """Tests of clearhead.
 
 Worker processes of pytest-xdist share the cores, so a thread that waits must not spin on a core that another process
-needs. OpenMP and OpenBLAS read these variables when torch and NumPy load them, which is after this file.
+needs. OpenMP and OpenBLAS read these variables when they are loaded; worker processes inherit them.
 """
 
 import os
