@@ -70,7 +70,11 @@ def _graph(module: nn.Module, inputs: list[Tensor]) -> str:
     return str(torch.export.export(module, tuple(inputs)).graph)
 
 
-@pytest.mark.parametrize("name", CALLS)
+#: Bands that other calls have with a rule.
+IN_OTHERS = ("None", "Causal()")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_OTHERS)) for name in CALLS])
 def test_compiled_calls_equal_eager_ones_bit_for_bit(name: str) -> None:
     rules, options, dtype = CALLS[name]
     # "auto" may choose torch's attention for an eager call.

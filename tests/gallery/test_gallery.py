@@ -236,7 +236,13 @@ def test_any_sizes_and_a_copy(name: str) -> None:
     assert torch.equal(other.eval()(x, **options), output)
 
 
-@pytest.mark.parametrize("name", tiered(ALL))
+#: Variants for the compiler in `make test`: a recurrence, a choice of blocks, windows of images, and latents.
+COMPILED = ("gated_delta_net", "native_sparse_attention", "swin_windows", "perceiver_resampler")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+)
 def test_the_compiler_gives_the_same(name: str) -> None:
     module, (x, options) = build(name), some_input(name)
     # Reformer's buckets have as many tokens as the data say.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +38,21 @@ def test_swapped_model_equals_original(family: Family, side: str) -> None:
     agree(results(family.swapped(), call), textbook, exact, TERMS)
 
 
-@pytest.mark.parametrize(
-    ("family", "length"),
-    [pytest.param(*pair, id=f"{pair[0].name}, {pair[1]} tokens") for pair in product(FAMILIES.values(), LENGTHS)],
-)
+def _at_lengths() -> list[Any]:
+    """Every family at every length; all but one length of each family are marked slow, each length for as many."""
+    return [
+        pytest.param(
+            family,
+            length,
+            id=f"{family.name}, {length} tokens",
+            marks=[pytest.mark.slow] * ((row + column) % len(LENGTHS) > 0),
+        )
+        for row, family in enumerate(FAMILIES.values())
+        for column, length in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize(("family", "length"), _at_lengths())
 def test_swapped_model_equals_original_at_odd_lengths(family: Family, length: int) -> None:
     call = family.call(length, "none")
     textbook, actual = (results(model, call, gradients=False) for model in (family.plain(), family.swapped()))
