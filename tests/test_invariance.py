@@ -274,6 +274,7 @@ def test_pooled_mean_does_not_depend_on_padding() -> None:
             assert torch.equal(pool(x[row : row + 1, :length], None, "mean"), padded[row : row + 1])
     torch.testing.assert_close(padded, x.sum(1) / lengths[:, None])
 
+
 def test_small_attention_of_transformers_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the setting torch's function costs less for so few tokens."""
     interface = pytest.importorskip("clearhead.integrations.transformers.attention")

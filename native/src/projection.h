@@ -41,11 +41,11 @@ template <class M, class IO> class Projection {
   static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
   // The same with rows of right that are transposed in registers, in the order of the panels: measured, faster than
-  // panels up to here with AVX-512 and AVX2. With AVX-512, up to eight rows of float32 take 0.7 to 1.03 times as long as
-  // dot products, so that these do not run. More rows take up to 1.2 times as long, 16 bits, whose dot products do
-  // without half of the shuffles, 0.8 to 1.5 times.
+  // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.03 times as long as
+  // dot products, which do not run for them. One row takes 0.9 to 1.1 times as long, more rows up to 1.2 times, and 16
+  // bits, where the transpose adds more to the work, 0.8 to 1.5 times.
   static constexpr int64_t MAX_ACROSS_ROWS = VL == 16 ? (__is_same(IO, Float32) ? 16 : 24) : 8;
-  static constexpr int64_t ALWAYS_ACROSS_ROWS = VL == 16 && __is_same(IO, Float32) ? 8 : 0;
+  static constexpr bool REPLACES_DOT = VL == 16 && __is_same(IO, Float32);
   // The same if right's rows are steps (axpy), and the columns that are accumulated at a time, whose sums stay in
   // cache.
   static constexpr int AXPY_ROWS = M::PACK == 2 ? 4 : 8;
@@ -84,7 +84,8 @@ template <class M, class IO> class Projection {
     const bool one_term = !w.left_transposed && w.num_terms == 1 && w.terms[0].steps > 0;
     const bool invariant = clearhead::is_invariant();
     // Independent of the threads: dot products add in another order than panels do.
-    uses_across = one_term && w.right_transposed && w.rows <= (invariant ? MAX_ACROSS_ROWS : ALWAYS_ACROSS_ROWS) &&
+    const bool replaces_dot = REPLACES_DOT && w.rows > 1 && w.rows <= ACROSS_ROWS;
+    uses_across = one_term && w.right_transposed && (invariant ? w.rows <= MAX_ACROSS_ROWS : replaces_dot) &&
                   w.terms[0].steps % (operands_across<M, IO>() * M::PACK) == 0;
     uses_dot = one_term && !invariant && !uses_across && can_use_dot();
     uses_axpy = one_term && !w.right_transposed && w.rows <= AXPY_ROWS;

@@ -119,7 +119,9 @@ def call(query: Tensor, key: Tensor, value: Tensor, *, observed: bool = False, *
     return results
 
 
-def same(part: list[Tensor], whole: list[Tensor], rows: slice, batch: slice = slice(None), heads: slice = slice(None)) -> None:
+def same(
+    part: list[Tensor], whole: list[Tensor], rows: slice, batch: slice = slice(None), heads: slice = slice(None)
+) -> None:
     assert len(part) == len(whole)
     for index, (one, all_of) in enumerate(zip(part, whole, strict=True)):
         expected = all_of[batch, heads, rows]
@@ -150,7 +152,9 @@ def check_parts(seed: int) -> None:
 def check_threads(seed: int) -> None:
     rng = random.Random(seed)
     sequence, before = Sequence.of(rng), torch.get_num_threads()
-    first = rng.randrange(sequence.length) if rng.random() < 0.5 else max(0, sequence.length - rng.choice([1, 2, 5, 13]))
+    first = (
+        rng.randrange(sequence.length) if rng.random() < 0.5 else max(0, sequence.length - rng.choice([1, 2, 5, 13]))
+    )
     results = []
     try:
         for threads in (1, 2, 3):
@@ -246,7 +250,9 @@ def check_packed(seed: int) -> None:
     whole = sequence.part(0, sequence.length)
 
     def packed(tensor: Tensor) -> Tensor:
-        around = (draw(1, tensor.shape[1], count, tensor.shape[3], seed=count, grad=False) for count in (before, behind))
+        around = (
+            draw(1, tensor.shape[1], count, tensor.shape[3], seed=count, grad=False) for count in (before, behind)
+        )
         one, other = (part.to(tensor.dtype) for part in around)
         return torch.cat([one, tensor, other], 2)
 

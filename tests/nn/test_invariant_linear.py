@@ -160,7 +160,7 @@ def test_relu_feedforward_has_same_bits_fused_and_op_by_op() -> None:
                 assert torch.equal(bits(fused), bits(contract(expand(x).relu())))
 
 
-def test_projections_of_attention_have_same_bits_fused_and_apart() -> None:
+def test_projections_of_attention_have_same_bits_fused_and_separate() -> None:
     torch.manual_seed(0)
     chosen = random.Random(0)
     for dtype in DTYPES:
@@ -171,8 +171,8 @@ def test_projections_of_attention_have_same_bits_fused_and_apart() -> None:
         with torch.no_grad():
             whole = project(x, weight, bias)
             for rows in (1, 7, 40):
-                apart = torch.cat(linear_each(layers, x[:rows]), 1)
-                assert torch.equal(bits(apart), bits(whole[:rows])), f"{dtype}, {rows} rows"
+                separate = torch.cat(linear_each(layers, x[:rows]), 1)
+                assert torch.equal(bits(separate), bits(whole[:rows])), f"{dtype}, {rows} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -224,6 +224,7 @@ def test_another_named_path_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         project(torch.ones(3, 8), torch.ones(4, 8))
 
 
+@pytest.mark.slow
 def test_compiled_layers_have_the_same_bits() -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(Linear(32, 48), FeedForward(48, 64)).eval()

@@ -204,10 +204,18 @@ def test_tokenizer_gives_the_ids() -> None:
     [
         (lambda: ch.verify_model(ch.attention), UnsupportedError, "model must be a torch.nn.Module"),  # type: ignore[arg-type]
         (lambda: ch.verify_model(nn.Linear(2, 2)), UnsupportedError, "model must be a LanguageModel"),
-        (lambda: ch.verify_model(ch.nn.Encoder(8, 2, 1), laws=["bits"]), UnsupportedError, "laws must be names of laws"),
+        (
+            lambda: ch.verify_model(ch.nn.Encoder(8, 2, 1), laws=["bits"]),
+            UnsupportedError,
+            "laws must be names of laws",
+        ),
         (lambda: ch.verify_model(ch.nn.Encoder(8, 2, 1), lengths=[]), ShapeError, "lengths must name a length"),
         (lambda: ch.verify_model(ch.nn.Encoder(8, 2, 1), lengths=[0]), ShapeError, "lengths must be a whole number"),
-        (lambda: ch.verify_model(ch.nn.Encoder(8, 2, 1), tokenizer=3), UnsupportedError, "tokenizer must have a method"),
+        (
+            lambda: ch.verify_model(ch.nn.Encoder(8, 2, 1), tokenizer=3),
+            UnsupportedError,
+            "tokenizer must have a method",
+        ),
     ],
     ids=["a function", "another module", "a law", "no length", "length 0", "a tokenizer"],
 )

@@ -66,6 +66,10 @@ _KINDS: Final = {
 class LinearAttention(nn.Module):
     """Project to heads, attend by a state of fixed size, join the heads, project back.
 
+    Invariant mode (``clearhead.set_invariant``) covers the projections alone: the recurrence is summed in chunks of 64
+    tokens that begin where a call begins, and token by token from a state, so a sequence read whole, in parts or one by
+    one may differ in the last digits.
+
     Args:
         embed_dim: width of queries and of the output.
         num_heads: number of heads.

@@ -11,12 +11,19 @@ from torch.nn import functional as F
 
 from clearhead import choices as table
 from clearhead.errors import UnsupportedError
+from clearhead.invariance import eager_if_invariant
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term, flat
 from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
 from clearhead.sequence_sums import TreeSum
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
-from clearhead.torch_private import base_of, differentiates_forward, has_dispatch_mode, has_function_mode, transforms
+from clearhead.torch_private import (
+    base_of,
+    differentiates_forward,
+    has_dispatch_mode,
+    has_function_mode,
+    transforms,
+)
 
 __all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded", "unlooked", "unrecorded"]
 
@@ -62,7 +69,7 @@ def project(
             [2., 2., 2.]])
     """
     if path is None and torch.compiler.is_compiling() and table.is_invariant():
-        return _uncompiled(x, weight, bias)
+        return _eager(x, weight, bias)
     if path is None and not has_choice(x, weight, bias):
         _refuse_variant(x, weight, bias)
         return F.linear(x, weight, bias)
@@ -72,10 +79,8 @@ def project(
     return _forward(path, x, weight, bias)
 
 
-@torch.compiler.disable
-def _uncompiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``project`` outside the compiler's graph: a compiled GEMM is torch's, which adds in another order."""
-    return project(x, weight, bias)
+#: ``project`` outside the graphs of a compiler, whose GEMMs are torch's.
+_eager: Final = eager_if_invariant(project)
 
 
 def project_each(
