@@ -42,8 +42,7 @@ demo: $(READY) ## train, explain and check a classifier of digits; writes one pa
 	@$(NATIVE) || true
 	@$(BIN)/clearhead demo $(ARGS)
 
-# Two processes of two threads: one that waits must not spin on the other's core, as those of numpy's products do.
-PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test: $(READY) ## the tests of every change, in two processes (make test ARGS="-k masks", make test JOBS=0 for one)
 	@$(NATIVE_IF_ABLE)

@@ -1,104 +1,224 @@
-"""Attention of two ranks of one thread beside one process of two threads, forward and backward.
+"""Attention over ranks of one thread: its speed beside one process, and its time beside the simulated one.
 
-    python benchmarks/distributed_attention.py                1x12x8192x64, causal, zigzag
-    python benchmarks/distributed_attention.py --quick        a small size, to see that it runs
+    python benchmarks/distributed_attention.py                beside one process: 1x12x8192x64, causal, zigzag
+    python benchmarks/distributed_attention.py --simulate     beside the simulator: 2 and 4 ranks, all methods and masks
+    python benchmarks/distributed_attention.py --quick        a small size, to see that it runs; also with --simulate
 
-Ranks and the one process compute in turns. A figure is the median over rounds; a sharded call takes as long as its
-slowest rank. The ratio is the time of one process over that of the ranks, so 1.00 is as fast. Bytes are what a rank
-sends forward and backward.
+A figure is the median over rounds, and a sharded pass takes as long as its slowest rank.
+
+Beside one process, ranks and the one process, which has as many threads, compute in turns. The ratio is the time of one
+process over that of the ranks, so 1.00 is as fast. Bytes are what a rank sends forward and backward.
+
+With --simulate, the ranks measure the figures of the machine by ch.distributed.measure_machine (FLOP/s of attention in
+one process with this mask, bandwidth and latency of messages, copies in memory, fixed costs of calls), from which
+ch.distributed.simulate computes the time of each method and layout. The ratio is simulated over measured: the model
+holds where it is from 0.80 to 1.20. Takes about three minutes on two idle processors; close other programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.distributed import traffic
+from clearhead.distributed import AttentionSizes, Machine, measure_machine, plan_attention, simulate, traffic
 from clearhead.distributed.launch import LocalRanks
+from clearhead.masks import Mask
 
-METHODS = ("gather", "ring", "heads")
-Passes = tuple[float, float]
-
-
-def passes(call: Callable[[], Tensor], inputs: list[Tensor], grad: Tensor) -> Passes:
-    """Seconds of forward, and of forward and backward."""
-    start = time.perf_counter()
-    output = call()
-    forward = time.perf_counter() - start
-    torch.autograd.grad(output, inputs, grad)
-    return forward, time.perf_counter() - start
+METHODS: Final = ("gather", "ring", "heads")
+MASKS: Final = ("window", "causal", "full")
+LAYOUTS: Final = ("contiguous", "zigzag")
+CORES: Final = len(os.sched_getaffinity(0))
+#: Simulated over measured time within which the model holds.
+LOW, HIGH = 0.8, 1.2
+#: Seconds that one function of the ranks may take.
+LIMIT: Final = 600.0
 
 
-def tensors(length: int, heads: int, kv_heads: int) -> list[Tensor]:
-    """Query, key, value, and a gradient of the output."""
-    torch.manual_seed(0)
-    return [torch.randn(1, count, length, 64) for count in (heads, kv_heads, kv_heads, heads)]
+@dataclass(frozen=True)
+class Case:
+    """A call: sizes, and the names of mask, layout and method."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    mask: str
+    layout: str
+    method: str
+
+    @property
+    def whole_mask(self) -> Mask | None:
+        return mask_of(self.mask, self.length)
+
+    def tensors(self) -> list[Tensor]:
+        """Query, key, value, and a gradient of the output."""
+        torch.manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [torch.randn(1, count, self.length, 64) for count in heads]
+
+    def parts(self) -> list[Tensor]:
+        """This rank's parts; the first three require gradients."""
+        parts = [ch.distributed.shard(whole, layout=self.layout) for whole in self.tensors()]  # type: ignore[arg-type]
+        return [part.requires_grad_(place < 3) for place, part in enumerate(parts)]
 
 
-def on_rank(length: int, heads: int, kv_heads: int, method: str) -> tuple[float, float, int]:
-    """Seconds of forward, and of forward and backward, of this rank; and the bytes that it sends."""
-    parts = [ch.distributed.shard(whole, layout="zigzag") for whole in tensors(length, heads, kv_heads)]
-    inputs = [part.requires_grad_() for part in parts[:3]]
-    dist.barrier()
-    with traffic() as sent:
-        forward, both = passes(
-            lambda: ch.distributed.attention(*inputs, mask=ch.Causal(), layout="zigzag", method=method),
-            inputs,
-            parts[3],
-        )
-    return forward, both, sent.bytes
+def mask_of(name: str, length: int) -> Mask | None:
+    """A mask by its name; the window is a 16th of the sequence."""
+    return {"full": None, "causal": ch.Causal(), "window": ch.Causal() & ch.Window(length // 16 - 1)}[name]
 
 
-def in_one_process(length: int, heads: int, kv_heads: int) -> tuple[float, float, int]:
+def on_rank(case: Case) -> tuple[float, float, int, int]:
+    """Seconds of forward and backward of this rank, each from a common start, and the bytes that it sends."""
+    *inputs, grad = case.parts()
+    mask = case.whole_mask
+    plan_attention(mask, case.length, ranks=dist.get_world_size(), layout=case.layout)  # type: ignore[arg-type]
+    with traffic() as forward_sent:
+        dist.barrier()
+        start = time.perf_counter()
+        output = ch.distributed.attention(*inputs, mask=mask, layout=case.layout, method=case.method)  # type: ignore[arg-type]
+        forward = time.perf_counter() - start
+    with traffic() as backward_sent:
+        dist.barrier()
+        start = time.perf_counter()
+        torch.autograd.grad(output, inputs, grad)
+        backward = time.perf_counter() - start
+    return forward, backward, forward_sent.bytes, backward_sent.bytes
+
+
+def in_one_process(case: Case) -> tuple[float, float, int, int]:
     """The same of the whole call in this process."""
-    *inputs, grad = tensors(length, heads, kv_heads)
+    *inputs, grad = case.tensors()
     leaves = [tensor.requires_grad_() for tensor in inputs]
-    return (*passes(lambda: ch.attention(*leaves, mask=ch.Causal()), leaves, grad), 0)
+    start = time.perf_counter()
+    output = ch.attention(*leaves, mask=case.whole_mask)
+    forward = time.perf_counter() - start
+    torch.autograd.grad(output, leaves, grad)
+    return forward, time.perf_counter() - start - forward, 0, 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small size, to see that it runs")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    length, rounds = (512, 1) if arguments.quick else (8192, arguments.rounds)
-    ranks = arguments.ranks
+def slowest(local: LocalRanks, case: Case) -> tuple[float, float, int, int]:
+    """Seconds of the slowest rank and bytes of the rank that sends most, forward and backward."""
+    forward, backward, forward_bytes, backward_bytes = zip(*local.run(on_rank, case), strict=True)
+    return max(forward), max(backward), max(forward_bytes), max(backward_bytes)
+
+
+def beside_one_process(ranks: int, length: int, rounds: int) -> None:
+    """Print each method's time, and how many times as fast as one process it is."""
     torch.set_num_threads(ranks)
-    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}; {ranks} ranks of 1 thread,")
-    print(f"one process of {ranks} threads")
+    print(f"{ranks} ranks; one process of {ranks} threads")
     print(f"{'call':<22} {'method':<12} {'forward ms':>11} {'both ms':>9} {'forward':>8} {'both':>6} {'MiB sent':>9}")
-    with LocalRanks(ranks, timeout=600) as local:
-        for sizes in ((length, 12, 12), (length, 12, 2)):
-            methods = [name for name in METHODS if name != "heads" or sizes[2] >= ranks]
-            times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in (*methods, "one process")}
+    with LocalRanks(ranks, timeout=LIMIT) as local:
+        for kv_heads in (12, 2):
+            names = [name for name in METHODS if name != "heads" or kv_heads >= ranks]
+            cases = {name: Case(length, 12, kv_heads, "causal", "zigzag", name) for name in (*names, "one process")}
+            times: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in cases}
             for _ in range(rounds + 1):
-                for name in methods:
-                    every = local.run(on_rank, *sizes, name)
-                    times[name].append((max(one[0] for one in every), max(one[1] for one in every), every[0][2]))
-                times["one process"].append(in_one_process(*sizes))
-            show(f"1x{sizes[1]}/{sizes[2]}x{length}x64 causal", times)
+                for name, case in cases.items():
+                    times[name].append(in_one_process(case) if name == "one process" else slowest(local, case))
+            show(f"1x12/{kv_heads}x{length}x64 causal", times)
 
 
-def show(call: str, times: dict[str, list[tuple[float, float, int]]]) -> None:
+def show(call: str, times: dict[str, list[tuple[float, float, int, int]]]) -> None:
     """Print the medians of all rounds but the first."""
-    median = {
-        name: [statistics.median(column) for column in zip(*every[1:], strict=True)] for name, every in times.items()
-    }
-    for name, (forward, both, sent) in median.items():
-        ratios = [single / sharded for single, sharded in zip(median["one process"], (forward, both), strict=False)]
+    medians = {}
+    for name, every in times.items():
+        passes = [(forward, forward + backward, sent + returned) for forward, backward, sent, returned in every[1:]]
+        medians[name] = [statistics.median(column) for column in zip(*passes, strict=True)]
+    for name, (forward, both, sent) in medians.items():
+        ratios = [single / sharded for single, sharded in zip(medians["one process"], (forward, both), strict=False)]
         print(
             f"{call:<22} {name:<12} {1e3 * forward:11.1f} {1e3 * both:9.1f} {ratios[0]:8.2f} {ratios[1]:6.2f} "
             f"{sent / 2**20:9.1f}"
         )
+
+
+def figures(sizes: AttentionSizes, length: int, mask: str) -> Machine:
+    """On a rank: the figures of the machine."""
+    return measure_machine(sizes, length, mask=mask_of(mask, length), cores=CORES, repeats=1)
+
+
+def beside_simulator(ranks: int, length: int, rounds: int) -> Iterator[float]:
+    """Print measured and simulated times of every case, and yield the ratios."""
+    sizes = AttentionSizes(heads=12, head_dim=64, dtype=torch.float32)
+    with LocalRanks(ranks, timeout=LIMIT) as local:
+        for mask in MASKS:
+            cases = [Case(length, 12, 12, mask, layout, method) for layout in LAYOUTS for method in METHODS]
+            for case in cases if mask == MASKS[0] else cases[:1]:
+                # The ranks' memory and connections grow in the first calls.
+                slowest(local, case)
+            machine = local.run(figures, sizes, length, mask)[0]
+            times = {case: [slowest(local, case) for _ in range(rounds)] for case in cases}
+            print(f"\n{ranks} ranks, 1x12x{length}x64 {mask}: {described(machine)}")
+            print(f"{'layout':<12}{'method':<8}{'pass':<10}{'measured ms':>12}{'simulated ms':>13}", end="")
+            print(f"{'ratio':>7}{'idle':>6}{'MiB sent':>10}{'simulated':>10}")
+            for case, every in times.items():
+                yield from compare(case, ranks, sizes, machine, every)
+
+
+def described(machine: Machine) -> str:
+    """The figures in one line."""
+    flops = [machine.flops, machine.backward_flops or 0.0, machine.split_flops or 0.0]
+    rates = [machine.memory or 0.0, machine.fresh or 0.0, machine.link.bandwidth]
+    fixed = [machine.start, machine.call, machine.backward_call or 0.0, machine.link.latency]
+    return (
+        f"GFLOP/s {' / '.join(f'{1e-9 * one:.0f}' for one in flops)} forward / backward / split, "
+        f"GB/s {' / '.join(f'{1e-9 * one:.2f}' for one in rates)} memory / new memory / link, "
+        f"us {' / '.join(f'{1e6 * one:.0f}' for one in fixed)} start / call / backward call / message, "
+        f"overlap {machine.overlap:.2f}"
+    )
+
+
+def compare(
+    case: Case, ranks: int, sizes: AttentionSizes, machine: Machine, times: list[tuple[float, float, int, int]]
+) -> Iterator[float]:
+    """Print a line for each pass, and yield simulated over measured time."""
+    plan = plan_attention(case.whole_mask, case.length, ranks=ranks, layout=case.layout)  # type: ignore[arg-type]
+    simulated = simulate(plan, sizes, machine, method=case.method)  # type: ignore[arg-type]
+    for place, name in enumerate(("forward", "backward")):
+        part = getattr(simulated, name)
+        took, sent = statistics.median(one[place] for one in times), times[0][place + 2]
+        print(
+            f"{case.layout:<12}{case.method:<8}{name:<10}{1e3 * took:>12.2f}{1e3 * part.seconds:>13.2f}"
+            f"{part.seconds / took:>7.2f}{100 * part.idle:>5.0f}%{sent / 2**20:>10.2f}"
+            f"{float(part.sent.amax()) / 2**20:>10.2f}"
+        )
+        yield part.seconds / took
+
+
+def check(run: Callable[[int, int, int], Iterator[float]], counts: list[int], length: int, rounds: int) -> None:
+    """Run for each number of ranks, and print how many ratios are within the limits."""
+    ratios = [ratio for ranks in counts for ratio in run(ranks, length, rounds)]
+    within = sum(LOW <= ratio <= HIGH for ratio in ratios)
+    print(f"\nsimulated over measured: {min(ratios):.2f} to {max(ratios):.2f}, {within} of {len(ratios)} within 20 %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", action="store_true", help="beside the simulator")
+    parser.add_argument("--quick", action="store_true", help="512 tokens, one round")
+    parser.add_argument("--ranks", type=int, nargs="+", help="processes of one thread; default: 2, with --simulate 2 4")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of the whole sequence")
+    parser.add_argument("--rounds", type=int, help="default: 7, with --simulate 2")
+    given = parser.parse_args()
+    length, rounds = (512, 1) if given.quick else (given.length, given.rounds or (2 if given.simulate else 7))
+    print(f"torch {torch.__version__}, clearhead {ch.__version__}, Python {platform.python_version()}, ", end="")
+    print(f"{platform.processor() or platform.machine()}, {CORES} processors, load {os.getloadavg()[0]:.1f}")
+    print(f"gloo on the loopback, 1 thread per rank, float32, {rounds} rounds")
+    if given.simulate:
+        return check(beside_simulator, given.ranks or [2, 4], length, rounds)
+    for ranks in given.ranks or [2]:
+        beside_one_process(ranks, length, rounds)
+    return None
 
 
 if __name__ == "__main__":

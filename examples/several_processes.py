@@ -1,7 +1,7 @@
 """Train one model on several meshes of processes, and compare with one process; attend over a sharded sequence.
 
-    python examples/several_processes.py                              # starts two processes on this machine
-    torchrun --nproc-per-node 4 examples/several_processes.py         # or runs in those that torchrun started
+    python examples/several_processes.py                      # starts two processes on this machine
+    torchrun --standalone --nproc-per-node 4 examples/several_processes.py    # or runs in those that torchrun started
 
 It needs no network and no GPU.
 """

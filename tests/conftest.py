@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from clearhead.ops import library as native_library
+from tests import processes  # noqa: F401 - its server of processes is to be that of run_ranks
 from tests.covering import covering
 
 LEFT_OUT = "left out: the time is up"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import clearhead as ch
 from clearhead.dispatch import BACKENDS
 from tests.agreement import needs_native
+from tests.processes import with_torch_alone
 
 #: In a fresh process: what a statement loads besides torch, the lines of clearhead's files, and its CPU time.
 PROGRAM = """
@@ -45,9 +44,8 @@ ATTENTION = "import clearhead as ch; x = torch.ones(1, 1, 4, 8); ch.attention(x,
 
 def loaded_by(statement: str) -> tuple[set[str], int, float]:
     """Modules, lines and seconds."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, statement], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = with_torch_alone(PROGRAM, [statement])
+    assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     return set(report["modules"]), report["lines"], report["seconds"]
 

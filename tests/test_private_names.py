@@ -48,10 +48,10 @@ def private_names(source: str) -> list[str]:
     >>> private_names("import torch; torch._C.f(layer._modules)")
     ['_modules', 'torch._C']
     """
-    tree = ast.parse(source)
-    ours = {name for node in ast.walk(tree) for name in _defined(node)}
-    paths = {name: path for node in ast.walk(tree) for name, path in _imported(node)}
-    return [name for node in ast.walk(tree) for name in _names(node, ours, paths)]
+    nodes = [*ast.walk(ast.parse(source))]
+    ours = {name for node in nodes for name in _defined(node)}
+    paths = {name: path for node in nodes for name, path in _imported(node)}
+    return [name for node in nodes for name in _names(node, ours, paths)]
 
 
 def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.processes import with_torch_alone
 
 PROGRAM = """
 import sys
@@ -33,6 +32,6 @@ except TypeCheckError:
 def test_annotated_shapes_are_checked() -> None:
     pytest.importorskip("jaxtyping")
     pytest.importorskip("beartype")
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    done = with_torch_alone(PROGRAM)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "checked"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import reported
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE = """
@@ -44,6 +43,12 @@ def test_long():
     pass
 """
 
+PYTEST = """
+import os, sys, pytest
+os.chdir(sys.argv[1])
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
@@ -54,13 +59,7 @@ def suite(tmp_path: Path) -> Path:
 
 def run(suite: Path, *arguments: str) -> str:
     settings = ("-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(suite.parent))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *settings, "-p", "no:cacheprovider", "-q", *arguments, str(suite)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
+    done = reported(PYTEST, [str(ROOT), *settings, "-p", "no:cacheprovider", "-q", *arguments, str(suite)])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -28,6 +28,9 @@ LIBRARY = Path("src", "clearhead", "_native")
 MISSED, NOT_TRIED, INTERRUPTED = 1, 2, 130
 #: Time limit in seconds for the tests of one fault; a fault that hangs counts as caught.
 LONGEST = 600
+#: Instruction sets, widest first, as in native/src/entry.cpp: the name, its word in /proc/cpuinfo, and the vendor whose
+#: processors use the next one.
+SETS = (("avx512bf16", "avx512_bf16", "GenuineIntel"), ("avx512", "avx512f", None), ("avx2", "avx2", None))
 #: pytest's exit codes.
 PASSED, FAILED = 0, 1
 #: An editable install puts its finder before the path in every new process.
@@ -82,6 +85,30 @@ class Fault:
         return (root / self.file).read_text().replace(self.text, self.replacement)
 
 
+def complaint(fault: Fault, root: Path = ROOT) -> str:
+    """Why the faulty file does not compile; empty if it does, or if it is C++ and no compiler is here.
+
+    Cost: up to half a minute for a header of the kernels.
+    """
+    if not fault.compiled:
+        try:
+            compile(fault.applied(root), fault.file, "exec")
+        except SyntaxError as error:
+            return str(error)
+        return ""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        return ""
+    with TemporaryDirectory(prefix="clearhead-fault-") as folder:
+        for part in ("include", "src", "torch"):
+            shutil.copytree(root / "native" / part, Path(folder, "native", part))
+        Path(folder, fault.file).write_text(fault.applied(root))
+        source = fault.file if fault.file.endswith(".cpp") else "native/src/kernels.cpp"
+        options = ["-std=gnu++17", "-fsyntax-only", "-DCH_NS=baseline", "-Inative/include", "-Inative/src"]
+        done = subprocess.run([compiler, *options, source], cwd=folder, capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode != 0 else ""
+
+
 def faults(table: Path = TABLE) -> list[Fault]:
     """The records of a table."""
     return [
@@ -118,7 +145,7 @@ class Copy:
         if not build.exists():
             # A fault is also wrong without the later optimizations, which take two thirds of the build time.
             script.write_text(script.read_text().replace(" -O3 ", " -O1 "))
-            left_out = [f"-DCLEARHEAD_HAS_{name}=OFF" for name in _sets_left_out()]
+            left_out = [f"-DCLEARHEAD_HAS_{name}=OFF" for name in sets_left_out(_cpuinfo())]
             self._run("cmake", "-S", self.root / "native", "-B", build, "-DCLEARHEAD_IN_PLACE=ON", *left_out)
         self._run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
 
@@ -188,19 +215,16 @@ def _files() -> list[str]:
     return [name for name in names if name and (ROOT / name).is_file()]
 
 
-def _sets_left_out() -> list[str]:
-    """The instruction sets that are not this processor's best: a fault in a header would rebuild them all."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-    best = next(
-        (
-            name
-            for name, flag in (("avx512bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
-            if flag in flags
-        ),
-        None,
-    )
-    return [name for name in ("avx512bf16", "avx512", "avx2") if best is not None and name != best]
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
+
+
+def sets_left_out(cpuinfo: str) -> list[str]:
+    """The instruction sets that this processor does not use: a fault in a header would rebuild them all."""
+    words = set(cpuinfo.split())
+    used = next((name for name, word, vendor in SETS if word in words and vendor not in words), None)
+    return [name for name, _, _ in SETS if used is not None and name != used]
 
 
 @contextmanager
@@ -269,6 +293,11 @@ def main() -> None:
     try:
         for fault in chosen:
             fault.check(ROOT)
+            if options.check and (line := complaint(fault)):
+                raise ValueError(f"{fault.name}: its replacement must compile; got {line[:800]}.")
+        if options.check:
+            _say(f"{len(chosen)} can be inserted and compile")
+            return
         results = _try_all(chosen)
     except KeyboardInterrupt:
         _say("interrupted; nothing is left behind.")
@@ -287,6 +316,7 @@ def _interrupt(*_: Any) -> NoReturn:
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Seed faults into a copy of the library and run the tests on each.")
     parser.add_argument("--list", action="store_true", help="list the faults and run nothing")
+    parser.add_argument("--check", action="store_true", help="only check that each can be inserted and compiles")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a fault to try; may be repeated")
     return parser.parse_args(arguments)
 

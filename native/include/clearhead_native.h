@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 24
+#define CH_ABI 25
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -142,8 +142,11 @@ typedef struct ch_attention {
   double dropout;       /* probability; 0 switches it off; rounded to a multiple of 1 / CH_LEVELS           */
   uint64_t seed;
   /* Dropout draws by place: these are the places of the call's first batch entry, head and key in the whole that the call
-     is a part of, and its first query is at first_key + query_offset. 0 for a whole call.                 */
+     is a part of, and its first query is at first_key + query_offset. 0 for a whole call; never negative.  */
   int64_t first_batch, first_head, first_key;
+  /* Forward only: the place in its sequence of the call's first key, not 0 in a cache that dropped the keys before. The
+     order of sums goes by places in the sequence, which starts at its mask's first key where it has a start.  */
+  int64_t first_position;
   /* Backward only: 1 if the rows have keys besides those of the call, so that what forward wrote is that of more keys.
      Needs output32 (or output, if that is float32), and no statistics.                                     */
   int64_t partial_rows;
@@ -170,10 +173,11 @@ typedef struct ch_attention {
   int64_t sink_head;
 
   /* Backward only. It reads softmax as forward wrote it, and output32 (or output, if that is float32). Both may be null
-     with at most CH_TILE keys, no tables and no statistics: delta is then computed together with the weights. */
+     with at most CH_TILE keys, whole rows, no tables and no statistics: delta is then computed together with the
+     weights. With partial_rows and grad_lse they may be null too: delta is -grad_lse. */
   ch_tensor grad_output; /* dtype of the tensors                                                            */
   const float* grad_lse; /* [batch, heads, q_len] contiguous, or null                                       */
-  ch_tensor grad_query, grad_key, grad_value;
+  ch_tensor grad_query, grad_key, grad_value; /* null: not computed; of keys and values both or neither     */
   float* delta;          /* [batch, heads, q_len] contiguous, written: sum(grad_output * output) - grad_lse */
 
   /* Null for none. Gradients of statistics also change a row's delta, by the sum over keys of the weight times its

@@ -52,6 +52,10 @@ int check_counts(const ch_attention& work) {
   if (work.pages != nullptr && !countable(work.pages->sequences, work.kv_heads, work.k_len, CH_MAX_HEAD_DIM))
     return CH_BAD_SHAPE;
   if (work.query_offset < -max_position || work.query_offset > max_position) return CH_BAD_SHAPE;
+  for (int64_t place : {work.first_batch, work.first_head, work.first_key}) {
+    if (!is_place(place)) return CH_BAD_SHAPE;
+  }
+  if (!is_place(work.first_position)) return CH_BAD_SHAPE;
   return CH_OK;
 }
 
@@ -189,7 +193,7 @@ int check_pages(const ch_attention& work) {
   }
   const bool masked = work.intervals != 0 || work.allowed.data != nullptr || work.blocks.data != nullptr;
   if (pages.size < 1 || masked || work.dropout != 0.0 || work.statistics != nullptr || work.softmax != nullptr ||
-      work.output32 != nullptr || work.query_offset != 0)
+      work.output32 != nullptr || work.query_offset != 0 || work.first_position != 0)
     return CH_BAD_PAGES;
   for (int i = 0; i < work.num_rules && i < CH_MAX_RULES; ++i) {
     if (work.rules[i].kind == CH_RULE_DENSE) return CH_BAD_PAGES;
@@ -302,10 +306,11 @@ int check_statistics_gradients(const ch_attention& work) {
   return s.grad_received == nullptr ? CH_OK : check_contiguous(work, s.grad_received, 1, work.k_len, sizeof(float));
 }
 
-// Whether backward reads forward's output: with one tile of keys, a row's delta follows from its weights.
+// Whether backward reads forward's output: with all of a row's keys in one tile, its delta follows from its weights.
 bool needs_output(const ch_attention& work) {
+  if (work.partial_rows && work.grad_lse != nullptr) return false;
   return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr ||
-         work.statistics != nullptr;
+         work.statistics != nullptr || work.partial_rows != 0;
 }
 
 int check_output(const ch_attention& work) {
@@ -315,6 +320,8 @@ int check_output(const ch_attention& work) {
 
 int check_backward(const ch_attention& work) {
   if (work.pages != nullptr) return CH_BAD_PAGES;
+  if (work.partial_rows != 0 && work.partial_rows != 1) return CH_BAD_OPTION;
+  if (work.partial_rows != 0 && work.statistics != nullptr) return CH_BAD_STATISTIC;
   const bool given = work.output32 != nullptr || work.output.data != nullptr;
   if (given || needs_output(work)) CH_TRY(check_output(work));
   CH_TRY(check_per_query(work, work.softmax, 2));
@@ -322,7 +329,11 @@ int check_backward(const ch_attention& work) {
   if (work.grad_lse != nullptr) CH_TRY(check_per_query(work, work.grad_lse, 1));
   CH_TRY(check_statistics_gradients(work));
   CH_TRY(check_tensor(work, work.grad_output, work.heads, work.q_len, work.value_dim, Access::read));
-  CH_TRY(check_tensor(work, work.grad_query, work.heads, work.q_len, work.head_dim, Access::write));
+  const bool of_keys = work.grad_key.data != nullptr;
+  if (of_keys != (work.grad_value.data != nullptr)) return CH_BAD_POINTER;
+  if (work.grad_query.data != nullptr || !of_keys)
+    CH_TRY(check_tensor(work, work.grad_query, work.heads, work.q_len, work.head_dim, Access::write));
+  if (!of_keys) return CH_OK;
   CH_TRY(check_tensor(work, work.grad_key, work.kv_heads, work.k_len, work.head_dim, Access::write));
   return check_tensor(work, work.grad_value, work.kv_heads, work.k_len, work.value_dim, Access::write);
 }

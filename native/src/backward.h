@@ -1,10 +1,12 @@
 // Backward: for each tile of keys, loop over the blocks of queries that attend to it, recompute their weights from the
 // saved row maximum and normaliser (FlashAttention, Dao et al. 2022, algorithm 4), and accumulate the gradients of the
-// tile's keys and values in cache; the gradients of queries accumulate in memory. With few heads the keys are split
-// into chunks, each with its own sum, and the sums are added in order at the end. The split depends on the shape alone.
+// tile's keys and values in cache; the gradients of queries accumulate in memory, by chunk of keys (query_sums.h). With
+// few heads, several threads take a piece of a head's chunks each, with the same bits.
 #pragma once
 
+#include "invariance.h"
 #include "prefetch.h"
+#include "query_sums.h"
 #include "segments.h"
 
 namespace CH_NS {
@@ -21,7 +23,8 @@ template <class M, class IO> struct Backward {
   int tile;
   Panels keys, queries, grads;  // B of the last three GEMMs
   int operands, value_operands, steps, v_steps, out, v_out;
-  int64_t tiles, chunks, chunk_tiles;
+  int64_t tiles, chunk_tiles;
+  KeyChunks chunks;
   int64_t cached_blocks;  // blocks of queries that stay packed: all of a key head's, or only the current one
   bool masked, plain, capped, share_batch, share_heads;
   bool single_tile;  // one tile covers all keys: a row's delta is computed together with its weights
@@ -29,6 +32,7 @@ template <class M, class IO> struct Backward {
   Dropout dropout;
   int64_t diagonals, learned_diagonals;  // diagonal rules, and how many of them need a gradient
   const ch_statistics* observed;  // null if no statistic has a gradient
+  const bool of_queries, of_keys;  // which gradients are computed
 
   // A block of queries and of output gradients, packed as A rows and as B.
   struct PackedBlock {
@@ -59,7 +63,7 @@ template <class M, class IO> struct Backward {
     float* diagonal;  // [group][diagonals][length]
     Interval* intervals;  // [group][blocks]
     operand* staged;
-    float* dq;  // [group][q_len][out], if there is one chunk
+    float* dq;  // the sums of chunks; all but the first of them if there are several pieces
     Prefetch prefetch;
     bool first_keys, first_rows;  // first tile of its chunk, first block of its tile: sums are set, not added to
   };
@@ -76,7 +80,8 @@ template <class M, class IO> struct Backward {
 
   explicit Backward(const Task& work)
       : w(work), tile(tile_size(work)), keys(work.head_dim, row_steps<M>(tile)),
-        queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)) {
+        queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)),
+        of_queries(work.grad_query.data != nullptr), of_keys(work.grad_key.data != nullptr) {
     group = w.heads / w.kv_heads;
     blocks = (w.q_len + BLOCK - 1) / BLOCK;
     operands = row_operands<M>((int)w.head_dim);
@@ -92,7 +97,9 @@ template <class M, class IO> struct Backward {
     dropout = dropout_of(w);
     diagonals = count_diagonal(w);
     observed = has_gradients(w.statistics) ? w.statistics : nullptr;
-    single_tile = tiles == 1 && observed == nullptr && !w.partial_rows;
+    // With padding, or without segments, the keys of the same sequence may be several tiles.
+    const bool reads_output = clearhead::is_invariant() && (w.output32 != nullptr || w.output.data != nullptr);
+    single_tile = tiles == 1 && observed == nullptr && !w.partial_rows && !reads_output;
     learned_diagonals = 0;
     capped = share_batch = share_heads = false;
     for (int r = 0; r < w.num_rules; r++) {
@@ -105,11 +112,15 @@ template <class M, class IO> struct Backward {
       share_heads = share_heads || (rule.grad_head == 0 && w.kv_heads > 1);
     }
     int64_t units = share_batch || share_heads ? (share_batch ? 1 : w.batch) * (share_heads ? 1 : w.kv_heads) : w.units;
-    chunks = maximum((int64_t)1, minimum((16 + units - 1) / maximum(units, (int64_t)1), tiles * tile / 512));
-    chunk_tiles = maximum((int64_t)1, (tiles + chunks - 1) / chunks);
-    chunks = maximum((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
+    units = maximum(units, (int64_t)1);
+    chunks.group = group, chunks.q_len = w.q_len, chunks.out = of_queries ? out : 0;
+    chunks.diagonal_size = learned_diagonals > 0 ? learned_diagonals * diagonal_length(w) : 0;
+    chunk_tiles = KeyChunks::KEYS / tile;
+    chunks.plan(w.k_len, w.threads == 1 ? 1 : (2 * w.threads + units - 1) / units);
     cached_blocks = group * blocks;
-    if (chunk_tiles < 2 || cached_blocks * block_operands() * (int64_t)sizeof(operand) > MAX_CACHED_BYTES) cached_blocks = 1;
+    if (minimum(tiles, chunks.piece_chunks * chunk_tiles) < 2 ||
+        cached_blocks * block_operands() * (int64_t)sizeof(operand) > MAX_CACHED_BYTES)
+      cached_blocks = 1;
   }
 
   // With one panel, rows of floats have the same layout as A and as B.
@@ -145,28 +156,30 @@ template <class M, class IO> struct Backward {
     d.diagonal = c.template take<float>(diagonals > 0 ? group * diagonals * diagonal_length(w) : 0);
     d.intervals = c.template take<Interval>(group * blocks);
     d.staged = c.template take<operand>((int64_t)VL * maximum(operands, value_operands));
-    d.dq = chunks == 1 ? c.template take<float>(group * w.q_len * out) : nullptr;
+    d.dq = c.template take<float>((chunks.depth() - (chunks.pieces > 1)) * chunks.floats());
     return c.next - base;
   }
 
-  // Sums that outlive a unit: gradients of queries by chunk, and of diagonals by chunk, batch and head.
+  // Sums that outlive a unit: of the pieces of a key head, if there are several, and of its diagonals.
   struct Sums {
-    float* dq;
-    float* diagonal;
+    float* pieces;  // [batch][kv_heads][pieces][chunks.floats()]
+    float* diagonal;  // [batch][heads][chunks.diagonal_size]
   };
 
   int64_t sums_bytes(Sums& s, char* base) const {
     BumpAllocator c{base};
-    int64_t heads = chunks * w.batch * w.heads;
-    s.dq = c.template take<float>(chunks > 1 ? heads * w.q_len * out : 0);
-    s.diagonal = c.template take<float>(learned_diagonals > 0 ? heads * learned_diagonals * diagonal_length(w) : 0);
+    s.pieces = c.template take<float>(chunks.pieces > 1 ? w.batch * w.kv_heads * chunks.pieces * chunks.floats() : 0);
+    s.diagonal = c.template take<float>(w.batch * w.heads * chunks.diagonal_size);
     return c.next - base;
   }
 
-  int64_t sums_place(int64_t chunk, int64_t b, int64_t h) const { return (chunk * w.batch + b) * w.heads + h; }
+  float* piece_of(const Sums& sums, int64_t b, int64_t kh, int64_t piece) const {
+    return sums.pieces + ((b * w.kv_heads + kh) * chunks.pieces + piece) * chunks.floats();
+  }
 
   void write_delta(int64_t b, int64_t h) const {
-    bool unrounded = w.output32 != nullptr;
+    const bool unrounded = w.output32 != nullptr;
+    if (!unrounded && w.output.data == nullptr) return start_delta(b, h);
     for (int64_t i = 0; i < w.q_len; i++) {
       int64_t place = row_index(w, b, h, i);
       const element* g = at<IO>(w.grad_output, b, h, i);
@@ -191,8 +204,12 @@ template <class M, class IO> struct Backward {
     if (w.grad_lse != nullptr)
       fine = fine && all_finite<Float32>(w.grad_lse + row_index(w, b, h, 0), w.q_len, 1, (int)w.q_len);
     if (h < w.kv_heads) {
-      fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
-      fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);
+      // Tiles outside the band of every query are not read.
+      const int64_t from = w.before == INT64_MAX ? 0 : clip(w.query_offset - w.before, 0, w.k_len) / tile * tile;
+      const int64_t last = w.after == INT64_MAX ? w.k_len : clip(w.query_offset + w.q_len + w.after, 0, w.k_len);
+      const int64_t count = maximum((int64_t)0, minimum(round_up(last, tile), w.k_len) - from);
+      fine = fine && all_finite<IO>(at<IO>(w.key, b, h, from), w.key.row, count, (int)w.head_dim);
+      fine = fine && all_finite<IO>(at<IO>(w.value, b, h, from), w.value.row, count, (int)w.value_dim);
     }
     // Scores of finite tensors may overflow.
     for (int64_t i = 0; fine && i < w.q_len; i++) fine = w.softmax[2 * row_index(w, b, h, i) + 1] * 0.0f == 0.0f;
@@ -216,7 +233,7 @@ template <class M, class IO> struct Backward {
 
   // The buffer that a tile's gradients accumulate in: the workspace, or the result if a single GEMM computes them.
   Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile, int64_t ld) const {
-    const bool single_gemm = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
+    const bool single_gemm = of_keys && !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
     return single_gemm ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};
   }
 
@@ -548,13 +565,13 @@ template <class M, class IO> struct Backward {
       }
       if (c1 <= c0) continue;
       if (single_tile) memcpy(w.delta + row_index(w, b, h, first + r0), d.delta + r0, (size_t)n * sizeof(float));
-      for (int p = 0; p < keys.count; p++)
+      for (int p = 0; p < keys.count && of_queries; p++)
         gemm_accumulate(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0),
                         d.dr + ((int64_t)r0 * tile + c0) / M::PACK,
                         tile / M::PACK, 1, d.key_rows + p * keys.size + (int64_t)(c0 / M::PACK) * keys.ld, keys.ld,
                         dq + (first + r0) * out + p * keys.ld, out);
     }
-    add_key_gradients(intervals, count, low, high, packed_block, d);
+    if (of_keys) add_key_gradients(intervals, count, low, high, packed_block, d);
     d.first_rows = false;
   }
 
@@ -606,6 +623,13 @@ template <class M, class IO> struct Backward {
       }
   }
 
+  // Whether a block of queries may attend to keys [t0, t1).
+  bool is_attended(int64_t t0, int64_t t1, const Workspace& d) const {
+    for (int64_t x = 0; x < group * blocks; x++)
+      if (d.intervals[x].low < t1 && d.intervals[x].high > t0) return true;
+    return false;
+  }
+
   // The constant term of a row's delta, before weights are added.
   void start_delta(int64_t b, int64_t h) const {
     const int64_t from = row_index(w, b, h, 0);
@@ -616,17 +640,17 @@ template <class M, class IO> struct Backward {
   Prefetch prefetch_of(int64_t b, int64_t kh) const {
     Prefetch a;
     a.clear();
-    if (chunks > 1) return a;
-    a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
-    a.add<IO>(w.grad_value, b, kh, w.k_len, w.value_dim, true);
-    a.add<IO>(w.grad_query, b, kh * group, w.q_len, w.head_dim, true);
+    if (chunks.pieces > 1) return a;
+    if (of_keys) a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
+    if (of_keys) a.add<IO>(w.grad_value, b, kh, w.k_len, w.value_dim, true);
+    if (of_queries) a.add<IO>(w.grad_query, b, kh * group, w.q_len, w.head_dim, true);
     a.spread_over(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
     return a;
   }
 
   // Prefetches what the next key head reads, of this call or of the next one.
   void prefetch_next(Prefetch& a, const Task& next, int64_t b, int64_t kh) const {
-    if (chunks > 1) return;
+    if (chunks.pieces > 1) return;
     a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
     a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
     a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
@@ -634,21 +658,31 @@ template <class M, class IO> struct Backward {
     a.spread_over(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
   }
 
-  // One chunk of a key head's keys.
-  void do_chunk(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, Workspace& d) const {
-    int64_t length = diagonal_length(w), h0 = kh * group, rows = w.q_len * out;
-    float* dq = chunks == 1 ? d.dq : sums.dq + sums_place(chunk, b, h0) * rows;
-    if (masked) memset(dq, 0, (size_t)(group * rows) * sizeof(float));
-    for (int64_t h = h0; h < h0 + group && chunks == 1; h++) single_tile ? start_delta(b, h) : write_delta(b, h);
-    float* diagonal_grads = sums.diagonal + sums_place(chunk, b, h0) * learned_diagonals * length;
-    if (learned_diagonals > 0) memset(diagonal_grads, 0, (size_t)(group * learned_diagonals * length) * sizeof(float));
-    for (int64_t g = 0; g < group && diagonals > 0; g++)
-      make_diagonals(w, h0 + g, d.diagonal + g * diagonals * length);
-    find_intervals(b, kh, d);
-    memset(d.is_packed, 0, (size_t)cached_blocks * sizeof(bool));
+  // The queries that may attend to keys of a chunk.
+  QuerySums& begin_chunk(const Workspace& d, int64_t chunk, QuerySumTree& tree) const {
+    if (!masked) return tree.begin(0, w.q_len);
+    const int64_t from = chunk * KeyChunks::KEYS, to = from + KeyChunks::KEYS;
+    int64_t first = blocks, end = 0;
+    for (int64_t g = 0; g < group; g++)
+      for (int64_t block = 0; block < blocks; block++) {
+        const Interval& interval = d.intervals[g * blocks + block];
+        if (interval.low >= to || interval.high <= from) continue;
+        first = minimum(first, block);
+        end = maximum(end, block + 1);
+      }
+    QuerySums& sums = tree.begin(minimum(first, end) * BLOCK, minimum(end * BLOCK, w.q_len));
+    chunks.clear(sums);
+    return sums;
+  }
+
+  void do_chunk(int64_t b, int64_t kh, int64_t chunk, const QuerySums& sums, Workspace& d) const {
+    const int64_t length = diagonal_length(w), h0 = kh * group, rows = w.q_len * out;
+    float* const diagonal_grads = sums.at + chunks.query_floats();
+    memset(diagonal_grads, 0, (size_t)(group * chunks.diagonal_size) * sizeof(float));
     for (int64_t t = chunk * chunk_tiles; t < minimum((chunk + 1) * chunk_tiles, tiles); t++) {
       int64_t t0 = t * tile;
       int key_count = (int)minimum((int64_t)tile, w.k_len - t0);
+      if (!of_keys && !is_attended(t0, t0 + key_count, d)) continue;
       pack_keys(b, kh, t0, key_count, d);
       d.first_keys = !masked && t == chunk * chunk_tiles;
       for (int64_t g = 0; g < group; g++)
@@ -658,50 +692,90 @@ template <class M, class IO> struct Backward {
           const int64_t first = block * BLOCK, count = minimum((int64_t)BLOCK, w.q_len - first);
           if (!blocks_allow(w, b, h0 + g, first, count, t0, t0 + key_count)) continue;
           visit(b, h0 + g, block, t0, key_count, d, d.diagonal + g * diagonals * length,
-                diagonal_grads + g * learned_diagonals * length, dq + g * rows);
+                diagonal_grads + g * chunks.diagonal_size, sums.at + g * rows);
         }
-      for (int j = 0; j < key_count; j++) {
+      for (int j = 0; j < key_count && of_keys; j++) {
         put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk.at + j * d.dk.ld, (float)w.scale);
         if (d.dv.at != d.sums_v) continue;
         put_row<IO>(at<IO>(w.grad_value, b, kh, t0 + j), (int)w.value_dim, d.dv.at + j * d.dv.ld, 1.0f);
       }
     }
-    if (chunks > 1) return;
-    for (int64_t r = 0; r < group * w.q_len; r++)
-      put_row<IO>(at<IO>(w.grad_query, b, h0 + r / w.q_len, r % w.q_len), (int)w.head_dim, dq + r * out,
-                  (float)w.scale);
   }
 
-  void add_chunks(int threads, const Sums& sums) const {
-    parallel_units(w, threads, w.batch * w.heads, [&](int64_t unit) {
-      int64_t b = unit / w.heads, h = unit % w.heads, rows = w.q_len * out;
-      float* first = sums.dq + sums_place(0, b, h) * rows;
-      for (int64_t chunk = 1; chunk < chunks; chunk++) {
-        const float* part = sums.dq + sums_place(chunk, b, h) * rows;
-        for (int64_t x = 0; x < rows; x += VL) store(first + x, load(first + x) + load(part + x));
-      }
-      for (int64_t i = 0; i < w.q_len; i++)
-        put_row<IO>(at<IO>(w.grad_query, b, h, i), (int)w.head_dim, first + i * out, (float)w.scale);
+  // A piece of a key head's chunks.
+  void do_piece(int64_t b, int64_t kh, int64_t piece, const Sums& sums, Workspace& d) const {
+    const int64_t length = diagonal_length(w), h0 = kh * group;
+    const bool whole = chunks.pieces == 1;
+    for (int64_t h = h0; h < h0 + group && whole; h++) single_tile ? start_delta(b, h) : write_delta(b, h);
+    for (int64_t g = 0; g < group && diagonals > 0; g++)
+      make_diagonals(w, h0 + g, d.diagonal + g * diagonals * length);
+    find_intervals(b, kh, d);
+    memset(d.is_packed, 0, (size_t)cached_blocks * sizeof(bool));
+    QuerySumTree tree(chunks, whole ? d.dq : piece_of(sums, b, kh, piece), whole ? d.dq + chunks.floats() : d.dq);
+    const int64_t first = piece * chunks.piece_chunks;
+    for (int64_t chunk = first; chunk < minimum(first + chunks.piece_chunks, chunks.count); chunk++) {
+      do_chunk(b, kh, chunk, begin_chunk(d, chunk, tree), d);
+      tree.finish_chunk();
+    }
+    const QuerySums& total = tree.total();
+    chunks.complete(total);
+    if (whole) write_sums(b, kh, total.at, 0, group * w.q_len, sums);
+  }
+
+  // Results from the sums over all keys: gradients of queries [first, end) of a key head, and those of its diagonals.
+  void write_sums(int64_t b, int64_t kh, const float* total, int64_t first, int64_t end, const Sums& sums) const {
+    for (int64_t r = first; r < end && of_queries; r++)
+      put_row<IO>(at<IO>(w.grad_query, b, kh * group + r / w.q_len, r % w.q_len), (int)w.head_dim, total + r * out,
+                  (float)w.scale);
+    if (first > 0 || learned_diagonals == 0) return;
+    memcpy(sums.diagonal + (b * w.heads + kh * group) * chunks.diagonal_size, total + chunks.query_floats(),
+           (size_t)(group * chunks.diagonal_size) * sizeof(float));
+  }
+
+  void add_pieces(int threads, const Sums& sums) const {
+    const int64_t stripes = group * blocks;  // of BLOCK rows or fewer, so that several threads share a head
+    parallel_units(w, threads, w.batch * w.kv_heads * stripes, [&](int64_t unit) {
+      const int64_t head = unit / stripes, b = head / w.kv_heads, kh = head % w.kv_heads;
+      const int64_t first = unit % stripes * group * w.q_len / stripes, end = (unit % stripes + 1) * group * w.q_len / stripes;
+      float* const total = piece_of(sums, b, kh, 0);
+      chunks.combine_pieces(total, chunks.floats(), first * chunks.out, end * chunks.out);
+      if (first == 0) chunks.combine_pieces(total, chunks.floats(), chunks.query_floats(), chunks.floats());
+      write_sums(b, kh, total, first, end, sums);
     });
   }
 
-  // Adds diagonal sums to tables of distances, in order and in double: a clipped distance accumulates many terms.
+  // The sum of `value(b)` over the batch: pairs of neighbours, then pairs of pairs, and so on.
+  template <class Value> float add_batch(const Value& value) const {
+    float totals[64];
+    int count = 0;
+    for (int64_t b = 0; b < w.batch; b++) {
+      totals[count++] = value(b);
+      for (int64_t node = b; node % 2 == 1; node /= 2, count--) totals[count - 2] += totals[count - 1];
+    }
+    for (; count > 1; count--) totals[count - 2] += totals[count - 1];
+    return totals[0];
+  }
+
+  // Adds diagonal sums to tables of distances: those of a sequence in order and in double, as a clipped distance
+  // accumulates many terms; then the batch, pairs of neighbours first.
   void add_diagonals(const Sums& sums) const {
     int64_t length = diagonal_length(w), next = 0;
     for (int r = 0; r < w.num_rules; r++) {
       const ch_rule& rule = w.rules[r];
       if (rule.kind != CH_RULE_RELATIVE || rule.grad == nullptr) continue;
       for (int64_t h = 0; h < w.heads; h++) {
-        double total = 0.0;
-        for (int64_t x = w.q_len + w.k_len - 2; x >= 0; x--) {
-          for (int64_t chunk = 0; chunk < chunks; chunk++)
-            for (int64_t b = 0; b < w.batch; b++)
-              total += sums.diagonal[(sums_place(chunk, b, h) * learned_diagonals + next) * length + x];
+        int64_t last = w.q_len + w.k_len - 2;  // the first sum of the column
+        for (int64_t x = last; x >= 0; x--) {
           int64_t distance = w.query_offset + w.q_len - 1 - x;
           int64_t column = clip(distance, -rule.reach, rule.reach);
           if (x > 0 && clip(distance + 1, -rule.reach, rule.reach) == column) continue;
-          rule.grad[h * rule.grad_head + column + rule.reach] += (float)total;
-          total = 0.0;
+          rule.grad[h * rule.grad_head + column + rule.reach] += add_batch([&](int64_t b) {
+            const float* const diagonal = sums.diagonal + ((b * w.heads + h) * learned_diagonals + next) * length;
+            double total = 0.0;
+            for (int64_t y = last; y >= x; y--) total += diagonal[y];
+            return (float)total;
+          });
+          last = x - 1;
         }
       }
       next++;
@@ -728,7 +802,8 @@ template <class M, class IO> struct Backward {
     });
     segments.sort(w.kv_heads);
     for (int64_t s = 0; s < segments.large && fault.get() == CH_OK; s++) {
-      const Task part = segments.part(w, s, threads);
+      Task part = segments.part(w, s, threads);
+      part.units = w.kv_heads;  // the only ones at a time
       if (const int code = Backward(part).execute(threads); code != CH_OK) fault.set(code);
     }
     const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
@@ -746,13 +821,13 @@ template <class M, class IO> struct Backward {
     return fault.get();
   }
 
-  void do_head(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, const Prefetch& prefetch, Fault& fault) const {
+  void do_head(int64_t b, int64_t kh, int64_t piece, const Sums& sums, const Prefetch& prefetch, Fault& fault) const {
     Workspace d, sizes;
     char* work = (char*)scratch(clearhead::SLOT_WORK, (size_t)workspace_bytes(sizes, nullptr));
     if (work == nullptr) return fault.set(CH_NO_MEMORY);
     workspace_bytes(d, work);
     d.prefetch = prefetch;
-    do_chunk(b, kh, chunk, sums, d);
+    do_piece(b, kh, piece, sums, d);
   }
 
   int run() const {
@@ -774,22 +849,22 @@ template <class M, class IO> struct Backward {
     char* base = (char*)scratch(clearhead::SLOT_PARTIAL, (size_t)sums_bytes(sizes, nullptr));
     if (base == nullptr) return CH_NO_MEMORY;
     sums_bytes(sums, base);
-    if (chunks > 1)
+    if (chunks.pieces > 1)
       parallel_units(w, threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
     int64_t outer_b = share_batch ? 1 : w.batch, outer_h = share_heads ? 1 : w.kv_heads;
-    parallel_units(w, threads, outer_b * outer_h * chunks, [&](int64_t unit) {
+    parallel_units(w, threads, outer_b * outer_h * chunks.pieces, [&](int64_t unit) {
       // Early keys first: under a causal mask they have the most queries.
-      int64_t chunk = unit / (outer_b * outer_h), head = unit % (outer_b * outer_h);
+      int64_t piece = unit / (outer_b * outer_h), head = unit % (outer_b * outer_h);
       int64_t b0 = head / outer_h, h0 = head % outer_h;
       for (int64_t b = b0; b < (share_batch ? w.batch : b0 + 1); b++)
         for (int64_t kh = h0; kh < (share_heads ? w.kv_heads : h0 + 1); kh++) {
           Prefetch prefetch = prefetch_of(b, kh);
           const int64_t next = unit + threads;
           if (!share_batch && !share_heads && next < w.units) prefetch_next(prefetch, w, next / w.kv_heads, next % w.kv_heads);
-          do_head(b, kh, chunk, sums, prefetch, fault);
+          do_head(b, kh, piece, sums, prefetch, fault);
         }
     });
-    if (fault.get() == CH_OK && chunks > 1) add_chunks(threads, sums);
+    if (fault.get() == CH_OK && chunks.pieces > 1) add_pieces(threads, sums);
     if (fault.get() == CH_OK && learned_diagonals > 0) add_diagonals(sums);
     return fault.get();
   }
@@ -807,13 +882,13 @@ template <class M, class IO> struct Backward {
   void clear_queries(int64_t b, int64_t kh) const {
     for (int64_t h = kh * group; h < (kh + 1) * group; h++) {
       start_delta(b, h);
-      for (int64_t i = 0; i < w.q_len; i++)
+      for (int64_t i = 0; i < w.q_len && of_queries; i++)
         memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
     }
   }
 
   void clear_keys(int64_t b, int64_t kh, int64_t first, int64_t end) const {
-    for (int64_t j = first; j < end; j++) {
+    for (int64_t j = first; j < end && of_keys; j++) {
       memset(at<IO>(w.grad_key, b, kh, j), 0, (size_t)w.head_dim * sizeof(element));
       memset(at<IO>(w.grad_value, b, kh, j), 0, (size_t)w.value_dim * sizeof(element));
     }

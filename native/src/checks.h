@@ -79,6 +79,9 @@ inline int check_memory(const void* data, const Layout& layout, int64_t size, Ac
 
 inline bool is_count(int64_t count) { return count >= 0 && count <= max_count; }
 
+// Whether dropout can draw from this place on.
+inline bool is_place(int64_t place) { return place >= 0 && place <= max_position; }
+
 // Whether `dropped` of CH_LEVELS is a valid dropout probability.
 inline bool is_dropout_level(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
 

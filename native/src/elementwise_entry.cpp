@@ -8,7 +8,7 @@ namespace {
 template <class Description> int check_common(const Description& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
   if (!is_count(work.rows) || work.columns < 0 || work.columns > max_position) return CH_BAD_SHAPE;
-  if (!countable(1, 1, work.rows, work.columns)) return CH_BAD_SHAPE;
+  if (!countable(1, 1, work.rows, work.columns) || !is_place(work.first_row)) return CH_BAD_SHAPE;
   return work.threads < 1 || work.threads > max_threads || !is_dropout_level(work.dropped) ? CH_BAD_OPTION : CH_OK;
 }
 

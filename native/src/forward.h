@@ -1,10 +1,15 @@
 // Forward: blocks of rows loop over tiles of keys with an online softmax (Milakov and Gimelshein 2018; FlashAttention,
 // Dao et al. 2022, algorithm 1), 6 rows at a time from the first GEMM to the second, so that scores stay in the L1
 // cache. The grouped heads of a key head are additional rows and share its keys.
+//
+// A row's bits are a function of its own query, keys and mask. Tiles start at multiples of their size in the sequence;
+// scores add along head_dim, step by step; a tile's weights are relative to its own maximum, its sums start at 0 and
+// run from key to key (normalisers: one per lane), and tiles merge in order. Keys that a row may not attend to add
+// exact zeros, so it does not matter which of them are skipped, which rows share a block, or who computes a tile.
 #pragma once
 
+#include "column_dot.h"
 #include "prefetch.h"
-#include "gemv.h"
 #include "segments.h"
 #include "statistics.h"
 
@@ -17,9 +22,12 @@ constexpr int64_t RESIDENT_BYTES = 4 << 20, RESIDENT_BYTES_SHORT = 24 << 20;
 // Keys of a page that are read in place together; a page has a multiple of it, otherwise its rows are copied.
 constexpr int64_t PAGE_PART = 16;
 constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is reused while it is in cache
-
-// What one pass of forward computes: both, or only one of them if they need different plans.
-enum class Outputs { ALL, OUTPUT, STATISTICS };
+// Up to so many rows read keys and values in place: each is used once or twice, and a packed tile would leave the L1 cache.
+constexpr int FEW_ROWS = 2 * MR;
+// Heads per thread from which heads alone occupy the threads.
+constexpr int MANY_HEADS = 8;
+constexpr int MAX_TILE = 512;
+constexpr int PIECE = 64;  // keys of a piece of a tile; those that a table forbids to all rows are skipped
 
 template <class M, class IO> struct Forward {
   typedef typename M::operand operand;
@@ -30,10 +38,10 @@ template <class M, class IO> struct Forward {
   int64_t group, rows;  // query heads per key head; rows per key head
   int operands, steps, out;  // operands of a row of A, and those to multiply; columns of O
   int64_t tiles, key_operands, value_operands;  // per tile
-  int64_t splits, split_tiles, blocks;  // of keys; blocks of rows
+  int64_t blocks;  // of rows
   bool whole_heads;  // a unit processes all rows of a key head and packs its keys itself
   bool masked, plain;
-  bool in_place;  // keys and values are read in place
+  bool in_place;  // keys are packed panel by panel, in the L1 cache, and values are read in place
   bool values_packed;  // values in the tensor have the packed layout already, and are not copied if they are finite
   bool out_of_cache;  // keys and values come from memory: they exceed the cache
   float base2;
@@ -41,6 +49,7 @@ template <class M, class IO> struct Forward {
   int64_t diagonal_floats;
   Panels values;  // of a tile
   Outputs outputs;
+  int64_t lead;  // keys of the first tile that are before the call's first key
   Statistics observed;
 
   struct Keys {
@@ -48,9 +57,6 @@ template <class M, class IO> struct Forward {
     operand* v;
     uint8_t* bad;  // per tile: the values had NaN or infinity, which are 0 here
   };
-
-  // Whether keys that are read in place are deinterleaved (even elements, then odd ones).
-  static constexpr bool DEINTERLEAVED = M::PACK == 1 && Widened<IO>::LOAD_VECTORS == 2;
 
   // Prefetches the next key head, of this call or of another, while the current one is processed.
   Prefetch prefetch_of(const Task& next, int64_t b, int64_t kh) const {
@@ -81,9 +87,11 @@ template <class M, class IO> struct Forward {
   // A thread's workspace.
   struct Workspace {
     operand* q;  // [ROWS][operands]
-    operand* deinterleaved;  // the same, deinterleaved like keys that are read in place
-    float* scores;  // [MR][tile]
-    uint16_t* half;  // [MR][tile], weights in bfloat16
+    operand* panel;  // of keys, in place
+    operand* value_rows;  // pairs of rows of a piece, in place
+    float* scores;  // [rows at a time][tile]
+    uint16_t* half;  // the same, weights in bfloat16
+    float* sums;  // [rows at a time][out], of a tile in pieces
     float* o;  // [ROWS][out]
     float* m;
     float* l;  // [ROWS][VL]
@@ -108,78 +116,68 @@ template <class M, class IO> struct Forward {
 
   explicit Forward(const Task& work, Outputs what = Outputs::ALL)
       : w(work), tile(tile_size(work)), values(work.value_dim, row_steps<M>(tile)), outputs(what),
-        observed(work, what == Outputs::OUTPUT ? nullptr : work.statistics, tile, ROWS) {
+        lead(work.first_position % tile), observed(work, what, tile, lead, ROWS) {
     group = w.heads / w.kv_heads;
     rows = group * w.q_len;
     blocks = (rows + observed.rows - 1) / observed.rows;
     operands = row_operands<M>((int)w.head_dim);
     steps = (int)row_steps<M>(w.head_dim);
     out = (int)round_up(w.value_dim, VL);
-    tiles = (w.k_len + tile - 1) / tile;
+    tiles = w.k_len > 0 ? (lead + w.k_len + tile - 1) / tile : 0;
     key_operands = (int64_t)tile * operands;
     value_operands = values.operands();
     masked = is_masked(w);
     plain = no_rules(w);
     base2 = to_base2(w);
     dropout = dropout_of(w);
-    if (outputs == Outputs::STATISTICS) dropout.on = false;
+    if (outputs == Outputs::COLUMN_SUMS) dropout.on = false;
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
-    in_place = (splits > 1 || rows <= ROWS) && can_read_in_place();
+    in_place = blocks == 1 && can_read_in_place();
     values_packed = w.page_table == nullptr && has_packed_layout<M, IO>(w.value, w.value_dim);
     const int64_t dims = w.head_dim + w.value_dim;
     out_of_cache = w.total_keys * w.kv_heads * dims * (int64_t)sizeof(element) > (dims > 128 ? RESIDENT_BYTES
         : RESIDENT_BYTES_SHORT);
   }
 
-  // With few rows each key is used once, and rows must be whole vectors. With gradients of the row maximum, backward
-  // compares its bits, and backward packs.
+  // With few rows each key is used once, and rows must be whole vectors.
   bool can_read_in_place() const {
-    if (outputs == Outputs::STATISTICS && observed.ties) return false;
     if (w.page_table != nullptr && w.page_size % PAGE_PART != 0) return false;
-    return rows <= 12 && w.head_dim % (VL * M::PACK) == 0 && w.value_dim % VL == 0 && w.key.row % M::PACK == 0 &&
-           w.key.head % M::PACK == 0 && w.key.batch % M::PACK == 0 && (uintptr_t)w.key.data % 4 == 0;
+    return rows <= FEW_ROWS && w.value_dim % VL == 0;
   }
 
+  // The same for all calls of a model: tiles are where weights are rescaled.
   static int tile_size(const ch_attention& w) {
-    if (has_tables(w)) return maximum(64, PW);
-    return maximum(w.head_dim, w.value_dim) * (int64_t)sizeof(element) <= 256 ? 512 : 256;
+    return maximum(w.head_dim, w.value_dim) * (int64_t)sizeof(element) <= 256 ? MAX_TILE : MAX_TILE / 2;
   }
 
-  // The split of keys depends on the shape alone, so the sums are the same with any number of threads.
   void plan() {
     int64_t heads = w.batch * w.kv_heads;
-    splits = 1;
-    // Statistics are not computed in splits.
-    if (outputs != Outputs::STATISTICS && rows <= 32 && w.units < 64)
-      splits = minimum((tiles * tile + 511) / 512, (64 + w.units - 1) / maximum(w.units, (int64_t)1));
-    splits = maximum(splits, (int64_t)1);
-    split_tiles = (tiles + splits - 1) / splits;
-    splits = split_tiles > 0 ? (tiles + split_tiles - 1) / split_tiles : 1;
-    whole_heads = splits == 1 && heads >= 4 * w.threads;
-    if (w.threads == 1 && splits == 1) whole_heads = true;
-    if (splits == 1 && heads % w.threads == 0 && heads / w.threads < 64) whole_heads = true;
-    // In-place reading must not depend on the number of threads.
-    if (splits == 1 && rows <= ROWS) whole_heads = true;
+    whole_heads = w.threads == 1 || blocks == 1 || heads >= 4 * w.threads;
+    if (heads % w.threads == 0 && heads / w.threads < 64) whole_heads = true;
   }
 
+  // The first key of a tile; with keys before the call's first one it is negative.
+  CH_INLINE int64_t tile_start(int64_t t) const { return t * tile - lead; }
+  CH_INLINE int64_t tile_end(int64_t t) const { return minimum(tile_start(t) + tile, w.k_len); }
+
   void pack_tile(int64_t b, int64_t kh, int64_t t, operand* k, operand* v, uint8_t* bad, Workspace& d) const {
-    int64_t first = t * tile;
-    int count = (int)minimum((int64_t)tile, w.k_len - first);
+    const int64_t first = maximum(tile_start(t), (int64_t)0);
+    const int count = (int)(tile_end(t) - first), column = (int)(first - tile_start(t));
     const Rows keys = rows_of(w.key, b, kh, first, count, w.head_dim, d);
-    pack_panels<M, IO>(keys.at, keys.stride, count, (int)w.head_dim, k, d.staged);
+    pack_panels<M, IO>(keys.at, keys.stride, count, (int)w.head_dim, k, d.staged, column);
     *bad = !values_are_clean(b, kh, t);
     if (values_packed && !*bad) return;
     const Rows rows = rows_of(w.value, b, kh, first, count, w.value_dim, d);
-    pack_rows<M, IO>(rows.at, rows.stride, count, (int)w.value_dim, v, values);
-    if (*bad) zero_nonfinite_values(v, count);
+    pack_rows<M, IO>(rows.at, rows.stride, count, (int)w.value_dim, v, values, column);
+    if (*bad) zero_nonfinite_values(v, column, count);
   }
 
   // Whether no value of a tile must be replaced: there is no mask, or all are finite.
   bool values_are_clean(int64_t b, int64_t kh, int64_t t) const {
     if (!masked) return true;
     bool clean = true;
-    for_pages(t * tile, minimum((t + 1) * tile, w.k_len), [&](int64_t first, int64_t last) {
+    for_pages(maximum(tile_start(t), (int64_t)0), tile_end(t), [&](int64_t first, int64_t last) {
       clean = clean && all_finite<IO>(row_of(w.value, b, kh, first), w.value.row, last - first, (int)w.value_dim);
     });
     return clean;
@@ -220,9 +218,10 @@ template <class M, class IO> struct Forward {
   }
 
   // 0 * NaN is NaN, so NaN and infinity become 0 until it is known which rows attend to them.
-  void zero_nonfinite_values(operand* v, int count) const {
+  void zero_nonfinite_values(operand* v, int first, int count) const {
     for (int64_t x = 0; x < values.operands(); x++) {
-      if (x % values.size >= row_steps<M>(count) * values.ld) continue;
+      const int64_t row = x % values.size / values.ld;
+      if (row < first / M::PACK || row >= row_steps<M>(first + count)) continue;
       if constexpr (M::PACK == 1) {
         if (!(v[x] - v[x] == 0.0f)) v[x] = 0.0f;
       } else {
@@ -237,20 +236,23 @@ template <class M, class IO> struct Forward {
   int64_t workspace_bytes(Workspace& d, char* base) const {
     BumpAllocator c{base};
     d.q = c.template take<operand>((int64_t)ROWS * operands);
-    d.deinterleaved = DEINTERLEAVED && in_place ? c.template take<operand>(rows * operands) : d.q;
-    d.scores = c.template take<float>((int64_t)MR * tile);
-    d.half = c.template take<uint16_t>((int64_t)MR * tile);
+    const int64_t at_a_time = in_place ? FEW_ROWS : MR;
+    d.panel = c.template take<operand>(in_place ? (int64_t)PW * operands : 0);
+    d.value_rows = c.template take<operand>(in_place && M::PACK == 2 ? value_piece().operands() : 0);
+    d.scores = c.template take<float>(at_a_time * tile);
+    d.half = c.template take<uint16_t>(at_a_time * tile);
+    d.sums = c.template take<float>(at_a_time * out);
     d.o = c.template take<float>((int64_t)ROWS * out);
     d.m = c.template take<float>(ROWS);
     d.l = c.template take<float>((int64_t)ROWS * VL);
     d.row = c.template take<MaskRow>(ROWS);
     d.place = c.template take<Place>(ROWS);
-    d.diagonals = c.template take<float>(diagonal_floats);
+    d.diagonals = c.template take<float>(VL + diagonal_floats) + VL;
     d.staged = c.template take<operand>((int64_t)VL * operands);
     d.gathered = c.template take<element>(w.page_table != nullptr ? tile * maximum(w.head_dim, w.value_dim) : 0);
     d.line = c.template take<float>(out);
     d.keep_mask.groups = KeepMaskRows::groups_of(tile);
-    d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? MR * d.keep_mask.groups : 0);
+    d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? 1 + MR * d.keep_mask.groups : 0) + 1;
     d.statistics.carve(c, observed);
     return c.next - base;
   }
@@ -263,11 +265,6 @@ template <class M, class IO> struct Forward {
     return c.next - base;
   }
 
-  void deinterleave(const float* query, float* to) const {
-    memcpy(to, query, (size_t)operands * sizeof(operand));
-    Widened<IO>::deinterleave(to, steps / VL);
-  }
-
   // Rows [first, first + count) of a key head: queries, masks, and zeroed sums.
   Interval begin_block(int64_t b, int64_t kh, int64_t first, int count, Workspace& d) const {
     Interval interval{INT32_MAX, 0};
@@ -276,8 +273,6 @@ template <class M, class IO> struct Forward {
       if (i == w.q_len) h++, i = 0;
       d.place[r] = Place{h, i};
       get_operands<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * operands, operands);
-      if constexpr (DEINTERLEAVED)
-        if (in_place) deinterleave(d.q + (int64_t)r * operands, d.deinterleaved + (int64_t)r * operands);
       const char* written = (const char*)at<IO>(w.output, b, h, i);
       for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) __builtin_prefetch(written + c, 1, 2);
       // Without a mask all rows are equal to the first; only statistics need each.
@@ -294,156 +289,308 @@ template <class M, class IO> struct Forward {
     return interval;
   }
 
-  // Whether the block table allows any key of a tile for any row of the block; rows of grouped heads are consecutive.
-  bool any_allowed(int64_t b, int64_t kh, int64_t first, int count, int64_t t) const {
-    const int64_t t0 = t * tile, t1 = minimum(t0 + tile, w.k_len);
-    for (int64_t done = 0; done < count;) {
+  // The pieces of a tile, a bit each, of which the block table allows any key for any row of the block; rows of grouped
+  // heads are consecutive.
+  uint32_t allowed_pieces(int64_t b, int64_t kh, int64_t first, int count, int64_t t) const {
+    const int64_t t0 = tile_start(t);
+    uint32_t pieces = (uint32_t)((1u << tile / PIECE) - 1), allowed = 0;
+    if (w.blocks.data == nullptr) return pieces;
+    for (int64_t done = 0; done < count && allowed != pieces;) {
       const int64_t h = kh * group + (first + done) / w.q_len, i = (first + done) % w.q_len;
       const int64_t rows_here = minimum(count - done, w.q_len - i);
-      if (blocks_allow(w, b, h, i, rows_here, t0, t1)) return true;
+      for (int piece = 0; piece < tile / PIECE; piece++) {
+        const int64_t from = maximum(t0 + piece * PIECE, (int64_t)0), to = minimum(t0 + (piece + 1) * PIECE, w.k_len);
+        if (to > from && blocks_allow(w, b, h, i, rows_here, from, to)) allowed |= 1u << piece;
+      }
       done += rows_here;
     }
-    return false;
+    return allowed;
   }
 
-  // The update of a row by a tile: the new row maximum, the shift of the previous exponents, and the rescaling factor.
-  struct RowUpdate {
-    float peak[MR], before[MR];
-    float step[(MR + VL - 1) / VL * VL], factor[(MR + VL - 1) / VL * VL];
+  // Columns of a tile that rows attend to, in ascending intervals that start at whole vectors.
+  struct Runs {
+    int count = 0;
+    Interval at[MAX_TILE / PIECE];
+
+    int first() const { return at[0].low; }
+    int end() const { return at[count - 1].high; }
+    void add(int low, int high) {
+      low = low / VL * VL;
+      if (count > 0 && (int)round_up(at[count - 1].high, VL) >= low) at[count - 1].high = high;
+      else at[count++] = Interval{low, high};
+    }
   };
 
-  // The new row maximum of each row, after the rules. All rows at once: the maximum of one row is a dependency chain,
-  // and six chains hide each other's latency.
-  CH_INLINE void update_maxima(ScoreTile score_tile, int c0, int c1, int count, float* largest, RowUpdate& update) const {
-    vf maxima[MR];
-    for (int r = 0; r < MR; r++) maxima[r] = load(score_tile.at + r * score_tile.ld + c0);
-    for (int c = c0 + VL; c < c1; c += VL)
-#pragma GCC unroll 6
-      for (int r = 0; r < MR; r++) maxima[r] = vmax(maxima[r], load(score_tile.at + r * score_tile.ld + c));
+  // The union of what rows [r0, r0 + count) attend to in these pieces of a tile.
+  Runs find_runs(int r0, int count, int64_t t, uint32_t pieces, const Workspace& d) const {
+    Runs runs;
+    const int64_t t0 = tile_start(t), t1 = tile_end(t);
+    if (!masked) {
+      runs.add((int)(maximum(t0, (int64_t)0) - t0), (int)(t1 - t0));
+      return runs;
+    }
+    const int64_t step = has_tables(w) ? PIECE : tile;
+    for (int64_t from = t0; from < t1; from += step) {
+      if (step == PIECE && !(pieces >> (from - t0) / PIECE & 1)) continue;
+      Interval both{INT32_MAX, 0};
+      for (int r = 0; r < count; r++) {
+        const Interval allowed = attended_interval(w, d.row[r0 + r], maximum(from, (int64_t)0), minimum(from + step, t1));
+        if (allowed.high <= allowed.low) continue;
+        both.low = minimum(both.low, allowed.low);
+        both.high = maximum(both.high, allowed.high);
+      }
+      if (both.high > both.low) runs.add((int)(both.low - t0), (int)(both.high - t0));
+    }
+    return runs;
+  }
+
+  // Rows meet a tile: its maximum and that of the tiles before, the shift of the exponents of both sums to the new
+  // maximum, and their factors. One of the two factors is 1.
+  struct RowUpdate {
+    static constexpr int LANES = (MR + VL - 1) / VL * VL;
+    float peak[MR], before[MR];
+    float old_step[LANES], step[LANES], old_factor[LANES], factor[LANES];
+
+    Factors factors() const { return Factors{old_factor, factor}; }
+  };
+
+  // Sets all but `peak`, and the rows' new maxima.
+  CH_INLINE void meet(int count, float* largest, RowUpdate& update) const {
     for (int r = 0; r < count; r++) {
-      float before = largest[r], now = max_of(maxima[r]);
-      update.peak[r] = now;
+      float before = largest[r], peak = update.peak[r], now = peak > before ? peak : before;
       update.before[r] = before;
-      if (!(now > before)) now = before;
       largest[r] = now;
-      update.step[r] = now == before ? 0.0f : (before - now) * base2;
+      update.old_step[r] = now == before ? 0.0f : (before - now) * base2;
+      update.step[r] = now == peak ? 0.0f : (peak - now) * base2;
     }
     // Fill the rest of the vector: the exponential of arbitrary leftovers can cost hundreds of cycles.
-    for (int r = count; r < round_up(MR, VL); r++) update.step[r] = 0.0f;
+    for (int r = count; r < RowUpdate::LANES; r++) update.old_step[r] = update.step[r] = 0.0f;
     for (int r = 0; r < MR; r += VL) {
-      const vf step = load(update.step + r);
+      const vf old_step = load(update.old_step + r), step = load(update.step + r);
+      store(update.old_factor + r, old_step == (vf){} ? all(1.0f) : exp2_of<5>(old_step));
       store(update.factor + r, step == (vf){} ? all(1.0f) : exp2_of<5>(step));
     }
+  }
+
+  // The maximum of each row in a tile, after the rules. All rows at once: the maximum of one row is a dependency chain,
+  // and six chains hide each other's latency.
+  CH_INLINE void find_peaks(ScoreTile score_tile, const Runs& runs, int count, RowUpdate& update) const {
+    vf maxima[MR];
+    for (int r = 0; r < MR; r++) maxima[r] = load(score_tile.at + r * score_tile.ld + runs.first());
+    for (int x = 0; x < runs.count; x++)
+      for (int c = runs.at[x].low; c < runs.at[x].high; c += VL)
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++) maxima[r] = vmax(maxima[r], load(score_tile.at + r * score_tile.ld + c));
+    for (int r = 0; r < count; r++) update.peak[r] = max_of(maxima[r]);
   }
 
   // Degree of the polynomial in the exponential: bfloat16 needs no more.
   static constexpr int DEGREE = M::PACK == 1 ? 5 : 4;
 
-  // Scores to weights for one row; weights that dropout removes count in the normaliser and become 0 afterwards.
+  // Scores to weights for one row, relative to its maximum in the tile; weights that dropout removes count in the
+  // normaliser and become 0 afterwards.
   template <bool DROPS>
-  CH_INLINE void softmax_row(float* s, uint16_t* half, int r, int c0, int c1, float largest, float factor, float* total,
+  CH_INLINE void softmax_row(float* s, uint16_t* half, int r, const Runs& runs, const RowUpdate& update, float* total,
                              bool narrow, const KeepMaskRows& keep_mask) const {
-    vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2);
-    vf sum = load(total) * all(factor);
-    for (int c = c0; c < c1; c += VL) {
-      vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale);
-      sum += e;
-      if (DROPS) e = select_bits(keep_mask.from(r, c), e);
-      if (M::PACK == 1 || !narrow)
-        store(s + c, e);
-      else
-        put_vector<BFloat16>(half + c, e);
-    }
-    store(total, sum);
+    const vf shift = all(update.peak[r] == -INF ? 0.0f : update.peak[r]), scale = all(base2);
+    vf sum = (vf){};
+    for (int x = 0; x < runs.count; x++)
+      for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
+        vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale);
+        sum += e;
+        if (DROPS) e = select_bits(keep_mask.from(r, c), e);
+        if (M::PACK == 1 || !narrow)
+          store(s + c, e);
+        else
+          put_vector<BFloat16>(half + c, e);
+      }
+    store(total, merged(load(total), all(update.old_factor[r]), sum, all(update.factor[r])));
   }
 
   // The same with statistics; the weights stay in float32 for the later ones.
-  void softmax_row_observed(int r0, int r, const ScoreTile& score_tile, int c0, int c1, int64_t t0,
-                            const RowUpdate& update, bool narrow, Workspace& d) const {
-    float *s = score_tile.at + r * score_tile.ld, largest = d.m[r0 + r];
-    uint16_t* half = d.half + r * tile;
-    d.statistics.scan_scores(observed, r0 + r, s, c0, c1, t0, update.peak[r], update.before[r], largest);
+  void softmax_row_observed(int r0, int r, const ScoreTile& score_tile, uint16_t* half, const Runs& runs, int64_t t0,
+                            const RowUpdate& update, Workspace& d) const {
+    float *s = score_tile.at + r * score_tile.ld, *total = d.l + (r0 + r) * VL;
+    d.statistics.scan_scores(observed, r0 + r, s, runs, t0, update.peak[r], update.before[r], d.m[r0 + r]);
     if (!observed.sums) {
-      softmax_row<false>(s, half, r, c0, c1, largest, update.factor[r], d.l + (r0 + r) * VL, false, d.keep_mask);
+      softmax_row<false>(s, half, r, runs, update, total, false, d.keep_mask);
     } else {
-      float first_distance = (float)(w.query_offset + d.place[r0 + r].i - t0 - c0);
-      int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - t0 : 0;
-      d.statistics.template softmax_row<DEGREE>(r0 + r, s, c0, c1, largest, update.factor[r], update.step[r], base2,
-                                                first_distance, sink_columns,
-                             d.l + (r0 + r) * VL, [&](int c, vf e) { store(s + c, e); });
+      const TileSums tile_sums{update.peak[r], update.old_step[r], update.old_factor[r], update.step[r], update.factor[r], base2};
+      const float distance = (float)(w.query_offset + d.place[r0 + r].i - t0);
+      const int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - w.corner.key - t0 : 0;
+      d.statistics.template softmax_row<DEGREE>(r0 + r, s, runs, tile_sums, distance, sink_columns, total);
     }
-    if (M::PACK == 2 && narrow)
-      for (int c = c0; c < c1; c += VL) {
-        const vf e = load(s + c);
-        put_vector<BFloat16>(half + c, dropout.on ? select_bits(d.keep_mask.from(r, c), e) : e);
-      }
+    if constexpr (M::PACK == 2)
+      for (int x = 0; x < runs.count; x++)
+        for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
+          const vf e = load(s + c);
+          put_vector<BFloat16>(half + c, dropout.on ? select_bits(d.keep_mask.from(r, c), e) : e);
+        }
   }
 
-  // Keys and values of a tile: packed, or in place.
+  // Keys and values of a tile, packed.
   struct Tile {
     const operand *k, *v;
-    bool bad, in_place;
+    bool bad;
   };
 
-  void multiply_keys(int64_t b, int64_t kh, int64_t t0, int r0, int count, int c0, int c1, const Tile& here,
-                     const ScoreTile& score_tile, Workspace& d) const {
-    const operand* a = (here.in_place ? d.deinterleaved : d.q) + (int64_t)r0 * operands;
-    if (here.in_place) {
-      const int64_t distance = round_up(STREAM_PREFETCH_BYTES / (w.head_dim * (int64_t)sizeof(element)), PAGE_PART);
-      return for_pages(t0 + c0, t0 + c1, [&](int64_t first, int64_t last) {
-        const element *key = row_of(w.key, b, kh, first), *next = nullptr;
-        if (w.page_table != nullptr) next = first + distance < w.k_len ? row_of(w.key, b, kh, first + distance) : key;
-        const int keys = (int)(last - first), vectors = steps / VL;
-        float* scores = score_tile.at + (first - t0);
-        if constexpr (M::PACK == 2 || __is_same(element, float))
-          gemv_dot<M>(count, a, operands, (const operand*)key, w.key.row / M::PACK, keys, vectors, scores, score_tile.ld,
-                      out_of_cache, (const operand*)next);
-        else
-          gemv_dot<Widened<IO>>(count, a, operands, key, w.key.row, keys, vectors, scores, score_tile.ld, out_of_cache,
-                                next);
-      }, PAGE_PART);
-    }
-    for (int p = c0 / PW; p * PW < c1; p++) {
-      int from = maximum(c0, p * PW), to = minimum((int)round_up(c1, VL), (p + 1) * PW);
+  void multiply_keys(int r0, int count, Interval run, const Tile& here, const ScoreTile& score_tile, Workspace& d) const {
+    const operand* a = d.q + (int64_t)r0 * operands;
+    for (int p = run.low / PW; p * PW < run.high; p++) {
+      int from = maximum(run.low, p * PW), to = minimum((int)round_up(run.high, VL), (p + 1) * PW);
       d.prefetch.step();
       gemm<M, SET>(count, (to - from) / VL, steps, a, operands, 1,
                    here.k + (int64_t)p * PW * operands + (from - p * PW), PW, score_tile.at + from, score_tile.ld);
     }
   }
 
-  void multiply_values(int64_t b, int64_t kh, int64_t t0, int r0, int count, int c0, int c1, const Tile& here,
-                       const ScoreTile& score_tile, const float* factor, Workspace& d) const {
-    float* o = d.o + (int64_t)r0 * out;
-    if (here.in_place) return multiply_values_in_place(b, kh, t0, count, c0, c1, score_tile, factor, o);
-    const operand* weights = (M::PACK == 1 ? (const operand*)score_tile.at : (const operand*)d.half) + c0 / M::PACK;
-    int64_t weights_stride = M::PACK == 1 ? score_tile.ld : tile / M::PACK;
-    for (int p = 0; p < values.count; p++) {
-      const operand* value = here.v + p * values.size + (int64_t)(c0 / M::PACK) * values.ld;
-      const int vecs = values.vectors(p, out);
-      const int64_t along = row_steps<M>(c1 - c0);
-      if (d.only_tile) gemm<M, SET>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld, out);
-      else gemm<M, SCALE_ADD>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld, out, factor);
+  // The same for all rows: keys are transposed in registers, or in panels that are packed just before.
+  void multiply_keys_in_place(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
+                              Workspace& d) const {
+    const bool in_registers = HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS && w.head_dim * (int64_t)sizeof(element) % 16 == 0;
+    for (int c = run.low, next; c < run.high; c = next) {
+      const int end = (int)round_up(run.high, VL), whole = (int)(minimum(t0 + end, w.k_len) - t0);
+      if (in_registers && t0 + c >= 0 && c + VL <= whole) {
+        const int vectors = c + COLUMN_DOT_VECTORS * VL <= whole ? COLUMN_DOT_VECTORS : 1;
+        next = c + vectors * VL;
+        dot_in_registers(b, kh, t0 + c, count, vectors, ScoreTile{score_tile.at + c, score_tile.ld}, d);
+        continue;
+      }
+      next = in_registers ? c + VL : minimum(end, (c / PW + 1) * PW);
+      pack_panel(b, kh, t0, c, next, d);
+      for (int r0 = 0; r0 < count; r0 += MR)
+        gemm<M, SET>(minimum(MR, count - r0), (next - c) / VL, steps, d.q + (int64_t)r0 * operands, operands, 1,
+                     d.panel + c % PW, PW, score_tile.at + r0 * score_tile.ld + c, score_tile.ld);
     }
   }
 
-  // A few keys at a time, over all columns.
-  void multiply_values_in_place(int64_t b, int64_t kh, int64_t t0, int count, int c0, int c1, const ScoreTile& score_tile,
-                                const float* factor, float* o) const {
-    constexpr int STEP = NV == 4 ? 8 : 16;
-    const float ones[MR] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
-    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size, rows_prefetched = prefetch_distance(bytes, STEP);
-    for_pages(t0 + c0, t0 + c1, [&](int64_t first, int64_t last) {
-      for (int c = (int)(first - t0); c < last - t0; c += STEP) {
-        const element* value = row_of(w.value, b, kh, t0 + c);
-        const int64_t remaining = minimum((int64_t)STEP, c1 - c - rows_prefetched);
-        if (out_of_cache && remaining > 0)
-          prefetch_rows(row_of(w.value, b, kh, t0 + c + rows_prefetched), remaining, w.value.row * size, bytes, true);
-        for (int p = 0; p < values.count; p++)
-          gemm_in_place(count, values.vectors(p, out), minimum(STEP, (int)(last - t0) - c),
-                        ScoreTile{score_tile.at + c, score_tile.ld}, value + p * values.ld, o + p * values.ld,
-                        c == c0 ? factor : ones);
+  void dot_in_registers(int64_t b, int64_t kh, int64_t key, int count, int vectors, const ScoreTile& scores,
+                        const Workspace& d) const {
+    constexpr int64_t size = (int64_t)sizeof(element);
+    const int64_t bytes = w.head_dim * size, following = key + round_up(STREAM_PREFETCH_BYTES / bytes, PAGE_PART);
+    const void* keys[COLUMN_DOT_VECTORS];
+    for (int v = 0; v < vectors; v++) keys[v] = row_of(w.key, b, kh, key + v * VL);
+    // Keys in one piece may be followed by those of the next head.
+    const void* next = w.page_table == nullptr ? (const element*)keys[0] + (following - key) * w.key.row
+        : following < w.k_len ? row_of(w.key, b, kh, following) : keys[0];
+    const LinePrefetch lines(next, bytes, w.key.row * size);
+    if (vectors == 1) column_dot<M, IO, 1>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
+    else column_dot<M, IO, COLUMN_DOT_VECTORS>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
+  }
+
+  // Packs columns [from, to) of a tile, whole vectors of one panel, and prefetches keys that follow.
+  void pack_panel(int64_t b, int64_t kh, int64_t t0, int from, int to, Workspace& d) const {
+    const int64_t bytes = w.head_dim * (int64_t)sizeof(element), ahead = prefetch_distance(bytes, VL);
+    for (int c = from; c < to; c += VL) {
+      const int64_t first = maximum(t0 + c, (int64_t)0), last = minimum(t0 + c + VL, w.k_len);
+      if (out_of_cache)
+        for_pages(minimum(first + ahead, w.k_len), minimum(last + ahead, w.k_len), [&](int64_t key, int64_t end) {
+          prefetch_rows(row_of(w.key, b, kh, key), end - key, w.key.row * (int64_t)sizeof(element), bytes, true);
+        });
+      const Rows keys = rows_of(w.key, b, kh, first, (int)(last - first), w.head_dim, d);
+      pack_panels<M, IO>(keys.at, keys.stride, (int)(last - first), (int)w.head_dim, d.panel, d.staged,
+                         (int)(first - t0) % PW);
+    }
+  }
+
+  // Weights of the rows of a tile, as operands.
+  struct Weights {
+    const operand* at;
+    int64_t ld;
+  };
+
+  Weights weights_of(const ScoreTile& weights, const uint16_t* half) const {
+    if (M::PACK == 1) return Weights{(const operand*)weights.at, weights.ld};
+    return Weights{(const operand*)half, tile / M::PACK};
+  }
+
+  // The first column of a run with a value: columns before the first key have none.
+  CH_INLINE int first_value(Interval run, int64_t t0) const {
+    return maximum(run.low, (int)maximum(-t0, (int64_t)0) / M::PACK * M::PACK);
+  }
+
+  void multiply_values(int64_t t0, int r0, int count, const Runs& runs, const Tile& here, const ScoreTile& score_tile,
+                       const RowUpdate& update, Workspace& d) const {
+    float* o = d.o + (int64_t)r0 * out;
+    const Weights weights = weights_of(score_tile, d.half);
+    if (runs.count > 1) memset(d.sums, 0, (size_t)count * out * sizeof(float));
+    for (int x = 0; x < runs.count; x++) {
+      const int from = first_value(runs.at[x], t0) / M::PACK;
+      const int64_t along = row_steps<M>(runs.at[x].high) - from;
+      for (int p = 0; p < values.count; p++) {
+        const operand *value = here.v + p * values.size + (int64_t)from * values.ld, *a = weights.at + from;
+        const int vecs = values.vectors(p, out);
+        float* to = o + p * values.ld;
+        if (runs.count > 1) gemm<M, CONTINUE>(count, vecs, along, a, weights.ld, 1, value, values.ld, d.sums + p * values.ld, out);
+        else if (d.only_tile) gemm<M, SET>(count, vecs, along, a, weights.ld, 1, value, values.ld, to, out);
+        else gemm<M, MERGE>(count, vecs, along, a, weights.ld, 1, value, values.ld, to, out, update.factors());
       }
-    });
+    }
+    if (runs.count > 1) merge_sums<M>(r0, count, 0, update, d);
+  }
+
+  // How values are multiplied in place: 16-bit numbers may be widened as they are loaded.
+  template <bool WIDENS, class Packed> struct Choice {
+    typedef Packed type;
+  };
+  template <class Packed> struct Choice<true, Packed> {
+    typedef Widened<IO> type;
+  };
+  typedef typename Choice<M::PACK == 1 && !__is_same(element, float), M>::type Reader;
+
+  Panels value_piece() const { return Panels(w.value_dim, row_steps<M>(PAGE_PART)); }
+
+  // A few keys at a time, all rows over all columns; the sums continue from one to the next.
+  void multiply_values_in_place(int64_t b, int64_t kh, int64_t t0, int count, const Runs& runs, const Weights& weights,
+                                Workspace& d) const {
+    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
+    const int64_t ahead = prefetch_distance(bytes, PAGE_PART), end = t0 + runs.end();
+    memset(d.sums, 0, (size_t)count * out * sizeof(float));
+    for (int x = 0; x < runs.count; x++)
+      for (int c = first_value(runs.at[x], t0), next; c < runs.at[x].high; c = next) {
+        next = minimum((c / (int)PAGE_PART + 1) * (int)PAGE_PART, runs.at[x].high);
+        const int64_t key = maximum(t0 + c, (int64_t)0), following = key + ahead;
+        if (out_of_cache && following < end)
+          prefetch_rows(row_of(w.value, b, kh, following), minimum(PAGE_PART, end - following), w.value.row * size, bytes, true);
+        const element* value = row_of(w.value, b, kh, key);
+        const Weights here{weights.at + c / M::PACK, weights.ld};
+        if constexpr (M::PACK == 2) {
+          pack_rows<M, IO>(value, w.value.row, (int)(t0 + next - key), (int)w.value_dim, d.value_rows, value_piece(), (int)(key - t0 - c));
+          const Panels packed = value_piece();
+          for (int p = 0; p < values.count; p++)
+            add_values(count, p, row_steps<M>(next - c), here, d.value_rows + p * packed.size, packed.ld, d);
+        } else {
+          for (int p = 0; p < values.count; p++) add_values(count, p, next - c, here, value + p * values.ld, w.value.row, d);
+        }
+      }
+  }
+
+  // Adds `along` steps of one panel's columns to the sums of all rows.
+  CH_INLINE void add_values(int count, int p, int64_t along, const Weights& weights, const typename Reader::right* value,
+                            int64_t ldv, Workspace& d) const {
+    for (int r0 = 0; r0 < count; r0 += MR)
+      gemm<Reader, CONTINUE>(minimum(MR, count - r0), values.vectors(p, out), along, weights.at + r0 * weights.ld, weights.ld,
+                             1, value, ldv, d.sums + (int64_t)r0 * out + p * values.ld, out);
+  }
+
+  // Merges a tile's sums, which are those of rows from `row` on of the workspace, into the rows'.
+  template <class Sums>
+  void merge_sums(int r0, int count, int row, const RowUpdate& update, Workspace& d) const {
+    for (int r = 0; r < count; r++) {
+      float *o = d.o + (int64_t)(r0 + r) * out, *sums = d.sums + (int64_t)(row + r) * out;
+      const vf before = all(update.old_factor[r]), factor = all(update.factor[r]);
+      for (int p = 0; p < values.count; p++, o += values.ld, sums += values.ld) {
+        const int columns = values.vectors(p, out) * VL;
+        if constexpr (Sums::LOAD_VECTORS == 2)
+          for (int c = 0; c + 2 * VL <= columns; c += 2 * VL) {
+            vf one = load(sums + c), other = load(sums + c + VL);
+            Sums::put_in_order(one, other);
+            store(sums + c, one);
+            store(sums + c + VL, other);
+          }
+        for (int c = 0; c < columns; c += VL) store(o + c, merged(load(o + c), before, load(sums + c), factor));
+      }
+    }
   }
 
   // Prefetches the values of the first of `count` keys while scores become weights.
@@ -454,77 +601,103 @@ template <class M, class IO> struct Forward {
     });
   }
 
-  CH_INLINE void gemm_in_place(int count, int vecs, int keys, ScoreTile weights, const element* value, float* o,
-                               const float* factor) const {
-    if constexpr (__is_same(element, float))
-      gemm<Fp32Fma, SCALE_ADD>(count, vecs, keys, weights.at, weights.ld, 1, value, w.value.row, o, out, factor);
-    else
-      gemm<Widened<IO>, SCALE_ADD>(count, vecs, keys, weights.at, weights.ld, 1, value, w.value.row, o, out, factor);
+  ScoreTile scores_of(int r0, int64_t t, const Workspace& d) const {
+    return observed.strip ? ScoreTile{d.statistics.strip + r0 * observed.ld + t * tile, observed.ld} : ScoreTile{d.scores, tile};
   }
 
-  // `count` rows of a block against one tile.
-  void visit(int64_t b, int64_t kh, int r0, int count, int64_t t, const Tile& here, Workspace& d) const {
-    int64_t t0 = t * tile, t1 = minimum(t0 + tile, w.k_len);
-    Interval interval{INT32_MAX, 0};
-    if (!masked) interval = Interval{(int)t0, (int)t1};
-    for (int r = 0; r < count && masked; r++) {
-      Interval allowed = attended_interval(w, d.row[r0 + r], t0, t1);
-      if (allowed.high <= allowed.low) continue;
-      interval.low = minimum(interval.low, allowed.low);
-      interval.high = maximum(interval.high, allowed.high);
-    }
-    if (interval.high <= interval.low) {
+  // `count` rows of a block against one packed tile.
+  void visit(int64_t b, int64_t kh, int r0, int count, int64_t t, uint32_t pieces, const Tile& here, Workspace& d) const {
+    const int64_t t0 = tile_start(t);
+    const Runs runs = find_runs(r0, count, t, pieces, d);
+    if (runs.count == 0) {
       if (d.only_tile) memset(d.o + (int64_t)r0 * out, 0, (size_t)count * out * sizeof(float));
       return;
     }
-    if (here.in_place) d.prefetch.step();
-    int c0 = (interval.low - (int)t0) / VL * VL, c1 = interval.high - (int)t0, c1r = (int)round_up(c1, VL);
-    ScoreTile score_tile = observed.strip ? ScoreTile{d.statistics.strip + r0 * observed.ld + t0, observed.ld}
-        : ScoreTile{d.scores, tile};
-    multiply_keys(b, kh, t0, r0, count, c0, c1, here, score_tile, d);
-    if (here.in_place && out_of_cache) prefetch_values(b, kh, t0 + c0, c1 - c0);
+    ScoreTile score_tile = scores_of(r0, t, d);
+    for (int x = 0; x < runs.count; x++) multiply_keys(r0, count, runs.at[x], here, score_tile, d);
+    RowUpdate update;
+    score_tile = weigh(b, kh, r0, count, t, runs, score_tile, 0, update, d);
+    if (outputs == Outputs::COLUMN_SUMS) return;
+    multiply_values(t0, r0, count, runs, here, score_tile, update, d);
+    if (here.bad) add_nonfinite_values(b, kh, r0, count, t0, runs, score_tile, update, d);
+  }
+
+  // All rows of a block of few against one tile in place.
+  void visit_in_place(int64_t b, int64_t kh, int count, int64_t t, uint32_t pieces, Workspace& d) const {
+    const int64_t t0 = tile_start(t);
+    const Runs runs = find_runs(0, count, t, pieces, d);
+    if (runs.count == 0) return;
+    d.prefetch.step();
+    const ScoreTile score_tile = scores_of(0, t, d);
+    for (int x = 0; x < runs.count; x++) multiply_keys_in_place(b, kh, t0, count, runs.at[x], score_tile, d);
+    const int64_t first = maximum(t0 + runs.first(), (int64_t)0);
+    if (out_of_cache && outputs != Outputs::COLUMN_SUMS) prefetch_values(b, kh, first, t0 + runs.end() - first);
+    RowUpdate update[FEW_ROWS / MR];
+    ScoreTile weights = score_tile;
+    for (int r0 = 0; r0 < count; r0 += MR) {
+      const ScoreTile scores{score_tile.at + r0 * score_tile.ld, score_tile.ld};
+      const ScoreTile weighed = weigh(b, kh, r0, minimum(MR, count - r0), t, runs, scores, r0, update[r0 / MR], d);
+      if (r0 == 0) weights = weighed;
+    }
+    if (outputs == Outputs::COLUMN_SUMS) return;
+    multiply_values_in_place(b, kh, t0, count, runs, weights_of(weights, d.half), d);
+    for (int r0 = 0; r0 < count; r0 += MR) merge_sums<Reader>(r0, minimum(MR, count - r0), r0, update[r0 / MR], d);
+  }
+
+  // Scores to weights for `count` rows, which are those from `row` on of the workspace; returns the weights' place.
+  ScoreTile weigh(int64_t b, int64_t kh, int r0, int count, int64_t t, const Runs& runs, const ScoreTile& score_tile,
+                  int row, RowUpdate& update, Workspace& d) const {
+    const int64_t t0 = tile_start(t);
+    for (int x = 0; x < runs.count; x++) forbid(b, kh, r0, count, t0, runs.at[x], score_tile, d);
+    find_peaks(score_tile, runs, count, update);
+    meet(count, d.m + r0, update);
+    for (int r = 0; r < count; r++) {
+      float *s = score_tile.at + r * score_tile.ld, *total = d.l + (r0 + r) * VL;
+      uint16_t* half = d.half + (row + r) * tile;
+      if (dropout.on) draw(b, r0, r, t0, runs, d);
+      if (observed.s != nullptr) softmax_row_observed(r0, r, score_tile, half, runs, t0, update, d);
+      else if (dropout.on) softmax_row<true>(s, half, r, runs, update, total, true, d.keep_mask);
+      else softmax_row<false>(s, half, r, runs, update, total, true, d.keep_mask);
+    }
+    if (observed.strip) record_strip_tile(r0, count, t, runs, update, d);
+    if (outputs == Outputs::COLUMN_SUMS || !dropout.on || observed.s == nullptr || M::PACK == 2) return score_tile;
+    return apply_dropout(score_tile, count, runs, row, d);
+  }
+
+  // Applies the rules to a run of scores, and -inf where a row may not attend.
+  void forbid(int64_t b, int64_t kh, int r0, int count, int64_t t0, Interval run, const ScoreTile& score_tile,
+              Workspace& d) const {
+    const int c0 = run.low, c1 = run.high, c1r = (int)round_up(c1, VL);
     if (!plain) rule_rows(b, kh, r0, count, t0, c0, c1, score_tile, d);
     for (int r = 0; r < count; r++) {
-      if (!masked) mask_tail(score_tile.at + r * score_tile.ld, c1);
-      else if (!allows_all(d.row[r0 + r], t0 + c0, t0 + c1r))
-        mask_scores(w, d.row[r0 + r], t0 + c0, c1r - c0, score_tile.at + r * score_tile.ld + c0);
+      float* scores = score_tile.at + r * score_tile.ld;
+      if (t0 + c0 < 0) fill(scores, c0, -t0, -INF);
+      if (!masked) mask_tail(scores, c1);
+      else if (!allows_all(d.row[r0 + r], t0 + c0, t0 + c1r)) mask_scores(w, d.row[r0 + r], t0 + c0, c1r - c0, scores + c0);
     }
-    RowUpdate update;
-    update_maxima(score_tile, c0, c1r, count, d.m + r0, update);
-    // Values that are read in place are multiplied by floats.
-    const bool narrow = M::PACK == 2 && !here.in_place;
-    for (int r = 0; r < count; r++) {
-      float *s = score_tile.at + r * score_tile.ld, largest = d.m[r0 + r], *total = d.l + (r0 + r) * VL;
-      uint16_t* half = d.half + r * tile;
-      if (dropout.on) draw(b, r0, r, t0, c0, c1r, d);
-      if (observed.s != nullptr) softmax_row_observed(r0, r, score_tile, c0, c1r, t0, update, narrow, d);
-      else if (dropout.on) softmax_row<true>(s, half, r, c0, c1r, largest, update.factor[r], total, narrow, d.keep_mask);
-      else softmax_row<false>(s, half, r, c0, c1r, largest, update.factor[r], total, narrow, d.keep_mask);
-    }
-    if (observed.strip) record_strip_tile(r0, count, t, c0, c1r, d);
-    if (outputs == Outputs::STATISTICS) return;
-    if (dropout.on && observed.s != nullptr && !narrow) score_tile = apply_dropout(score_tile, count, c0, c1r, d);
-    multiply_values(b, kh, t0, r0, count, c0, c1, here, score_tile, update.factor, d);
-    if (here.bad) add_nonfinite_values(b, kh, r0, count, t0, c0, c1, score_tile, d);
   }
 
   // Records where the strip's weights of a tile are and which maximum they are relative to.
-  void record_strip_tile(int r0, int count, int64_t t, int c0, int c1r, Workspace& d) const {
-    d.statistics.extent[r0 / MR * tiles + t] = Interval{c0, c1r};
-    for (int r = 0; r < count; r++) d.statistics.tile_maxima[(r0 + r) * tiles + t] = d.m[r0 + r];
+  void record_strip_tile(int r0, int count, int64_t t, const Runs& runs, const RowUpdate& update, Workspace& d) const {
+    d.statistics.extent[r0 / MR * tiles + t] = Interval{runs.first(), (int)round_up(runs.end(), VL)};
+    for (int r = 0; r < count; r++) {
+      d.statistics.tile_maxima[(r0 + r) * tiles + t] = update.peak[r];
+      float* strip = d.statistics.strip + (r0 + r) * observed.ld + t * tile;
+      for (int x = 1; x < runs.count; x++) fill(strip, round_up(runs.at[x - 1].high, VL), runs.at[x].low, 0.0f);
+    }
   }
 
   // Draws the dropout mask of a row's weights.
-  void draw(int64_t b, int r0, int r, int64_t t0, int c0, int c1r, Workspace& d) const {
+  void draw(int64_t b, int r0, int r, int64_t t0, const Runs& runs, Workspace& d) const {
     auto [h, i] = d.place[r0 + r];
-    d.keep_mask.draw(r, philox_row(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
+    d.keep_mask.draw(r, philox_row(w, dropout, b, h, i), w.first_key + t0, runs.first(), (int)round_up(runs.end(), VL));
   }
 
   // Applies dropout after statistics have read the weights; the strip keeps the weights before dropout.
-  ScoreTile apply_dropout(const ScoreTile& score_tile, int count, int c0, int c1r, Workspace& d) const {
-    const ScoreTile to = observed.strip ? ScoreTile{d.statistics.dropped_weights, tile} : score_tile;
+  ScoreTile apply_dropout(const ScoreTile& score_tile, int count, const Runs& runs, int row, Workspace& d) const {
+    const ScoreTile to = observed.strip ? ScoreTile{d.statistics.dropped_weights + row * tile, tile} : score_tile;
     for (int r = 0; r < count; r++)
-      for (int c = c0; c < c1r; c += VL)
+      for (int c = runs.first(); c < runs.end(); c += VL)
         store(to.at + r * to.ld + c, select_bits(d.keep_mask.from(r, c), load(score_tile.at + r * score_tile.ld + c)));
     return to;
   }
@@ -538,15 +711,17 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  void add_nonfinite_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, const ScoreTile& score_tile,
-                            Workspace& d) const {
-    for (int c = c0; c < c1; c++) {
-      const element* value = row_of(w.value, b, kh, t0 + c);
+  void add_nonfinite_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, const Runs& runs,
+                            const ScoreTile& score_tile, const RowUpdate& update, Workspace& d) const {
+    for (int64_t key = maximum(t0 + runs.first(), (int64_t)0); key < t0 + runs.end(); key++) {
+      const element* value = row_of(w.value, b, kh, key);
       if (all_finite<IO>(value, 0, 1, (int)w.value_dim)) continue;
       get_row<IO>(value, (int)w.value_dim, d.line, out);
       for (int r = 0; r < count; r++) {
-        if (!may_attend(w, d.row[r0 + r], t0 + c)) continue;
+        if (!may_attend(w, d.row[r0 + r], key)) continue;
+        const int64_t c = key - t0;
         float weight = M::PACK == 1 ? score_tile.at[r * score_tile.ld + c] : get_one<BFloat16>(d.half + r * tile + c);
+        weight *= update.factor[r];
         for (int x = 0; x < w.value_dim; x++)
           if (!(d.line[x] - d.line[x] == 0.0f)) d.o[(int64_t)(r0 + r) * out + x] += weight * d.line[x];
       }
@@ -571,7 +746,7 @@ template <class M, class IO> struct Forward {
     bool empty = total == 0.0f, none = empty || largest == -INF;
     const float log_total = w.lse != nullptr || observed.s != nullptr ? __builtin_logf(total) : 0.0f;
     WeightScale weight_scale{none ? 0.0f : shrink / total, none ? -INF : shrink_log - log_total};
-    if (outputs == Outputs::STATISTICS) return total == total ? weight_scale : WeightScale{total, total};
+    if (outputs == Outputs::COLUMN_SUMS) return total == total ? weight_scale : WeightScale{total, total};
     float factor = empty ? 0.0f : shrink * dropout.factor / total;
     if (empty) memset(o, 0, (size_t)out * sizeof(float));
     put_row<IO>(at<IO>(w.output, b, h, i), (int)w.value_dim, o, factor);
@@ -586,48 +761,43 @@ template <class M, class IO> struct Forward {
     return total == total ? weight_scale : WeightScale{total, total};
   }
 
-  // One block of rows over tiles [from, to); `partial` receives unnormalised sums.
-  void do_block(int64_t b, int64_t kh, int64_t block, int64_t from, int64_t to, Keys keys, bool packed, Workspace& d,
-                float* partial) const {
+  // One block of rows over all tiles.
+  void do_block(int64_t b, int64_t kh, int64_t block, Keys keys, bool packed, Workspace& d) const {
     int64_t first = block * observed.rows;
     int count = (int)minimum((int64_t)observed.rows, rows - first);
-    Interval interval = begin_block(b, kh, first, count, d);
-    if (interval.high > interval.low) {
-      from = maximum(from, (int64_t)interval.low / tile);
-      to = minimum(to, ((int64_t)interval.high + tile - 1) / tile);
-    } else {
-      to = from;
-    }
-    d.only_tile = to - from == 1 && partial == nullptr && !in_place;
+    const Interval visited = tiles_of(begin_block(b, kh, first, count, d));
+    d.only_tile = visited.high - visited.low == 1 && !in_place && !has_tables(w);
     if (!d.only_tile) memset(d.o, 0, (size_t)count * out * sizeof(float));
-    for (int64_t t = from; t < to; t++) {
-      if (!d.only_tile && !any_allowed(b, kh, first, count, t)) continue;
-      int64_t place = packed ? t : 0;
-      operand* k = keys.k + place * key_operands;
-      operand* v = keys.v + place * value_operands;
-      Tile here{k, v, false, !packed && in_place && values_are_clean(b, kh, t)};
-      if (!packed && !here.in_place) pack_tile(b, kh, t, k, v, keys.bad, d);
-      here.bad = !here.in_place && keys.bad[place];
-      if (values_packed && !here.bad) here.v = (const operand*)at<IO>(w.value, b, kh, t * tile);
-      for (int r0 = 0; r0 < count; r0 += MR) visit(b, kh, r0, minimum(MR, count - r0), t, here, d);
-    }
+    for (int64_t t = visited.low; t < visited.high; t++) do_tile(b, kh, first, count, t, keys, packed, d);
     for (int r = 0; r < count; r++) {
-      float* o = d.o + (int64_t)r * out;
-      float total = sum_of(load(d.l + r * VL));
-      if (partial != nullptr) {
-        float* at = partial + (first + r) * (out + 2);
-        at[0] = d.m[r];
-        at[1] = total;
-        memcpy(at + 2, o, (size_t)out * sizeof(float));
-      } else {
-        WeightScale weight_scale = finish(b, d.place[r].h, d.place[r].i, o, d.m[r], total);
-        if (observed.s == nullptr) continue;
-        d.statistics.weight_scale[r] = weight_scale;
-        float top = d.m[r] == -INF ? -INF : d.m[r] * to_scores(w);
-        d.statistics.end_row(observed, row_index(w, b, d.place[r].h, d.place[r].i), r, d.row[r], d.m[r], top, total, base2);
-      }
+      const float total = sum_of(load(d.l + r * VL));
+      WeightScale weight_scale = finish(b, d.place[r].h, d.place[r].i, d.o + (int64_t)r * out, d.m[r], total);
+      if (observed.s == nullptr) continue;
+      d.statistics.weight_scale[r] = weight_scale;
+      float top = d.m[r] == -INF ? -INF : d.m[r] * to_scores(w);
+      const int64_t place = row_index(w, w.corner.b + b, d.place[r].h, w.corner.query + d.place[r].i);
+      d.statistics.end_row(observed, place, r, d.row[r], d.m[r], top, total, base2);
     }
     if (observed.s != nullptr) d.statistics.end_block(observed, b, kh, first, count, d.row, d.m, base2, d.column_sums);
+  }
+
+  // The tiles of an interval of keys.
+  Interval tiles_of(Interval keys) const {
+    if (keys.high <= keys.low) return Interval{0, 0};
+    return Interval{(int)((keys.low + lead) / tile), (int)((keys.high + lead + tile - 1) / tile)};
+  }
+
+  // Rows [first, first + count) of a key head against one tile.
+  void do_tile(int64_t b, int64_t kh, int64_t first, int count, int64_t t, Keys keys, bool packed, Workspace& d) const {
+    const uint32_t pieces = allowed_pieces(b, kh, first, count, t);
+    if (pieces == 0) return;
+    if (!packed && in_place && values_are_clean(b, kh, t)) return visit_in_place(b, kh, count, t, pieces, d);
+    const int64_t place = packed ? t : 0;
+    operand *k = keys.k + place * key_operands, *v = keys.v + place * value_operands;
+    if (!packed) pack_tile(b, kh, t, k, v, keys.bad, d);
+    Tile here{k, v, keys.bad[place] != 0};
+    if (values_packed && !here.bad) here.v = (const operand*)(at<IO>(w.value, b, kh, 0) + tile_start(t) * w.value.row);
+    for (int r0 = 0; r0 < count; r0 += MR) visit(b, kh, r0, minimum(MR, count - r0), t, pieces, here, d);
   }
 
   bool allocate_workspace(Workspace& d, int64_t kh, Fault& fault) const {
@@ -648,7 +818,7 @@ template <class M, class IO> struct Forward {
 
   // Blocks [from, to) of a key head's rows, one after the other.
   void do_blocks(int64_t b, int64_t kh, int64_t from, int64_t to, Keys keys, bool packed, Workspace& d) const {
-    for (int64_t block = from; block < to; block++) do_block(b, kh, block, 0, tiles, keys, packed, d, nullptr);
+    for (int64_t block = from; block < to; block++) do_block(b, kh, block, keys, packed, d);
   }
 
   // The same for one range of rows; its sums over queries go into `buffer`.
@@ -664,7 +834,6 @@ template <class M, class IO> struct Forward {
 
   // A thread processes all rows of a key head and packs its keys: once, or tile by tile if there is only one block.
   void do_head(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
-    if (splits > 1) return do_head_in_splits(b, kh, prefetch, fault);
     Workspace d;
     Keys keys, sizes;
     if (!allocate_workspace(d, kh, fault)) return;
@@ -755,27 +924,34 @@ template <class M, class IO> struct Forward {
                 all_keys.bad + head * tiles};
   }
 
-  // The same with sums over queries: one sum per range of rows, added in order.
+  // The same with sums over queries: one sum per range of rows, added in order. As many heads at once as fit in 64 MiB.
   void run_shared_ranges(int threads, const Keys& keys, Fault& fault) const {
-    int64_t heads = w.batch * w.kv_heads;
     ColumnSums sizes;
-    int64_t bytes = observed.column_sums_bytes(sizes, nullptr);
-    char* buffer = column_sums_buffer(heads * observed.ranges);
+    const int64_t heads = w.batch * w.kv_heads, bytes = observed.column_sums_bytes(sizes, nullptr), all = observed.ranges * bytes;
+    const int64_t at_once = minimum(heads, maximum((int64_t)1, ((int64_t)1 << 26) / all));
+    char* buffer = column_sums_buffer(at_once * observed.ranges);
     if (buffer == nullptr) return fault.set(CH_NO_MEMORY);
+    for (int64_t first = 0; first < heads && fault.get() == CH_OK; first += at_once)
+      run_ranges_of(first, minimum(at_once, heads - first), buffer, threads, keys, fault);
+  }
+
+  void run_ranges_of(int64_t first, int64_t heads, char* buffer, int threads, const Keys& keys, Fault& fault) const {
+    ColumnSums sizes;
+    const int64_t bytes = observed.column_sums_bytes(sizes, nullptr);
     parallel_units(w, threads, heads * observed.ranges, [&](int64_t unit) {
-      int64_t head = unit % heads, range = observed.ranges - 1 - unit / heads;
+      int64_t at = unit % heads, head = first + at, range = observed.ranges - 1 - unit / heads;
       Workspace d;
       if (!allocate_workspace(d, head % w.kv_heads, fault)) return;
-      do_range(head / w.kv_heads, head % w.kv_heads, range, buffer + (head * observed.ranges + range) * bytes,
+      do_range(head / w.kv_heads, head % w.kv_heads, range, buffer + (at * observed.ranges + range) * bytes,
                keys_of(keys, head), true, d);
     });
     if (fault.get() != CH_OK) return;
-    parallel_units(w, threads, heads, [&](int64_t head) {
-      int64_t b = head / w.kv_heads, kh = head % w.kv_heads;
+    parallel_units(w, threads, heads, [&](int64_t at) {
+      int64_t b = (first + at) / w.kv_heads, kh = (first + at) % w.kv_heads;
       observed.begin_head(b, kh);
       for (int64_t range = 0; range < observed.ranges; range++) {
         ColumnSums column_sums;
-        observed.column_sums_bytes(column_sums, buffer + (head * observed.ranges + range) * bytes);
+        observed.column_sums_bytes(column_sums, buffer + (at * observed.ranges + range) * bytes);
         column_sums.first = observed.side > 0 ? observed.tile_row(range * observed.range_blocks * observed.rows) : 0;
         observed.add_range(b, kh, range, column_sums);
       }
@@ -783,76 +959,83 @@ template <class M, class IO> struct Forward {
     });
   }
 
-  // Few queries over many keys: the keys are split, and the partial results merged in order.
-  void run_split(int threads, Fault& fault) const {
-    int64_t heads = w.batch * w.kv_heads, stride = rows * (out + 2);
-    float* partial = partial_results(heads, fault);
-    if (partial == nullptr) return;
-    parallel_units(w, threads, heads * splits, [&](int64_t unit) {
-      const int64_t head = unit / splits;
-      do_split(head / w.kv_heads, head % w.kv_heads, unit % splits, partial + unit * stride, nullptr, fault);
+  // One block of rows over many keys: threads share the tiles, whose sums are merged in order.
+  void run_tiles(int threads, Fault& fault) const {
+    const int64_t heads = w.batch * w.kv_heads, each = rows * partial_floats(), head_floats = tiles * each;
+    float* partial = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(heads * head_floats) * sizeof(float));
+    if (partial == nullptr) return fault.set(CH_NO_MEMORY);
+    // Parts of a head, so that few of them convert queries and many are there for threads that finish early.
+    const int64_t parts = minimum(tiles, (8 * (int64_t)threads + heads - 1) / heads), length = (tiles + parts - 1) / parts;
+    parallel_units(w, threads, heads * parts, [&](int64_t unit) {
+      const int64_t head = unit / parts, from = unit % parts * length;
+      do_part(head / w.kv_heads, head % w.kv_heads, from, minimum(from + length, tiles), partial + head * head_floats, fault);
     });
     if (fault.get() != CH_OK) return;
-    for (int64_t head = 0; head < heads; head++) merge_rows(head, partial + head * splits * stride);
+    parallel_units(w, threads, heads, [&](int64_t head) {
+      Workspace d;
+      if (!allocate_workspace(d, head % w.kv_heads, fault)) return;
+      for (int64_t r0 = 0; r0 < rows; r0 += MR)
+        merge_tiles(head, r0, (int)minimum((int64_t)MR, rows - r0), partial + head * head_floats + r0 * partial_floats(), d);
+    });
   }
 
-  // The same for one key head in one thread.
-  void do_head_in_splits(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
-    const int64_t stride = rows * (out + 2);
-    float* partial = partial_results(1, fault);
-    if (partial == nullptr) return;
-    for (int64_t split = 0; split < splits; split++)
-      do_split(b, kh, split, partial + split * stride, split + 1 == splits ? prefetch : nullptr, fault);
-    if (fault.get() == CH_OK) merge_rows(b * w.kv_heads + kh, partial);
-  }
+  // A row's maximum, normaliser and sums of one tile.
+  int64_t partial_floats() const { return 1 + VL + out; }
 
-  float* partial_results(int64_t heads, Fault& fault) const {
-    const int64_t floats = heads * splits * rows * (out + 2);
-    float* partial = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)floats * sizeof(float));
-    if (partial == nullptr) fault.set(CH_NO_MEMORY);
-    return partial;
-  }
-
-  void do_split(int64_t b, int64_t kh, int64_t split, float* partial, const Prefetch* prefetch, Fault& fault) const {
+  void do_part(int64_t b, int64_t kh, int64_t from, int64_t to, float* partial, Fault& fault) const {
     Workspace d;
     Keys keys, sizes;
     if (!allocate_workspace(d, kh, fault)) return;
-    if (prefetch != nullptr) d.prefetch = *prefetch;
     char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, 1));
     if (base == nullptr) return fault.set(CH_NO_MEMORY);
     keys_bytes(keys, base, 1, 1);
-    int64_t from = split * split_tiles, to = minimum(from + split_tiles, tiles);
-    for (int64_t block = 0; block < blocks; block++) do_block(b, kh, block, from, to, keys, false, d, partial);
-  }
-
-  void merge_rows(int64_t head, float* partial) const {
-    for (int64_t r = 0; r < rows; r++) merge(head, r, partial + r * (out + 2), rows * (out + 2));
-  }
-
-  void merge(int64_t head, int64_t r, float* first, int64_t stride) const {
-    float largest = -INF, total = 0.0f;
-    for (int64_t s = 0; s < splits; s++) largest = first[s * stride] > largest ? first[s * stride] : largest;
-    for (int64_t s = 0; s < splits; s++) {
-      float* part = first + s * stride;
-      float factor = part[0] == largest ? 1.0f : exp2_of<5>(all((part[0] - largest) * base2))[0];
-      total += part[1] * factor;
-      for (int x = 0; x < out; x++) first[2 + x] = (s > 0 ? first[2 + x] : 0.0f) + part[2 + x] * factor;
+    const Interval visited = tiles_of(begin_block(b, kh, 0, (int)rows, d));
+    d.only_tile = false;
+    for (int64_t t = from; t < to; t++) {
+      for (int64_t r = 0; r < rows; r++) d.m[r] = -INF;
+      memset(d.l, 0, (size_t)(rows * VL) * sizeof(float));
+      memset(d.o, 0, (size_t)(rows * out) * sizeof(float));
+      if (t >= visited.low && t < visited.high) do_tile(b, kh, 0, (int)rows, t, keys, false, d);
+      float* to_row = partial + t * rows * partial_floats();
+      for (int64_t r = 0; r < rows; r++, to_row += partial_floats()) {
+        to_row[0] = d.m[r];
+        memcpy(to_row + 1, d.l + r * VL, VL * sizeof(float));
+        memcpy(to_row + 1 + VL, d.o + r * out, (size_t)out * sizeof(float));
+      }
     }
-    int64_t b = head / w.kv_heads, h = head % w.kv_heads * group + r / w.q_len;
-    finish(b, h, r % w.q_len, first + 2, largest, total);
+  }
+
+  // Merges the tiles of at most MR rows, in order.
+  void merge_tiles(int64_t head, int64_t r0, int count, const float* partial, Workspace& d) const {
+    for (int r = 0; r < count; r++) d.m[r] = -INF;
+    memset(d.l, 0, (size_t)(count * VL) * sizeof(float));
+    memset(d.o, 0, (size_t)count * out * sizeof(float));
+    RowUpdate update;
+    for (int64_t t = 0; t < tiles; t++, partial += rows * partial_floats()) {
+      for (int r = 0; r < count; r++) update.peak[r] = partial[r * partial_floats()];
+      meet(count, d.m, update);
+      for (int r = 0; r < count; r++) {
+        const float* from = partial + r * partial_floats() + 1;
+        const vf before = all(update.old_factor[r]), factor = all(update.factor[r]);
+        store(d.l + r * VL, merged(load(d.l + r * VL), before, load(from), factor));
+        float* o = d.o + (int64_t)r * out;
+        for (int c = 0; c < out; c += VL) store(o + c, merged(load(o + c), before, load(from + VL + c), factor));
+      }
+    }
+    const int64_t b = head / w.kv_heads, h = head % w.kv_heads * group;
+    for (int r = 0; r < count; r++)
+      finish(b, h + (r0 + r) / w.q_len, (r0 + r) % w.q_len, d.o + (int64_t)r * out, d.m[r], sum_of(load(d.l + r * VL)));
   }
 
   int run() const {
     Segments segments(w, false);
     if (segments.no_memory) return CH_NO_MEMORY;
-    // In-place reading handles a single block; a strip may need more blocks, and then keys are packed.
-    const bool split = splits > 1 || (in_place && (observed.ties || blocks > 1)) || segments.count > 0;
-    if (outputs == Outputs::ALL && observed.s != nullptr && split) {
-      int code = Forward(w, Outputs::OUTPUT).run();
-      return code != CH_OK ? code : Forward(w, Outputs::STATISTICS).run();
+    if (outputs == Outputs::ALL && observed.has_column_sums && segments.count > 0) {
+      int code = Forward(w, Outputs::ROWS).run();
+      return code != CH_OK ? code : Forward(w, Outputs::COLUMN_SUMS).run();
     }
     if (w.batch == 0 || w.q_len == 0) return without_rows();
-    if (outputs != Outputs::STATISTICS && segments.count > 0) return run_segments(segments);
+    if (outputs != Outputs::COLUMN_SUMS && segments.count > 0) return run_segments(segments);
     Fault fault;
     double operations = 2.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
                         (double)(w.head_dim + w.value_dim);
@@ -862,8 +1045,8 @@ template <class M, class IO> struct Forward {
   }
 
   void execute(int threads, Fault& fault) const {
-    if (splits > 1)
-      run_split(threads, fault);
+    if (threads > 1 && blocks == 1 && tiles > 1 && observed.s == nullptr && w.batch * w.kv_heads < MANY_HEADS * threads)
+      run_tiles(threads, fault);
     else if (whole_heads)
       run_whole(threads, fault);
     else

@@ -46,15 +46,26 @@ struct Bf16Dot {
 };
 #endif
 
-// ROWS x VECS sums, each passed to `emit(row, vector, sum)`.
-template <class M, int ROWS, int VECS, class Emit>
+// How the sums are combined with C. CONTINUE starts from C, so that a sum in several calls has the bits of one in a
+// single call; C then has the vectors in the order in which M loads them, until `put_in_order`. MERGE adds a tile of an
+// online softmax.
+enum Update { SET, ADD, CONTINUE, MERGE };
+
+// Of each row, for MERGE: of what C has, and of the sums.
+struct Factors {
+  const float *before, *sums;
+};
+
+// ROWS x VECS sums, each passed to `emit(row, vector, sum)`. They start from C where they continue it.
+template <class M, int ROWS, int VECS, bool CONTINUES = false, class Emit>
 CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict a, int64_t a_row, int64_t a_step,
-                            const typename M::right* __restrict b, int64_t ldb, const Emit& emit) {
+                            const typename M::right* __restrict b, int64_t ldb, const Emit& emit,
+                            const float* c = nullptr, int64_t ldc = 0) {
   vf sum[ROWS][VECS];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECS; v++) sum[r][v] = (vf){};
+    for (int v = 0; v < VECS; v++) sum[r][v] = CONTINUES ? load(c + r * ldc + v * VL) : (vf){};
   for (int64_t s = 0; s < steps; s++) {
     vf bv[VECS];
 #pragma GCC unroll 4
@@ -77,7 +88,7 @@ CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict
   }
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++) {
-    if constexpr (M::LOAD_VECTORS == 2)
+    if constexpr (M::LOAD_VECTORS == 2 && !CONTINUES)
 #pragma GCC unroll 2
       for (int v = 0; v + 1 < VECS; v += 2) M::put_in_order(sum[r][v], sum[r][v + 1]);
 #pragma GCC unroll 4
@@ -85,33 +96,31 @@ CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict
   }
 }
 
-// How the sums are combined with C.
-enum Update { SET, ADD, SCALE_ADD };
-
 template <class M, int ROWS, int VECS, Update UPDATE>
 CH_INLINE void gemm_block(int64_t steps, const typename M::operand* __restrict a, int64_t a_row, int64_t a_step,
                           const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
-                          const float* __restrict factor) {
-  micro_kernel<M, ROWS, VECS>(steps, a, a_row, a_step, b, ldb, [&](int r, int v, vf sum) CH_INLINED {
+                          Factors factors) {
+  const auto emit = [&](int r, int v, vf sum) CH_INLINED {
     // C is added at the end: added at the start it would lengthen the chain of roundings.
     float* at = c + r * ldc + v * VL;
     if constexpr (UPDATE == ADD) sum += load(at);
-    if constexpr (UPDATE == SCALE_ADD) sum += load(at) * all(factor[r]);
+    if constexpr (UPDATE == MERGE) sum = merged(load(at), all(factors.before[r]), sum, all(factors.sums[r]));
     store(at, sum);
-  });
+  };
+  micro_kernel<M, ROWS, VECS, UPDATE == CONTINUE>(steps, a, a_row, a_step, b, ldb, emit, c, ldc);
 }
 
 template <class M, int VECS, Update UPDATE>
 __attribute__((noinline)) void gemm_rows(int rows, int64_t steps, const typename M::operand* a, int64_t a_row,
                                          int64_t a_step, const typename M::right* b, int64_t ldb, float* c,
-                                         int64_t ldc, const float* factor) {
+                                         int64_t ldc, Factors factors) {
   switch (rows) {
-    case 6: return gemm_block<M, 6, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
-    case 5: return gemm_block<M, 5, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
-    case 4: return gemm_block<M, 4, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
-    case 3: return gemm_block<M, 3, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
-    case 2: return gemm_block<M, 2, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
-    default: return gemm_block<M, 1, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 6: return gemm_block<M, 6, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    case 5: return gemm_block<M, 5, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    case 4: return gemm_block<M, 4, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    case 3: return gemm_block<M, 3, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    case 2: return gemm_block<M, 2, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    default: return gemm_block<M, 1, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
   }
 }
 
@@ -119,13 +128,13 @@ __attribute__((noinline)) void gemm_rows(int rows, int64_t steps, const typename
 template <class M, Update UPDATE>
 CH_INLINE void gemm(int rows, int vecs, int64_t steps, const typename M::operand* a, int64_t a_row, int64_t a_step,
                     const typename M::right* b, int64_t ldb, float* c, int64_t ldc,
-                    const float* factor = nullptr) {
+                    Factors factors = {}) {
   if constexpr (NV == 4) {
-    if (vecs == 4) return gemm_rows<M, 4, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
-    if (vecs == 3) return gemm_rows<M, 3, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    if (vecs == 4) return gemm_rows<M, 4, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    if (vecs == 3) return gemm_rows<M, 3, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
   }
-  if (vecs == 2) return gemm_rows<M, 2, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
-  return gemm_rows<M, 1, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+  if (vecs == 2) return gemm_rows<M, 2, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+  return gemm_rows<M, 1, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
 }
 
 }  // namespace CH_NS

@@ -1,6 +1,5 @@
-// GEMV: a few rows times a matrix in place. Each element of the matrix is used once, so packing would cost more than
-// the multiplication. Two forms: dot products if matrix rows run along the steps (keys), and axpy, a few steps at a
-// time, if they run across.
+// GEMV: dot products of a few rows with the rows of a matrix in place. Each element of the matrix is used once, so
+// packing would cost more than the multiplication.
 #pragma once
 
 #include "pack.h"
@@ -182,54 +181,6 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const typen
         sum = M::madd(sum, M::row(a + r * a_row + x * VL), M::get(key + c * key_row + x * VL));
       scores[r * ld + c] = sum_of(sum);
     }
-}
-
-// Steps per axpy pass: each is a memory stream of its own.
-constexpr int AXPY_STEPS = 8;
-
-// Adds `steps` steps of ROWS rows of A to sums of `count` columns: A[row][step] * B[step] with `count` elements of each
-// B row from `b` on, stride `ldb`. Prefetches as many following steps, if there are any.
-template <class IO, int ROWS, class Steps>
-CH_INLINE void axpy_steps(Steps steps, bool more, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb,
-                          int count, float* sums, int64_t sums_row) {
-  constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename IO::type)));  // vectors per cache line
-  const int whole = count / VL * VL;
-  for (int c = 0; c < count; c += VL) {
-    vf sum[ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) sum[r] = (vf){};
-#pragma GCC unroll 8
-    for (int s = 0; s < steps; s++) {
-      const typename IO::type* from = b + s * ldb + c;
-      if (more && c / VL % LINE == 0) __builtin_prefetch(from + AXPY_STEPS * ldb, 0, 2);
-      vf value;
-      if (c < whole) {
-        value = get_vector<IO>(from);
-      } else {
-        float padded[VL];
-        get_row<IO>(from, count - c, padded, VL);
-        value = load(padded);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) sum[r] += all(a[r * a_row + s]) * value;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) store(sums + r * sums_row + c, load(sums + r * sums_row + c) + sum[r]);
-  }
-}
-
-// The same for all `steps`, with sums that start at 0 and `count` rounded up to whole vectors.
-template <class IO, int ROWS>
-void gemv_axpy(int64_t steps, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb, int count,
-               float* sums, int64_t sums_row) {
-  struct All {
-    constexpr operator int() const { return AXPY_STEPS; }
-  };
-  for (int r = 0; r < ROWS; r++) memset(sums + r * sums_row, 0, (size_t)round_up(count, VL) * sizeof(float));
-  int64_t s = 0;
-  for (; s + AXPY_STEPS <= steps; s += AXPY_STEPS)
-    axpy_steps<IO, ROWS>(All{}, s + 2 * AXPY_STEPS <= steps, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
-  if (s < steps) axpy_steps<IO, ROWS>((int)(steps - s), false, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
 }
 
 }  // namespace CH_NS

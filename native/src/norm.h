@@ -4,6 +4,7 @@
 // double over stretches, so long rows lose no more digits than short ones.
 #pragma once
 
+#include "invariance.h"
 #include "activation.h"
 
 namespace CH_NS {
@@ -157,12 +158,15 @@ template <class IO> class NormBackward : Norm<IO> {
   using Base::w;
   // Parts of rows with a separate sum for the gradients of weight and bias; independent of the number of threads.
   static constexpr int64_t MAX_PARTS = 32, MIN_ROWS = 16;
+  // Rows of a part where they must not depend on the number of rows.
+  static constexpr int64_t INVARIANT_ROWS = 64;
 
  public:
   explicit NormBackward(const ch_norm& work) : Base(work) {}
 
   int run() const {
-    const int64_t rows = maximum((w.rows + MAX_PARTS - 1) / MAX_PARTS, MIN_ROWS), parts = (w.rows + rows - 1) / rows;
+    const int64_t rows = clearhead::is_invariant() ? INVARIANT_ROWS : maximum((w.rows + MAX_PARTS - 1) / MAX_PARTS, MIN_ROWS);
+    const int64_t parts = (w.rows + rows - 1) / rows;
     float* weight = Base::line_of(clearhead::SLOT_SHARED, 1);
     float* sums = sums_wanted() ? Base::line_of(clearhead::SLOT_PARTIAL, 2 * parts) : nullptr;
     if (weight == nullptr || (sums == nullptr && sums_wanted())) return CH_NO_MEMORY;

@@ -126,7 +126,13 @@ template <class IO> CH_INLINE void get_row(const typename IO::type* from, int co
 template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, const float* from, float factor) {
   int c = 0;
   for (; c + VL <= count; c += VL) put_vector<IO>(to + c, load(from + c) * all(factor));
-  for (; c < count; c++) put_one<IO>(to + c, from[c] * factor);
+  if (c >= count) return;
+  // The remainder uses the same instructions: bf16 rounding flushes subnormals.
+  float padded[VL] = {};
+  typename IO::type rounded[VL];
+  for (int i = 0; i < count - c; i++) padded[i] = from[c + i] * factor;
+  put_vector<IO>(rounded, load(padded));
+  for (int i = 0; i < count - c; i++) to[c + i] = rounded[i];
 }
 
 // A row as operands of M: floats, or bfloat16 unconverted; whole vectors, zero-padded.
@@ -145,12 +151,12 @@ CH_INLINE void get_operands(const typename IO::type* from, int count, typename M
 // Operands of M in a row of A with `dim` elements.
 template <class M> CH_INLINE int row_operands(int dim) { return (int)round_up(dim, VL * M::PACK) / M::PACK; }
 
-#if defined(CH_AVX512) || defined(CH_AVX2) || defined(CH_NEON)
-// Within lanes of 128 bits: interleaves words of two vectors, of the lower halves or the upper halves; then pairs of
-// words.
+// A vector of words. Within lanes of 128 bits: interleaves words of two vectors, of the lower halves or the upper
+// halves; then pairs of words.
 #if defined(CH_AVX512)
 typedef __m512i Words;
 CH_INLINE Words load_words(const uint32_t* from) { return _mm512_loadu_si512(from); }
+CH_INLINE void store_words(uint32_t* to, Words words) { _mm512_storeu_si512(to, words); }
 CH_INLINE void interleave(Words a, Words b, Words* to) {
   to[0] = _mm512_unpacklo_epi32(a, b);
   to[1] = _mm512_unpackhi_epi32(a, b);
@@ -162,6 +168,7 @@ CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
 #elif defined(CH_NEON)
 typedef uint32x4_t Words;
 CH_INLINE Words load_words(const uint32_t* from) { return vld1q_u32(from); }
+CH_INLINE void store_words(uint32_t* to, Words words) { vst1q_u32(to, words); }
 CH_INLINE void interleave(Words a, Words b, Words* to) {
   to[0] = vzip1q_u32(a, b);
   to[1] = vzip2q_u32(a, b);
@@ -170,9 +177,10 @@ CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
   to[0] = (Words)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b);
   to[1] = (Words)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b);
 }
-#else
+#elif defined(CH_AVX2)
 typedef __m256 Words;
 CH_INLINE Words load_words(const uint32_t* from) { return _mm256_loadu_ps((const float*)from); }
+CH_INLINE void store_words(uint32_t* to, Words words) { _mm256_storeu_ps((float*)to, words); }
 CH_INLINE void interleave(Words a, Words b, Words* to) {
   to[0] = _mm256_unpacklo_ps(a, b);
   to[1] = _mm256_unpackhi_ps(a, b);
@@ -181,13 +189,16 @@ CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
   to[0] = _mm256_shuffle_ps(a, b, 0x44);
   to[1] = _mm256_shuffle_ps(a, b, 0xee);
 }
+#else
+typedef vu Words;
+CH_INLINE Words load_words(const uint32_t* from) { return *(const vu_any*)from; }
+CH_INLINE void store_words(uint32_t* to, Words words) { *(vu_any*)to = words; }
 #endif
 
-// Transposes VL rows of VL words in 4 x 4 blocks, one per 128-bit lane.
-CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, int rows, Words* r) {
+#if defined(CH_AVX512) || defined(CH_AVX2) || defined(CH_NEON)
+// Transposes VL vectors in 4 x 4 blocks, one per 128-bit lane.
+CH_INLINE void transpose_lanes(Words* r) {
   Words t[VL];
-#pragma GCC unroll 16
-  for (int i = 0; i < VL; i++) r[i] = i < rows ? load_words(from + i * ld) : Words{};
 #pragma GCC unroll 8
   for (int i = 0; i < VL; i += 2) interleave(r[i], r[i + 1], t + i);
 #pragma GCC unroll 4
@@ -198,11 +209,11 @@ CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, int rows, Words
 }
 #endif
 
-// Transposes VL x VL words. Rows from `rows` on are not read and count as 0.
+// Transposes VL vectors of VL words in registers.
+CH_INLINE void transpose_words(Words* r) {
 #if defined(CH_AVX512)
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
-  Words r[16], t[16];
-  transpose_lanes(from, ld, rows, r);
+  Words t[16];
+  transpose_lanes(r);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
@@ -212,33 +223,47 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
-    _mm512_storeu_si512(to + i * to_ld, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_storeu_si512(to + (i + 8) * to_ld, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
   }
-}
 #elif defined(CH_AVX2)
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
-  Words r[8];
-  transpose_lanes(from, ld, rows, r);
+  transpose_lanes(r);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
-    _mm256_storeu_ps((float*)to + i * to_ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps((float*)to + (i + 4) * to_ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    const Words lower = r[i], upper = r[i + 4];
+    r[i] = _mm256_permute2f128_ps(lower, upper, 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(lower, upper, 0x31);
   }
-}
 #elif defined(CH_NEON)
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
-  Words r[4];
-  transpose_lanes(from, ld, rows, r);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) vst1q_u32(to + i * to_ld, r[i]);
-}
+  transpose_lanes(r);
 #else
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
+  Words t[VL];
   for (int c = 0; c < VL; c++)
-    for (int r = 0; r < VL; r++) to[c * to_ld + r] = r < rows ? from[r * ld + c] : 0;
-}
+    for (int i = 0; i < VL; i++) t[c][i] = r[i][c];
+  for (int i = 0; i < VL; i++) r[i] = t[i];
 #endif
+}
+
+// Transposes VL x VL words. Rows from `rows` on are not read and count as 0.
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
+  Words r[VL];
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) r[i] = i < rows ? load_words(from + i * ld) : Words{};
+  transpose_words(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) store_words(to + i * to_ld, r[i]);
+}
+
+// Whether a word holds two steps that are separate operands: bfloat16 that is widened. The first is the lower half.
+template <class M, class IO> constexpr bool two_steps_a_word() {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  return M::PACK == 1 && __is_same(IO, BFloat16);
+#else
+  return false;
+#endif
+}
+CH_INLINE vf first_step(Words words) { return (vf)((vu)words << 16); }
+CH_INLINE vf second_step(Words words) { return (vf)((vu)words & 0xffff0000u); }
 
 // Whether rows can be read in place as operands of M.
 template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO::type* from, int64_t stride) {
@@ -246,28 +271,50 @@ template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO:
   return __is_same(typename IO::type, typename M::operand);
 }
 
-// Rows [first, first + count) of a tensor as panels; `staged` has VL rows. Stores whole vectors, zero-padded.
+// VL rows of 2 VL bfloat16 as a panel of floats. Rows from `rows` on count as 0.
+CH_INLINE void widen_block(const uint16_t* from, int64_t ld, float* to, int rows) {
+  Words words[VL];
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) words[i] = i < rows ? load_words((const uint32_t*)(from + i * ld)) : Words{};
+  transpose_words(words);
+#pragma GCC unroll 16
+  for (int i = 0; i < VL; i++) {
+    store(to + 2 * i * PW, first_step(words[i]));
+    store(to + (2 * i + 1) * PW, second_step(words[i]));
+  }
+}
+
+// `count` rows of a tensor as columns of panels, from column `first` on. `staged` has VL rows. Writes whole vectors of
+// columns, zero-padded.
 template <class M, class IO>
 void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
-                 typename M::operand* staged) {
-  const int operands = row_operands<M>(dim), width = VL * M::PACK;
-  // Whole vectors are transposed from the tensor; the remainder of a row is copied and padded first.
-  const int in_place = readable_in_place<M, IO>(from, stride) ? dim / width * width : 0;
-  const int done = in_place / M::PACK, rest = operands - done;
-  for (int row = 0; row < count; row += VL) {
-    const typename IO::type* block = from + row * stride;
-    typename M::operand* panel = to + (int64_t)(row / PW) * operands * PW + row % PW;
-    const int valid_rows = minimum(VL, count - row);
-    for (int c = 0; c < done; c += VL) {
+                 typename M::operand* staged, int first = 0) {
+  constexpr bool WIDENS = two_steps_a_word<M, IO>();
+  const int operands = row_operands<M>(dim), width = WIDENS ? 2 * VL : VL * M::PACK;
+  const bool in_place = WIDENS || readable_in_place<M, IO>(from, stride);
+  for (int column = first / VL * VL; column < first + count; column += VL) {
+    const int skipped = maximum(first - column, 0), rows = minimum(VL, first + count - column) - skipped;
+    const typename IO::type* block = from + (column + skipped - first) * stride;
+    typename M::operand* panel = to + (int64_t)(column / PW) * operands * PW + column % PW;
+    // Whole vectors are transposed from the tensor; the remainder of a row is copied and padded first.
+    const int read = in_place && skipped == 0 ? dim / width * width : 0, done = read / M::PACK, rest = operands - done;
+    for (int c = 0; WIDENS && c < done; c += 2 * VL) {
+      if constexpr (WIDENS) {
+        if (rows == VL) widen_block(block + c, stride, panel + (int64_t)c * PW, VL);
+        else widen_block(block + c, stride, panel + (int64_t)c * PW, rows);
+      }
+    }
+    for (int c = 0; !WIDENS && c < done; c += VL) {
       const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PACK);
       uint32_t* transposed = (uint32_t*)panel + (int64_t)c * PW;
-      if (valid_rows == VL) transpose_block(words, stride / M::PACK, transposed, PW);
-      else transpose_block(words, stride / M::PACK, transposed, PW, valid_rows);
+      if (rows == VL) transpose_block(words, stride / M::PACK, transposed, PW);
+      else transpose_block(words, stride / M::PACK, transposed, PW, rows);
     }
-    for (int r = 0; r < valid_rows && rest > 0; r++)
-      get_operands<M, IO>(block + r * stride + in_place, dim - in_place, staged + r * rest, rest);
+    if (skipped > 0) memset(staged, 0, (size_t)(skipped * rest) * sizeof(*staged));
+    for (int r = 0; r < rows && rest > 0; r++)
+      get_operands<M, IO>(block + r * stride + read, dim - read, staged + (skipped + r) * rest, rest);
     for (int c = 0; c < rest; c += VL)
-      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, valid_rows);
+      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, skipped + rows);
   }
 }
 
@@ -302,19 +349,25 @@ struct Panels {
   }
 };
 
+// Packs `count` rows from row `first` of the panels on.
 template <class M, class IO>
 void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::operand* to,
-               const Panels& panels) {
+               const Panels& panels, int first = 0) {
   for (int p = 0; p < panels.count; p++) {
     int columns = minimum(panels.ld, dim - p * panels.ld);
-    typename M::operand* out = to + p * panels.size;
+    typename M::operand* out = to + p * panels.size + (int64_t)(first / M::PACK) * panels.ld;
     const typename IO::type* in = from + p * panels.ld;
     if constexpr (M::PACK == 1) {
       for (int r = 0; r < count; r++) get_row<IO>(in + r * stride, columns, out + (int64_t)r * panels.ld, panels.ld);
     } else {
-      for (int r = 0; r < count; r += 2)
-        pair_row(in + r * stride, r + 1 < count ? in + (r + 1) * stride : nullptr, columns,
-                 out + (int64_t)(r / 2) * panels.ld, panels.ld);
+      int r = first % 2;
+      if (r > 0) {
+        // The first row is the second of a pair.
+        for (int c = 0; c < panels.ld; c++) out[c] = c < columns ? (uint32_t)in[c] << 16 : 0;
+        out += panels.ld;
+      }
+      for (; r < count; r += 2, out += panels.ld)
+        pair_row(in + r * stride, r + 1 < count ? in + (r + 1) * stride : nullptr, columns, out, panels.ld);
     }
   }
 }

@@ -177,12 +177,12 @@ struct KeepMaskRows {
     for (int64_t g = group; g * GROUP_COLUMNS < first + to; g++) bits[row * groups + g - group].draw(d, (uint32_t)g);
   }
 
-  // Bits of VL columns from `column` on.
+  // Bits of VL columns from `column` on; arbitrary ones before the whole row's first position, which may be read too.
   CH_INLINE uint32_t from(int row, int64_t column) const {
-    const uint64_t place = (uint64_t)(skipped + column);
+    const int64_t place = skipped + column;
     uint32_t word;
-    memcpy(&word, (const char*)(bits + row * groups) + place / 8, sizeof(word));
-    return word >> place % 8;
+    memcpy(&word, (const char*)(bits + row * groups) + (place >> 3), sizeof(word));
+    return word >> (place & 7);
   }
 };
 

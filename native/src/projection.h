@@ -5,12 +5,14 @@
 // each thread packs the panels it multiplies by; with very few rows nothing is packed (GEMV). Left is read in place; if
 // it is transposed (the gradient of a weight, whose steps are tokens), or cannot be read as operands, each thread packs
 // its block of rows. A block of rows is multiplied by all panels, tile by tile: the tile accumulates in L1, and the
-// epilogue applies bias, activation, dropout and rounding, from registers if possible. The order of additions depends
-// on the shapes alone, so results are bitwise identical for any number of threads.
+// epilogue applies bias, activation, dropout and rounding, from registers if possible. Every sum runs over stretches of
+// steps, one step after the other, whatever the numbers of rows and threads; only the dot products of very few rows add
+// in another order, and in invariant mode they do not run.
 #pragma once
 
 #include "activation.h"
-#include "gemv.h"
+#include "few_rows.h"
+#include "invariance.h"
 
 namespace CH_NS {
 
@@ -19,7 +21,7 @@ template <class M, class IO> class Projection {
   typedef typename M::operand operand;
   typedef typename IO::type type;
 
-  // Steps whose panel and rows stay in L2 while a tile accumulates.
+  // Operands of a stretch: its panel and rows stay in L2 while a tile accumulates.
   static constexpr int64_t DEPTH = 512;
   // Steps that are packed at a time: for weights, whose steps are channels, and for tokens.
   static constexpr int64_t STEPS = 4096, TRANSPOSED_STEPS = 2048;
@@ -38,8 +40,14 @@ template <class M, class IO> class Projection {
   // from twice as many on. With fewer than LONG_STEPS steps it is slower from eight rows on: horizontal sums dominate.
   static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
+  // The same with rows of right that are transposed in registers, in the order of the panels: measured, faster than
+  // panels up to here with AVX-512 and AVX2. With AVX-512, up to eight rows of float32 take 0.7 to 1.03 times as long as
+  // dot products, so that these do not run. More rows take up to 1.2 times as long, 16 bits, whose dot products do
+  // without half of the shuffles, 0.8 to 1.5 times.
+  static constexpr int64_t MAX_ACROSS_ROWS = VL == 16 ? (__is_same(IO, Float32) ? 16 : 24) : 8;
+  static constexpr int64_t ALWAYS_ACROSS_ROWS = VL == 16 && __is_same(IO, Float32) ? 8 : 0;
   // The same if right's rows are steps (axpy), and the columns that are accumulated at a time, whose sums stay in
-  // cache. bf16 pairs would need two rows of right each: 16-bit types are widened to float32.
+  // cache.
   static constexpr int AXPY_ROWS = M::PACK == 2 ? 4 : 8;
   static constexpr int64_t STRIPE = 1024;
 
@@ -60,7 +68,7 @@ template <class M, class IO> class Projection {
   const ch_projection& w;
   int threads;
   int64_t block, blocks, num_panels, panels_at_once;
-  bool left_in_place, few_rows, uses_dot, uses_axpy;
+  bool left_in_place, few_rows, uses_dot, uses_across, uses_axpy;
   operand* packed;
   float* sums;
   float* totals;
@@ -73,10 +81,14 @@ template <class M, class IO> class Projection {
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
     num_panels = round_up(w.columns, PW) / PW;
-    // Independent of the threads: GEMV adds in another order than panels do.
-    uses_dot = !w.left_transposed && can_use_dot();
-    uses_axpy = !w.left_transposed && !w.right_transposed && w.num_terms == 1 && w.terms[0].steps > 0 && w.rows <= AXPY_ROWS;
-    few_rows = uses_dot || uses_axpy || (w.rows <= MAX_FEW_ROWS && num_panels >= 2 * threads && !w.left_transposed);
+    const bool one_term = !w.left_transposed && w.num_terms == 1 && w.terms[0].steps > 0;
+    const bool invariant = clearhead::is_invariant();
+    // Independent of the threads: dot products add in another order than panels do.
+    uses_across = one_term && w.right_transposed && w.rows <= (invariant ? MAX_ACROSS_ROWS : ALWAYS_ACROSS_ROWS) &&
+                  w.terms[0].steps % (operands_across<M, IO>() * M::PACK) == 0;
+    uses_dot = one_term && !invariant && !uses_across && can_use_dot();
+    uses_axpy = one_term && !w.right_transposed && w.rows <= AXPY_ROWS;
+    few_rows = in_place() || (w.rows <= MAX_FEW_ROWS && num_panels >= 2 * threads && !w.left_transposed);
     block = few_rows ? block_of(w.rows, 1) : block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
     left_in_place = !w.left_transposed && left_readable();
@@ -84,7 +96,7 @@ template <class M, class IO> class Projection {
 
   int run() {
     // Without packing there is one group.
-    const int64_t max_steps = uses_dot || uses_axpy ? INT64_MAX / 4 : w.left_transposed ? TRANSPOSED_STEPS : STEPS;
+    const int64_t max_steps = in_place() ? INT64_MAX / 4 : w.left_transposed ? TRANSPOSED_STEPS : STEPS;
     if (!few_rows && !allocate_panels(max_group_steps(max_steps))) return CH_NO_MEMORY;
     Group group;
     next_group(group, nullptr, max_steps);
@@ -110,6 +122,9 @@ template <class M, class IO> class Projection {
     return minimum(best, maximum((int64_t)MR, round_up((rows + threads - 1) / threads, MR)));
   }
 
+  // Whether right is read in place.
+  bool in_place() const { return uses_dot || uses_across || uses_axpy; }
+
   // Steps of the largest group.
   int64_t max_group_steps(int64_t max_steps) const {
     int64_t steps = 0;
@@ -129,10 +144,10 @@ template <class M, class IO> class Projection {
     return true;
   }
 
-  // Whether rows of right can be read in place.
+  // Whether rows of right can be read in place for dot products.
   bool can_use_dot() const {
     const ch_term& term = w.terms[0];
-    if (w.num_terms != 1 || !w.right_transposed || term.steps <= 0) return false;
+    if (!w.right_transposed) return false;
     // Both sides are read as bf16 pairs.
     if (M::PACK == 2 && (!left_readable() || term.right_row % M::PACK || (uintptr_t)term.right % sizeof(operand))) return false;
     return term.steps % (VL * M::PACK) == 0 && w.rows <= (term.steps >= LONG_STEPS ? MAX_DOT_ROWS : MAX_DOT_ROWS_SHORT);
@@ -225,7 +240,7 @@ template <class M, class IO> class Projection {
     parallel(threads, parts, [&](int64_t part) {
       const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
       float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + left_floats) * sizeof(float));
-      const int64_t panel = uses_dot ? 0 : group.steps * PW;
+      const int64_t panel = in_place() ? 0 : group.steps * PW;
       operand* panel_tile = (operand*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(operand) + 64);
       if (tile == nullptr || panel_tile == nullptr) return fault.set(CH_NO_MEMORY);
       operand* left = (operand*)(tile + block * PW);
@@ -235,11 +250,11 @@ template <class M, class IO> class Projection {
           Widened<IO>::deinterleave(left + row * left_row(group), (int)(w.terms[0].steps / VL));
       DropoutMask mask;
       for (int64_t p = part * per_part; p < minimum(num_panels, (part + 1) * per_part); p++) {
-        if (!uses_dot && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
+        if (!in_place() && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
         for (int64_t row = 0; row < w.rows; row += block) {
           const int64_t rows = minimum(block, w.rows - row);
           if (group.last && drops()) mask.draw(w, row, rows, p * PW);
-          if (uses_dot) dot_tile(group, left + row * left_row(group), row, rows, p * PW, tile, mask);
+          if (in_place()) gemv_tile(group, left, row, rows, p * PW, tile, mask);
           else compute_tile(group, panel_tile, left + row * left_row(group), row, rows, p * PW, tile, mask);
         }
       }
@@ -249,44 +264,51 @@ template <class M, class IO> class Projection {
 
   // Very few rows by right in place, with steps as rows: each thread accumulates its stripes of columns.
   bool multiply_axpy(const Group& group) {
-    const ch_term& term = w.terms[0];
     const int64_t min_parts = (w.columns + STRIPE - 1) / STRIPE, parts = minimum(num_panels, round_up(min_parts, threads));
     const int64_t stripe = (num_panels + parts - 1) / parts * PW;
     Fault fault;
     parallel(threads, parts, [&](int64_t part) {
       const int64_t first = part * stripe, count = minimum(stripe, w.columns - first);
       if (count <= 0) return;
-      float* sums = (float*)scratch(clearhead::SLOT_COLUMNS,
-                                    (size_t)(AXPY_ROWS * (STRIPE + PW) + w.rows * term.steps + VL) * sizeof(float));
-      if (sums == nullptr) return fault.set(CH_NO_MEMORY);
-      float *tile = sums + AXPY_ROWS * STRIPE, *floats = tile + AXPY_ROWS * PW;
-      const float* left = floats;
-      int64_t left_row = term.steps;
-      if constexpr (__is_same(IO, Float32)) left = (const float*)term.left, left_row = term.left_row;
-      else
-        for (int64_t r = 0; r < w.rows; r++)
-          for (int64_t s = 0; s < term.steps; s++)
-            floats[r * term.steps + s] = get_one<IO>((const type*)term.left + r * term.left_row + s);
-      const type* right = (const type*)term.right + first;
-      axpy_rows<AXPY_ROWS>(left, left_row, right, (int)count, sums);
+      const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
+      float* totals = (float*)scratch(clearhead::SLOT_COLUMNS,
+                                      (size_t)(AXPY_ROWS * (2 * STRIPE + PW) + left_floats) * sizeof(float));
+      if (totals == nullptr) return fault.set(CH_NO_MEMORY);
+      float *sums = totals + AXPY_ROWS * STRIPE, *tile = sums + AXPY_ROWS * STRIPE;
+      operand* left = (operand*)(tile + AXPY_ROWS * PW);
+      if (!left_in_place) pack_left(group, 0, w.rows, left, false);
+      axpy_rows<AXPY_ROWS>(group, left, first, (int)count, sums, totals);
       DropoutMask mask;
       for (int64_t column = first; column < first + count; column += PW) {
         const int columns = (int)minimum((int64_t)PW, first + count - column);
         for (int64_t r = 0; r < w.rows; r++)
-          memcpy(tile + r * PW, sums + r * STRIPE + column - first, (size_t)round_up(columns, VL) * sizeof(float));
+          memcpy(tile + r * PW, totals + r * STRIPE + column - first, (size_t)round_up(columns, VL) * sizeof(float));
         float bias[PW] = {};
         if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
         if (drops()) mask.draw(w, 0, w.rows, column);
-        finish(group, TilePosition{0, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, w.rows, tile);
+        finish(group, TilePosition{0, column, columns, bias, mask}, 0, w.rows, tile);
       }
     });
     return fault.get() == CH_OK;
   }
   template <int ROWS>
-  void axpy_rows(const float* left, int64_t left_row, const type* right, int count, float* sums) const {
+  void axpy_rows(const Group& group, const operand* packed_left, int64_t column, int count, float* sums,
+                 float* totals) const {
     if constexpr (ROWS > 1)
-      if (w.rows < ROWS) return axpy_rows<ROWS - 1>(left, left_row, right, count, sums);
-    gemv_axpy<IO, ROWS>(w.terms[0].steps, left, left_row, right, w.terms[0].right_row, count, sums, STRIPE);
+      if (w.rows < ROWS) return axpy_rows<ROWS - 1>(group, packed_left, column, count, sums, totals);
+    const ch_term& term = w.terms[0];
+    gemv_axpy<M, IO, ROWS>(term.steps, DEPTH, left_at(group, packed_left, 0), left_stride(group),
+                           (const type*)term.right + column, term.right_row, count, sums, totals, STRIPE);
+  }
+
+  // Left of the first term from a row on, in place or packed, and its stride.
+  const operand* left_at(const Group& group, const operand* packed_left, int64_t row) const {
+    const ch_term& term = w.terms[0];
+    return left_in_place ? (const operand*)((const type*)term.left + row * term.left_row)
+                         : packed_left + row * left_row(group);
+  }
+  int64_t left_stride(const Group& group) const {
+    return left_in_place ? w.terms[0].left_row / M::PACK : left_row(group);
   }
 
   // Blocks of rows, and of panels if there are fewer blocks than threads; halved if that is free, so that no thread
@@ -344,13 +366,14 @@ template <class M, class IO> class Projection {
                     int64_t column, float* tile, const DropoutMask& mask) const {
     const int columns = (int)minimum((int64_t)PW, w.columns - column), vecs = vectors(column);
     float bias[PW] = {};
-    const bool biased = group.last && w.bias != nullptr;
-    if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    const TilePosition position = {row, column, columns, biased ? bias : nullptr, mask};
+    if (group.last && w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+    const TilePosition position = {row, column, columns, bias, mask};
     // Epilogues without transcendentals or a second operand run from registers.
     const bool simple = w.activation <= CH_RELU && w.slope == nullptr && w.dropped == 0 && w.gate == nullptr;
     const bool plain = group.first && group.last && simple && columns % VL == 0;
-    bool started = false;
+    bool started = !group.first;
+    for (int64_t r = 0; r < rows && started; r++)
+      memcpy(tile + r * PW, sums + (row + r) * sums_row + column, (size_t)(vecs * VL) * sizeof(float));
     for (int i = 0; i < group.count; i++) {
       const Piece& piece = group.pieces[i];
       const int64_t stride = left_in_place ? piece.term->left_row / M::PACK : left_row(group);
@@ -384,23 +407,41 @@ template <class M, class IO> class Projection {
   }
 
   // The same with rows of right in place (GEMV).
-  void dot_tile(const Group& group, const operand* packed_left, int64_t row, int64_t rows, int64_t column, float* tile,
-                const DropoutMask& mask) const {
+  void gemv_tile(const Group& group, const operand* packed_left, int64_t row, int64_t rows, int64_t column, float* tile,
+                 const DropoutMask& mask) const {
     const int columns = (int)minimum((int64_t)PW, w.columns - column);
     float bias[PW] = {};
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
+    const type* right = (const type*)w.terms[0].right + column * w.terms[0].right_row;
+    const operand* left = left_at(group, packed_left, row);
+    if (uses_dot) {
+      dot_rows(left, left_stride(group), rows, right, columns, tile);
+    } else {
+      const int64_t groups = (rows + ACROSS_ROWS - 1) / ACROSS_ROWS, rows_at_once = (rows + groups - 1) / groups;
+      for (int64_t r = 0; r < rows; r += rows_at_once)
+        across_rows<ACROSS_ROWS>(left + r * left_stride(group), left_stride(group), minimum(rows_at_once, rows - r), right,
+                                 columns, r == 0 ? w.columns - column : 0, tile + r * PW);
+    }
+    finish(group, TilePosition{row, column, columns, bias, mask}, 0, rows, tile);
+  }
+  void dot_rows(const operand* left, int64_t left_row, int64_t rows, const type* right, int columns, float* tile) const {
     const ch_term& term = w.terms[0];
     const int vectors = (int)(row_steps<M>(term.steps) / VL);
-    const type* right = (const type*)term.right + column * term.right_row;
-    const operand* left = left_in_place ? (const operand*)((const type*)term.left + row * term.left_row) : packed_left;
-    const int64_t left_stride = left_in_place ? term.left_row / M::PACK : left_row(group);
+    memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
     if constexpr (M::PACK == 2 || __is_same(IO, Float32))
-      gemv_dot<M>((int)rows, left, left_stride, (const operand*)right, term.right_row / M::PACK, columns, vectors, tile,
-                  PW, false);
+      gemv_dot<M>((int)rows, left, left_row, (const operand*)right, term.right_row / M::PACK, columns, vectors, tile, PW,
+                  false);
     else
-      gemv_dot<Widened<IO>>((int)rows, left, left_stride, right, term.right_row, columns, vectors, tile, PW, false);
-    finish(group, TilePosition{row, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, rows, tile);
+      gemv_dot<Widened<IO>>((int)rows, left, left_row, right, term.right_row, columns, vectors, tile, PW, false);
+  }
+  template <int ROWS>
+  void across_rows(const operand* left, int64_t left_row, int64_t rows, const type* right, int columns, int64_t following,
+                   float* tile) const {
+    if constexpr (ROWS > 1)
+      if (rows < ROWS) return across_rows<ROWS - 1>(left, left_row, rows, right, columns, following, tile);
+    const ch_term& term = w.terms[0];
+    gemv_across<M, IO, ROWS>(right, term.right_row, columns, following, row_steps<M>(term.steps), DEPTH, left, left_row,
+                             tile, PW);
   }
 
   // Destination of the sums of a few rows: with bias and relu, rounded, to the output. `before` has the sums of earlier
@@ -491,7 +532,8 @@ template <class M, class IO> class Projection {
     return position.mask.of(r, position.column + c, value * factor);
   }
 
-  // Stores rows of a tile as partial sums, or the final sums through the epilogue, rounded, in the output.
+  // Stores rows of a tile as partial sums, or the final sums through the epilogue, rounded, in the output. A bias of 0
+  // is added too: it makes -0 to 0, with or without an activation.
   void finish(const Group& group, const TilePosition& position, int64_t from, int64_t to, const float* tile) const {
     for (int64_t r = from; r < to; r++) {
       const int64_t row = position.row + r;
@@ -504,12 +546,11 @@ template <class M, class IO> class Projection {
           w.slope_gate == nullptr ? nullptr : (const type*)w.slope_gate + row * w.slope_gate_row + position.column;
       for (int c = 0; c < position.columns; c += VL) {
         vf value = load(tile_row + c), derivative;
-        if (!group.first) value += load(sum + c);
         if (!group.last) {
           store(sum + c, value);
           continue;
         }
-        if (position.bias != nullptr) value += load(position.bias + c);
+        value += load(position.bias + c);
         const int columns = position.columns - c;
         const bool whole = columns >= VL;
         float padded[VL];

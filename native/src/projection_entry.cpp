@@ -31,7 +31,7 @@ int check_sizes(const ch_projection& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
   if (work.num_terms < 1 || work.num_terms > CH_MAX_TERMS) return CH_BAD_SHAPE;
   if (!is_count(work.rows) || !is_count(work.columns)) return CH_BAD_SHAPE;
-  if (!countable(1, 1, work.rows, work.columns)) return CH_BAD_SHAPE;
+  if (!countable(1, 1, work.rows, work.columns) || !is_place(work.first_row)) return CH_BAD_SHAPE;
   for (int t = 0; t < work.num_terms; ++t) {
     const int64_t steps = work.terms[t].steps;
     if (!is_count(steps) || !countable(1, 1, work.rows, steps) || !countable(1, 1, work.columns, steps))

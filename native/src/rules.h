@@ -58,7 +58,8 @@ CH_INLINE vf tanh_of(vf x) {
 }
 
 // Applies scale and rules to the dot products of a row with keys [first, first + count); `slope` receives the
-// derivative of the soft-cap if there is one. May write up to the next multiple of VL.
+// derivative of the soft-cap if there is one. May write up to the next multiple of VL; reads VL elements before the
+// diagonals, and writes arbitrary scores, for keys before 0.
 inline void apply_rules(const ch_attention& w, const float* diagonals, int64_t b, int64_t h, int64_t i, int64_t first,
                         int count, float* scores, float* slope) {
   vf scale = all((float)w.scale);
@@ -75,7 +76,7 @@ inline void apply_rules(const ch_attention& w, const float* diagonals, int64_t b
       if (rule.table.column == 0) {
         for (int c = 0; c < count; c += VL) store(scores + c, load(scores + c) + all(*line));
       } else {
-        for (int c = 0; c < count; c++) scores[c] += line[c];
+        for (int c = (int)maximum(-first, (int64_t)0); c < count; c++) scores[c] += line[c];
       }
     } else {
       vf cap = all(rule.value), one = all(1.0f);

@@ -5,18 +5,21 @@
 // between segments is multiplied, and NaN or infinity in one segment affects no other.
 #pragma once
 
+#include "invariance.h"
 #include "work.h"
 
 namespace CH_NS {
 
 struct Segment {
   int64_t b, query, queries, key, keys;
+  int64_t missing;  // keys of its sequence before the first one
   double operations() const { return (double)queries * (double)keys; }
 };
 
 class Segments {
-  // Queries from which a segment is worth its setup.
-  static constexpr int64_t MIN_QUERIES = 8;
+  // Few queries may be a segment each; in longer calls segments have at least two on average: starts that differ from row
+  // to row are no sequences' starts.
+  static constexpr int64_t FEW_QUERIES = 8;
   // From this many queries or keys on, a segment is shared among threads, if there are few of them.
   static constexpr int64_t LARGE = 512, MANY = 64;
 
@@ -34,15 +37,17 @@ class Segments {
   Segments(const Task& w, bool disjoint) {
     if (w.pages != nullptr) add_sequences(w);
     if (w.pages != nullptr || !may(w, disjoint)) return;
-    const int64_t capacity = w.batch + w.batch * w.q_len / MIN_QUERIES;
+    const int64_t capacity = w.batch * (FEW_QUERIES + w.q_len / 2);
     if (!allocate(capacity)) return;
     for (int64_t b = 0; b < w.batch; b++) {
       int64_t last = 0;  // no later segment may begin before this key
       for (int64_t i = 0; i < w.q_len; i++) {
         const int64_t at = b * w.interval_batch + i * w.interval_row;
-        const int64_t key = clip(w.start[at], 0, w.k_len), keys = maximum((int64_t)0, clip(w.stop[at], 0, w.k_len) - key);
+        const int64_t begin = w.start[at], key = clip(begin, 0, w.k_len), keys = maximum((int64_t)0, clip(w.stop[at], 0, w.k_len) - key);
+        // A sequence may start before the first key, or at it.
+        const int64_t missing = begin < 0 ? -begin : begin == 0 ? w.first_position : 0;
         Segment* open = i > 0 ? list + count - 1 : nullptr;
-        if (open != nullptr && open->keys == keys && (keys == 0 || open->key == key)) {
+        if (open != nullptr && open->keys == keys && (keys == 0 || (open->key == key && open->missing == missing))) {
           open->queries++;
           continue;
         }
@@ -50,7 +55,7 @@ class Segments {
           count = 0;
           return;
         }
-        list[count++] = Segment{b, i, 1, keys > 0 ? key : last, keys};
+        list[count++] = Segment{b, i, 1, keys > 0 ? key : last, keys, missing};
         if (keys > 0) last = key + keys;
       }
     }
@@ -111,6 +116,13 @@ class Segments {
       move(t.grad_key, segment.key);
       move(t.grad_value, segment.key);
     }
+    if (t.allowed.data != nullptr)
+      t.allowed.data = (const char*)t.allowed.data + b * t.allowed.batch + segment.query * t.allowed.row + segment.key * t.allowed.column;
+    for (int r = 0; r < t.num_rules; r++) {
+      ch_table& table = t.rules[r].table;
+      if (t.rules[r].kind == CH_RULE_DENSE)
+        table.data = (const float*)table.data + b * table.batch + segment.query * table.row + segment.key * table.column;
+    }
     skip(t.output32, w.value_dim);
     skip(t.lse, 1);
     skip(t.softmax, 2);
@@ -124,11 +136,14 @@ class Segments {
     t.intervals = 0;
     t.threads = threads;
     t.units = count * w.kv_heads;
+    t.first_position = segment.missing;
+    t.corner = Corner{segment.b, segment.query, segment.key};
     t.first_batch += segment.b;
     t.first_query += segment.query;
     t.first_key += segment.key;
     t.total_keys = segment.keys;
     if (w.pages != nullptr) read_pages(w, segment, t);
+    t.drop_idle_bounds();
     return t;
   }
 
@@ -148,8 +163,6 @@ class Segments {
     t.total_keys = keys;
     t.units = w.kv_heads;
     t.query_offset = segment.keys - segment.queries;
-    if (w.after >= segment.queries - 1) t.after = INT64_MAX;
-    if (w.before >= segment.keys - 1) t.before = INT64_MAX;
   }
 
   // One segment per sequence in pages.
@@ -159,7 +172,7 @@ class Segments {
     for (int64_t s = 0; s < pages.sequences; s++) {
       const int32_t* start = pages.query_start;
       const int64_t first = start != nullptr ? start[s] : 0, queries = start != nullptr ? start[s + 1] - first : w.q_len;
-      if (queries > 0) list[count++] = Segment{s, first, queries, 0, pages.lengths[s]};
+      if (queries > 0) list[count++] = Segment{s, first, queries, 0, pages.lengths[s], 0};
     }
     for (int64_t s = 0; s < count; s++) operations += list[s].operations(), keys += list[s].keys;
   }
@@ -168,11 +181,11 @@ class Segments {
 
   static bool may(const Task& w, bool backward) {
     const bool by_row = w.start != nullptr && w.intervals == 1 && (w.interval_head == 0 || w.heads == 1);
-    if (!by_row || has_tables(w) || w.q_len < MIN_QUERIES || w.batch == 0) return false;
-    if (backward && w.statistics != nullptr) return false;
+    if (!by_row || w.blocks.data != nullptr || w.batch == 0) return false;
+    if (backward && (w.statistics != nullptr || w.allowed.data != nullptr)) return false;
     for (int r = 0; r < w.num_rules; r++) {
       const ch_rule& rule = w.rules[r];
-      if (rule.kind == CH_RULE_DENSE || (backward && rule.grad != nullptr)) return false;
+      if (backward && (rule.kind == CH_RULE_DENSE || rule.grad != nullptr)) return false;
     }
     return true;
   }

@@ -10,6 +10,9 @@
 
 namespace CH_NS {
 
+// What one pass of forward computes: everything, or what belongs to a row, or the statistics that are sums over queries.
+enum class Outputs { ALL, ROWS, COLUMN_SUMS };
+
 // The factor from a row's unnormalised weights to weights, and its logarithm.
 struct WeightScale {
   float factor, log;
@@ -154,6 +157,11 @@ struct TopK {
   }
 };
 
+// What a row's sums over a tile are relative to, and how they join those of the tiles before (see RowUpdate of forward.h).
+struct TileSums {
+  float peak, old_step, old_factor, step, factor, base2;
+};
+
 // Sums over the queries of one range of a key head's rows.
 struct ColumnSums {
   float* lines;  // [group][lines][ld]
@@ -164,19 +172,21 @@ struct ColumnSums {
 
 // The statistics that a call requests, and derived sizes.
 struct Statistics {
-  const ch_attention& w;
+  const Task& w;
+  ch_statistics chosen;
   const ch_statistics* s;  // null: none
   int tile, rows;  // keys of a tile; most rows of a block
+  int64_t lead;  // keys of the first tile that are before the call's first key; columns of a strip start with them
   int64_t group, tiles, ld, lines, side, q_tiles, k_tiles;
   int64_t ranges, range_blocks, range_tiles;
   bool sums, ties, strip, has_column_sums;
 
-  Statistics(const ch_attention& work, const ch_statistics* of, int keys_of_tile, int max_rows)
-      : w(work), s(of), tile(keys_of_tile), rows(max_rows), ld(0), lines(0), side(0), q_tiles(0), k_tiles(0),
-        ranges(1), range_blocks(0), range_tiles(0), sums(false), ties(false), strip(false), has_column_sums(false) {
+  Statistics(const Task& work, Outputs outputs, int keys_of_tile, int64_t keys_before, int max_rows)
+      : w(work), s(nullptr), tile(keys_of_tile), rows(max_rows), lead(keys_before), ld(0), lines(0), side(0), q_tiles(0),
+        k_tiles(0), ranges(1), range_blocks(0), range_tiles(0), sums(false), ties(false), strip(false), has_column_sums(false) {
     group = w.heads / w.kv_heads;
-    tiles = (w.k_len + tile - 1) / tile;
-    if (s == nullptr) return;
+    tiles = w.k_len > 0 ? (lead + w.k_len + tile - 1) / tile : 0;
+    if (!choose(outputs)) return;
     sums = s->entropy != nullptr || s->distance != nullptr || s->sink != nullptr;
     ties = s->ties != nullptr;
     lines = s->num_weights + (s->received != nullptr);
@@ -185,7 +195,7 @@ struct Statistics {
     strip = has_column_sums || s->num_rows > 0;
     if (!strip) return;
     // An odd number of cache lines, so that the rows of a group do not map to the same cache sets.
-    ld = (round_up(w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
+    ld = (round_up(lead + w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
     // 4 MiB, and whole groups of rows: the grouping of rows must not depend on which statistics are requested.
     rows = (int)maximum((int64_t)MR, minimum((int64_t)max_rows, ((int64_t)1 << 20) / ld / MR * MR));
     q_tiles = side > 0 ? (w.q_len + side - 1) / side : 0;
@@ -193,14 +203,31 @@ struct Statistics {
     plan_ranges();
   }
 
-  // Sums over queries are computed per range of rows and then added in order; the ranges depend on the shape alone.
+  Statistics(const Statistics&) = delete;
+
+  // The statistics that are computed together with these outputs; false if there are none.
+  bool choose(Outputs outputs) {
+    if (w.statistics == nullptr) return false;
+    chosen = *w.statistics;
+    if (outputs == Outputs::COLUMN_SUMS) {
+      chosen.max_score = chosen.ties = chosen.entropy = chosen.distance = chosen.sink = nullptr;
+      chosen.top_k = chosen.num_rows = 0;
+    }
+    if (outputs == Outputs::ROWS) {
+      chosen.received = nullptr;
+      chosen.num_weights = chosen.heatmap = 0;
+    }
+    const bool by_row = chosen.max_score != nullptr || chosen.ties != nullptr || chosen.entropy != nullptr ||
+                        chosen.distance != nullptr || chosen.sink != nullptr || chosen.top_k > 0 || chosen.num_rows > 0;
+    s = by_row || chosen.received != nullptr || chosen.num_weights > 0 || chosen.heatmap > 0 ? &chosen : nullptr;
+    return s != nullptr;
+  }
+
+  // Sums over queries are computed per range of rows and then added in order; the ranges depend on the rows of a key
+  // head alone.
   void plan_ranges() {
-    int64_t blocks = (group * w.q_len + rows - 1) / rows, heads = w.batch * w.kv_heads;
-    int64_t wanted = minimum((64 + heads - 1) / maximum(heads, (int64_t)1), (int64_t)16);
-    // All of them take at most 64 MiB.
-    int64_t fit = ((int64_t)1 << 24) / maximum(heads * group * lines * ld, (int64_t)1);
-    wanted = maximum((int64_t)1, minimum(minimum(wanted, fit), blocks));
-    range_blocks = maximum((int64_t)1, (blocks + wanted - 1) / wanted);
+    const int64_t blocks = (group * w.q_len + rows - 1) / rows;
+    range_blocks = maximum((int64_t)1, (blocks + 15) / 16);
     ranges = maximum((int64_t)1, (blocks + range_blocks - 1) / range_blocks);
     range_tiles = side > 0 ? minimum(range_blocks * rows / side + 2 + group, group * q_tiles) : 0;
   }
@@ -255,7 +282,7 @@ struct Statistics {
       for (int64_t line = 0; line < lines; line++) {
         const float* from = c.lines + (g * lines + line) * ld;
         float* to = line_result(b, kh * group + g, line);
-        for (int64_t j = 0; j < w.k_len; j++) to[j] += from[j];
+        for (int64_t j = 0; j < w.k_len; j++) to[j] += from[lead + j];
       }
     if (side == 0) return;
     int64_t at = (b * w.heads + kh * group) * q_tiles * k_tiles + c.first * k_tiles;
@@ -298,7 +325,7 @@ struct BlockStatistics {
   float* strip;  // [rows][ld]
   float* tile_maxima;  // [rows][tiles]: the row maximum that a tile's weights are relative to
   Interval* extent;  // [rows / MR][tiles]: the columns that were computed
-  float* dropped_weights;  // [MR][tile]: weights after dropout, if the strip has those before it
+  float* dropped_weights;  // [2 * MR][tile]: weights after dropout, if the strip has those before it
   WeightScale* weight_scale;  // [rows]
   float* factor;  // [rows][tiles]
 
@@ -315,7 +342,7 @@ struct BlockStatistics {
     strip = c.take<float>(of.strip ? rows * of.ld : 0);
     tile_maxima = c.take<float>(of.strip ? rows * of.tiles : 0);
     extent = c.take<Interval>(of.strip ? (rows / MR + 1) * of.tiles : 0);
-    dropped_weights = c.take<float>((int64_t)MR * of.tile);
+    dropped_weights = c.take<float>((int64_t)2 * MR * of.tile);
     weight_scale = c.take<WeightScale>(rows);
     factor = c.take<float>(of.strip ? rows * of.tiles : 0);
   }
@@ -330,44 +357,49 @@ struct BlockStatistics {
     if (of.strip) memset(extent, 0, (size_t)((count + MR - 1) / MR * of.tiles) * sizeof(Interval));
   }
 
-  // Before the exponential: candidates and ties among the scores [c0, c1r) of a tile.
-  void scan_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
+  // Before the exponential: candidates and ties among a row's scores in the runs of a tile.
+  template <class Runs>
+  void scan_scores(const Statistics& of, int r, const float* scores, const Runs& runs, int64_t t0, float peak,
                    float before, float largest) const {
     if (of.s->top_k > 0) {
       TopK row_heap{best + r * of.s->top_k, of.s->top_k, num_candidates + r};
-      if (peak > row_heap.threshold()) row_heap.scan(scores + c0, c1r - c0, t0 + c0);
+      for (int x = 0; x < runs.count && peak > row_heap.threshold(); x++) {
+        const int low = runs.at[x].low;
+        row_heap.scan(scores + low, (int)round_up(runs.at[x].high - low, VL), t0 + low);
+      }
     }
     if (!of.ties || !(peak == largest) || peak == -INF) return;
     int count = 0;
-    for (int c = c0; c < c1r; c++) count += scores[c] == peak;
+    for (int x = 0; x < runs.count; x++)
+      for (int c = runs.at[x].low; c < runs.at[x].high; c++) count += scores[c] == peak;
     ties[r] = before == largest ? ties[r] + (float)count : (float)count;
   }
 
   // Together with `softmax_row` and with the same arithmetic: the sums of weight times exponent, and of weight times
-  // distance. `step` is the shift of the exponents of earlier tiles. `first_distance` is q_pos - k_pos of the first column.
-  template <int DEGREE, class Put>
-  CH_INLINE void softmax_row(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2,
-                             float first_distance, int64_t sink_columns, float* total, const Put& put) const {
-    vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2), lowest = all(-1e4f);
-    vf old = load(total), shrink = all(factor), sum = old * shrink;
-    vf new_entropy = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;
-    vf new_distance = load(distance + r * VL) * shrink, gap = all(first_distance) - counting(), next = all((float)VL);
-    for (int c = c0; c < c1; c += VL) {
-      vf x = (load(s + c) - shift) * scale;
-      vf e = exp2_of<DEGREE>(x);
-      sum += e;
-      new_entropy += e * vmax(x, lowest);
-      new_distance += e * absolute(gap);
-      gap -= next;
-      put(c, e);
-    }
-    store(total, sum);
-    store(entropy + r * VL, new_entropy);
-    store(distance + r * VL, new_distance);
-    vf sink_mass = load(mass + r * VL) * shrink;
-    for (int64_t c = c0; c < minimum((int64_t)c1, sink_columns); c += VL)
-      sink_mass += first_of(load(s + c), minimum((int64_t)VL, sink_columns - c));
-    store(mass + r * VL, sink_mass);
+  // distance. `first_distance` is q_pos - k_pos of the tile's first column.
+  template <int DEGREE, class Runs>
+  CH_INLINE void softmax_row(int r, float* s, const Runs& runs, const TileSums& tile_sums, float first_distance,
+                             int64_t sink_columns, float* total) const {
+    const vf shift = all(tile_sums.peak == -INF ? 0.0f : tile_sums.peak), scale = all(tile_sums.base2), lowest = all(-1e4f);
+    vf sum = {}, new_entropy = {}, new_distance = {}, sink_mass = {};
+    for (int x = 0; x < runs.count; x++)
+      for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
+        const vf exponent = (load(s + c) - shift) * scale, gap = all(first_distance - (float)c) - counting();
+        const vf e = exp2_of<DEGREE>(exponent);
+        sum += e;
+        new_entropy += e * vmax(exponent, lowest);
+        new_distance += e * absolute(gap);
+        if (c < sink_columns) sink_mass += c + VL <= sink_columns ? e : first_of(e, sink_columns - c);
+        store(s + c, e);
+      }
+    const vf before = all(tile_sums.old_factor), factor = all(tile_sums.factor), old = load(total);
+    // The exponents of both sums shift to the new maximum.
+    const vf old_entropy = tile_sums.old_factor == 0.0f ? (vf){} : fused(all(tile_sums.old_step), old, load(entropy + r * VL));
+    new_entropy = tile_sums.factor == 0.0f ? (vf){} : fused(all(tile_sums.step), sum, new_entropy);
+    store(total, merged(old, before, sum, factor));
+    store(entropy + r * VL, merged(old_entropy, before, new_entropy, factor));
+    store(distance + r * VL, merged(load(distance + r * VL), before, new_distance, factor));
+    store(mass + r * VL, merged(load(mass + r * VL), before, sink_mass, factor));
   }
 
   // Finishes one row: `largest` is its maximum in raw scores, `top` in natural ones, `total` its normaliser without the
@@ -396,7 +428,7 @@ struct BlockStatistics {
   }
 
   void end_best(const Statistics& of, int64_t place, int r, const MaskRow& row, float largest, float base2) const {
-    int64_t k = of.s->top_k, filled = 0;
+    int64_t k = of.s->top_k, filled = 0, first = of.w.corner.key;
     float* weights = of.s->top_weights + place * k;
     int64_t* indices = of.s->top_indices + place * k;
     float factor = weight_scale[r].factor;
@@ -405,8 +437,8 @@ struct BlockStatistics {
       for (int64_t key = row.low; key < row.high && filled < k; key++) {
         if (!may_attend(of.w, row, key)) continue;
         weights[filled] = factor;
-        indices[filled++] = key;
-        if (key < k) used[key] = 1;
+        indices[filled++] = first + key;
+        if (first + key < k) used[first + key] = 1;
       }
     } else {
       TopK row_heap{best + r * k, k, num_candidates + r};
@@ -416,8 +448,8 @@ struct BlockStatistics {
         float weight = exp2_of<5>(all((one.score - largest) * base2))[0] * factor;
         if (!(weight > 0.0f)) break;
         weights[filled] = weight;
-        indices[filled] = one.key;
-        if (one.key < k) used[one.key] = 1;
+        indices[filled] = first + one.key;
+        if (first + one.key < k) used[first + one.key] = 1;
       }
     }
     // At most `filled` of the first k keys are used, so they suffice for the remaining entries.
@@ -444,7 +476,7 @@ struct BlockStatistics {
         // A NaN row gives NaN to the keys it may attend to, and to no others.
         f = 1.0f;
         for (int c = interval.low; c < interval.high; c++)
-          strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c) ? row_factor : 0.0f;
+          strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c - of.lead) ? row_factor : 0.0f;
       }
     }
   }
@@ -486,13 +518,14 @@ struct BlockStatistics {
       if (interval.high <= interval.low) continue;
       vf f[MR];
       for (int r = 0; r < r1 - r0; r++) f[r] = all(factor[(r0 + r) * of.tiles + t]);
-      int64_t from = t * of.tile + interval.low, to = minimum(t * of.tile + interval.high, of.w.k_len);
+      const int64_t t0 = t * of.tile - of.lead;
+      int64_t from = maximum(t0 + interval.low, (int64_t)0), to = minimum(t0 + interval.high, of.w.k_len);
       for (int64_t j = from / of.side; j * of.side < to; j++) {
         int64_t low = maximum(from, j * of.side), high = minimum(to, (j + 1) * of.side);
         vf top = load(column_sums.high_now + j * VL), sum = load(column_sums.total_now + j * VL);
         for (int64_t c = low; c < high; c += VL)
           for (int r = 0; r < r1 - r0; r++) {
-            vf weight = load(strip + (r0 + r) * of.ld + c) * f[r];
+            vf weight = load(strip + (r0 + r) * of.ld + of.lead + c) * f[r];
             if (c + VL > high) weight = first_of(weight, high - c);
             top = vmax(top, weight);
             sum += weight;
@@ -504,16 +537,17 @@ struct BlockStatistics {
   }
 
   void write_row(const Statistics& of, int64_t b, int64_t h, int64_t i, int r) const {
-    int32_t slot = of.s->row_slots[i];
+    const Corner& corner = of.w.corner;
+    int32_t slot = of.s->row_slots[corner.query + i];
     if (slot < 0) return;
-    float* to = of.s->rows + ((b * of.w.heads + h) * of.s->num_rows + slot) * of.w.k_len;
-    memset(to, 0, (size_t)of.w.k_len * sizeof(float));
+    float* to = of.s->rows + (((corner.b + b) * of.w.heads + h) * of.s->num_rows + slot) * of.w.whole_keys;
+    memset(to, 0, (size_t)of.w.whole_keys * sizeof(float));
     for (int64_t t = 0; t < of.tiles; t++) {
       Interval interval = extent[r / MR * of.tiles + t];
       const float* from = strip + r * of.ld + t * of.tile;
       float f = factor[r * of.tiles + t];
-      int64_t last = minimum((int64_t)interval.high, of.w.k_len - t * of.tile);
-      for (int64_t c = interval.low; c < last; c++) to[t * of.tile + c] = from[c] * f;
+      const int64_t t0 = t * of.tile - of.lead, last = minimum((int64_t)interval.high, of.w.k_len - t0);
+      for (int64_t c = maximum((int64_t)interval.low, -t0); c < last; c++) to[corner.key + t0 + c] = from[c] * f;
     }
   }
 

@@ -74,6 +74,22 @@ CH_INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
+// a * b + c with one rounding, where the set has it. Expressions leave it to the compiler which of two products it fuses.
+CH_INLINE vf fused(vf a, vf b, vf c) {
+#if defined(CH_AVX512)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(CH_AVX2)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(CH_NEON)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// What a row has, and a tile's sum, each with its factor of the online softmax.
+CH_INLINE vf merged(vf before, vf shrink, vf tile, vf factor) { return fused(before, shrink, tile * factor); }
+
 CH_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
 // Interleaves the elements of two vectors: the results continue from `one` to `other`.

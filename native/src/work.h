@@ -45,6 +45,11 @@ template <class M, class IO> CH_INLINE bool has_packed_layout(const ch_tensor& t
   return M::PACK == 1 && __is_same(typename IO::type, float) && dim % VL == 0 && dim <= PW && t.row == dim;
 }
 
+// The first batch entry, query and key of a part.
+struct Corner {
+  int64_t b, query, key;
+};
+
 // A call, or a part of one that is processed like a call.
 struct Task : ch_attention {
   int64_t head_stride;  // from head to head, in buffers with an element per row
@@ -53,10 +58,20 @@ struct Task : ch_attention {
   const int32_t* page_table;  // the pages of the only batch entry; null: keys are one after the other
   int64_t page_size;
   int64_t total_keys;  // that the call reads, of all sequences
+  Corner corner;  // of this part in the whole call
+  int64_t whole_keys;  // of a batch entry of the whole call
 
   explicit Task(const ch_attention& call)
       : ch_attention(call), head_stride(call.q_len), first_query(call.first_key + call.query_offset),
-        units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len) {}
+        units(call.batch * call.kv_heads), page_table(nullptr), page_size(0), total_keys(call.batch * call.k_len), corner{0, 0, 0}, whole_keys(call.k_len) {
+    if (pages == nullptr) drop_idle_bounds();
+  }
+
+  // Bounds of the band that forbid no key.
+  void drop_idle_bounds() {
+    if (after != INT64_MAX && query_offset + after >= k_len - 1) after = INT64_MAX;
+    if (before != INT64_MAX && query_offset + q_len - 1 <= before) before = INT64_MAX;
+  }
 };
 
 CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {

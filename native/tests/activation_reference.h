@@ -53,8 +53,13 @@ inline Activated slope_of(int kind, double sum, double error) {
 }
 
 // Whether dropout keeps an activation.
-inline bool keeps(uint64_t seed, int dropped, uint32_t row, uint64_t column) {
-  return keeps(seed, dropped, column, {row, static_cast<uint32_t>(column / 64 * 8 >> 32), UINT32_MAX});
+inline bool keeps(uint64_t seed, int dropped, int64_t row, uint64_t column) {
+  return keeps(seed, dropped, column, {static_cast<uint32_t>(row), static_cast<uint32_t>(column / 64 * 8 >> 32), UINT32_MAX});
+}
+
+// Dropout's index of the first row of a call: 0, or one in a larger whole, also where 32 bits wrap around.
+inline int64_t draw_first_row(Random& random) {
+  return random.one_in(2) ? 0 : random.pick(std::vector<int64_t>{1, 7, 1000, UINT32_MAX - 2, int64_t{1} << 40});
 }
 
 }  // namespace test

@@ -198,6 +198,7 @@ class Call {
     work.batch = c.batch, work.heads = c.heads, work.kv_heads = c.kv_heads;
     work.q_len = c.q_len, work.k_len = c.k_len, work.head_dim = c.dim, work.value_dim = c.value_dim;
     work.query_offset = c.offset, work.scale = c.scale, work.dropout = c.dropout, work.seed = c.seed;
+    work.first_batch = c.first[0], work.first_head = c.first[1], work.first_key = c.first[2];
     work.query = query.view(), work.key = key.view(), work.value = value.view(), work.output = output.view();
     work.output32 = with_output32 ? static_cast<float*>(output32.data()) : nullptr;
     work.lse = static_cast<float*>(lse.data());

@@ -168,6 +168,10 @@ inline RandomCase draw(uint64_t number) {
   draw_values(random, c, c.grad_output, rows * c.value_dim, 2.0);
   Case floats;
   if (random.one_in(3)) draw_values(random, floats, c.grad_lse, rows, 1.0);
+  if (c.dropout > 0 && random.one_in(2)) {
+    static const std::vector<int64_t> keys_before = {1, 64, 100, 127, 128, 5000, (int64_t{1} << 36) + 77};
+    c.first = {random.below(1000), random.below(100), random.pick(keys_before)};
+  }
   return c;
 }
 

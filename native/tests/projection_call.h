@@ -15,6 +15,7 @@ struct ProjectionCase {
   int activation = CH_PLAIN, gate_kind = CH_GATE_OUTPUT, dropped = 0;
   bool has_gate = false, has_slopes = false;  // sloped: with slopes written
   uint64_t seed = 0;
+  int64_t first_row = 0;  // dropout's index of row 0
   // Integers that float32 adds exactly: there is one correct answer, and no bound that could hide an error.
   bool integers = false;
   int64_t rows = 1, columns = 1;
@@ -102,7 +103,7 @@ inline EpilogueResult epilogue_result(const ProjectionCase& c, size_t row, size_
   }
   EpilogueResult epilogue_result = {activated(c.activation, sum, error), slope_of(c.activation, sum, error)};
   if (c.dropped == 0) return epilogue_result;
-  const bool keep = keeps(c.seed, c.dropped, static_cast<uint32_t>(row), static_cast<uint64_t>(column));
+  const bool keep = keeps(c.seed, c.dropped, c.first_row + static_cast<int64_t>(row), static_cast<uint64_t>(column));
   for (Activated* one : {&epilogue_result.output, &epilogue_result.slope}) {
     const double off = one->error == 0 && c.integers ? 0 : factor * one->error + std::ldexp(std::fabs(factor * one->number), -22);
     *one = keep ? Activated{factor * one->number, off} : Activated{0, 0};
@@ -173,6 +174,19 @@ class ProjectionCall {
     return ch_project(&call);
   }
 
+  // Whether the output has the bits that some rows alone give.
+  bool has_rows(int64_t first, int64_t rows, int isa) const {
+    const size_t size = static_cast<size_t>(size_of(c.dtype)), row_bytes = static_cast<size_t>(c.columns) * size;
+    std::vector<uint8_t> part(static_cast<size_t>(rows) * row_bytes);
+    ch_projection call = work;
+    call.isa = isa, call.rows = rows, call.first_row = first, call.output = part.data(), call.output_row = c.columns;
+    call.terms[0].left = left[0].at(0, 0, first, 0);
+    if (ch_project(&call) != CH_OK) return false;
+    for (int64_t r = 0; r < rows; ++r)
+      if (memcmp(part.data() + static_cast<size_t>(r) * row_bytes, output.at(0, 0, first + r, 0), row_bytes) != 0) return false;
+    return true;
+  }
+
   void compare_with(const ProjectionExpected& right_one, const std::string& name) const {
     compare(output, right_one.output, name + " output");
     if (c.has_row_sums) compare(row_sums, right_one.row_sums, name + " row_sums");
@@ -227,7 +241,8 @@ class ProjectionCall {
     work.left_transposed = c.left_transposed, work.right_transposed = c.right_transposed;
     for (size_t t = 0; t < c.steps.size(); ++t)
       work.terms[t] = {left[t].data(), right[t].data(), left[t].stride[2], right[t].stride[2], c.steps[t]};
-    work.activation = c.activation, work.dropped = c.dropped, work.seed = c.seed, work.gate_kind = c.gate_kind;
+    work.activation = c.activation, work.dropped = c.dropped, work.gate_kind = c.gate_kind;
+    work.seed = c.seed, work.first_row = c.first_row;
     work.gate = gate.data(), work.gate_row = c.has_gate ? gate.stride[2] : 0;
     work.slope = slope.data(), work.slope_row = c.has_slopes ? slope.stride[2] : 0;
     work.slope_gate = slope_gate.data(), work.slope_gate_row = c.has_gate && c.has_slopes ? slope_gate.stride[2] : 0;
@@ -289,6 +304,7 @@ inline ProjectionCase draw_projection(uint64_t number) {
   c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
   c.has_bias = random.one_in(2), c.has_row_sums = c.left_transposed && terms == 1 && !random.one_in(4);
   draw_values(random, c);
+  c.first_row = draw_first_row(random);
   return c;
 }
 

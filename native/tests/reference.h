@@ -31,6 +31,7 @@ struct Case {
   int64_t batch = 1, heads = 1, kv_heads = 1, q_len = 1, k_len = 1, dim = 1, value_dim = 1, offset = 0;
   double scale = 1, dropout = 0;
   uint64_t seed = 0;
+  std::array<int64_t, 3> first = {0, 0, 0};  // dropout's places of the first batch entry, head and key
   int64_t before = INT64_MAX, after = INT64_MAX;
   int intervals = 0;
   std::vector<int32_t> start, stop;       // [batch, heads, q_len, runs]
@@ -215,10 +216,10 @@ class Reference {
     r.lse.bound[static_cast<size_t>(place)] = lse_error;
     for (Score& s : scores) {
       s.weight /= total;
-      const std::array<uint32_t, 3> row = {static_cast<uint32_t>(c.offset + i), static_cast<uint32_t>(h),
-                                           static_cast<uint32_t>(b)};
+      const std::array<uint32_t, 3> row = {static_cast<uint32_t>(c.first[2] + c.offset + i),
+                                           static_cast<uint32_t>(c.first[1] + h), static_cast<uint32_t>(c.first[0] + b)};
       const int dropped = static_cast<int>(std::lround(c.dropout * 65536.0));
-      s.factor = keeps(c.seed, dropped, static_cast<uint64_t>(s.key), row) ? 1.0 / (1.0 - c.dropout) : 0.0;
+      s.factor = keeps(c.seed, dropped, static_cast<uint64_t>(c.first[2] + s.key), row) ? 1.0 / (1.0 - c.dropout) : 0.0;
       const size_t at = static_cast<size_t>(place * c.k_len + s.key);
       r.weights.number[at] = s.weight;
       r.weights.bound[at] = s.weight * (s.error + lse_error + 4 * p.exp + n * p.u) + 1e-30;

@@ -1,12 +1,10 @@
-// Attention against the formula: every instruction set of this processor, with 1, 2 and 5 threads. `test_attention
-// [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
+// Attention against the formula: every instruction set of this processor, with 1, 2 and 5 threads.
 #include <pthread.h>
-
-#include <cstdlib>
 
 #include "call.h"
 #include "cases.h"
 #include "observed.h"
+#include "program.h"
 
 // AddressSanitizer's; not every compiler ships its header.
 extern "C" size_t __sanitizer_get_current_allocated_bytes(void);
@@ -15,6 +13,7 @@ namespace test {
 
 int entry_tests();
 int pages_tests();
+int parts_tests();
 
 namespace {
 
@@ -349,26 +348,21 @@ void concurrent_callers() {
 }  // namespace test
 
 int main(int arguments, char** argument) {
-  const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 1;
-  const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 240;
-  for (uint64_t number = first; number < first + count; ++number) test::one_case(number);
-  int others = 0;
-  if (arguments == 1 || count == 0) {
-    test::containment();
-    test::nonfinite_output_gradients();
-    test::nan_padding();
-    test::queries_without_keys();
-    test::scales();
-    test::subnormal_halves();
-    test::masked_nan_under_cap();
-    test::nan_sink_logits();
-    test::statistics_of_long_rows();
-    test::workers_free_large_workspaces();
-    test::concurrent_callers();
-    others = test::entry_tests() + test::pages_tests();
-  }
-  std::printf("%llu cases, and %d with pages or invalid on", static_cast<unsigned long long>(count), others);
-  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
-  return test::failures == 0 ? 0 : 1;
+  const test::Program program = {"attention", 1, 240, test::one_case, {
+      {"containment", test::containment},
+      {"output-gradients", test::nonfinite_output_gradients},
+      {"padding", test::nan_padding},
+      {"no-keys", test::queries_without_keys},
+      {"scales", test::scales},
+      {"subnormals", test::subnormal_halves},
+      {"cap", test::masked_nan_under_cap},
+      {"sink", test::nan_sink_logits},
+      {"long-rows", test::statistics_of_long_rows},
+      {"workspaces", test::workers_free_large_workspaces},
+      {"callers", test::concurrent_callers},
+      {"invalid", test::entry_tests},
+      {"pages", test::pages_tests},
+      {"parts", test::parts_tests},
+  }};
+  return test::run_program(program, arguments, argument);
 }

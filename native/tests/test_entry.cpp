@@ -26,6 +26,10 @@ const std::vector<Bad<ch_attention>>& both_ways() {
       {"head_dim 257", CH_BAD_SHAPE, [](ch_attention& w) { w.head_dim = 257; }},
       {"value_dim 257", CH_BAD_SHAPE, [](ch_attention& w) { w.value_dim = 257; }},
       {"query_offset", CH_BAD_SHAPE, [](ch_attention& w) { w.query_offset = INT64_MAX; }},
+      {"negative first_batch", CH_BAD_SHAPE, [](ch_attention& w) { w.first_batch = -1; }},
+      {"negative first_head", CH_BAD_SHAPE, [](ch_attention& w) { w.first_head = -1; }},
+      {"negative first_key", CH_BAD_SHAPE, [](ch_attention& w) { w.first_key = -1; }},
+      {"huge first_key", CH_BAD_SHAPE, [](ch_attention& w) { w.first_key = INT64_MAX; }},
       {"threads", CH_BAD_OPTION, [](ch_attention& w) { w.threads = INT32_MAX; }},
       {"scale NaN", CH_BAD_OPTION, [](ch_attention& w) { w.scale = NAN; }},
       {"dropout 1", CH_BAD_OPTION, [](ch_attention& w) { w.dropout = 1.0; }},
@@ -140,6 +144,8 @@ const std::vector<Bad<ch_attention>>& bad_statistic_gradients() {
        }},
       {"grad_max without ties", CH_BAD_POINTER,
        [](ch_attention& w) { s = {}, s.grad_max = buffer, w.statistics = &s; }},
+      {"statistics of partial rows", CH_BAD_STATISTIC,
+       [](ch_attention& w) { s = {}, w.partial_rows = 1, w.statistics = &s; }},
       {"negative sink of a gradient", CH_BAD_STATISTIC,
        [](ch_attention& w) { s = {}, s.sink_keys = -5, w.statistics = &s; }},
   };
@@ -154,9 +160,16 @@ const std::vector<Bad<ch_attention>>& backward_only() {
       {"no output32 in bfloat16", CH_BAD_POINTER,
        [](ch_attention& w) { w.dtype = CH_BFLOAT16, w.output32 = nullptr; }},
       {"no grad_output", CH_BAD_POINTER, [](ch_attention& w) { w.grad_output.data = nullptr; }},
-      {"no grad_query", CH_BAD_POINTER, [](ch_attention& w) { w.grad_query.data = nullptr; }},
+      {"no gradient", CH_BAD_POINTER,
+       [](ch_attention& w) { w.grad_query.data = w.grad_key.data = w.grad_value.data = nullptr; }},
       {"no grad_key", CH_BAD_POINTER, [](ch_attention& w) { w.grad_key.data = nullptr; }},
       {"no grad_value", CH_BAD_POINTER, [](ch_attention& w) { w.grad_value.data = nullptr; }},
+      {"partial_rows 2", CH_BAD_OPTION, [](ch_attention& w) { w.partial_rows = 2; }},
+      {"partial rows without their output", CH_BAD_POINTER,
+       [](ch_attention& w) {
+         w.partial_rows = 1, w.output.data = nullptr, w.output32 = nullptr;
+         w.allowed.data = w.blocks.data = nullptr, w.block_size = 0;
+       }},
       {"overlapping grad_key", CH_BAD_STRIDE, [](ch_attention& w) { w.grad_key.row = 3; }},
       {"overlapping grad of a rule", CH_BAD_STRIDE, [](ch_attention& w) { w.rules[1].grad_row = 1; }},
   };

@@ -1,8 +1,6 @@
 // The linear attention family against the recurrence: every instruction set of this processor, with 1, 2 and 5 threads.
-// `test_linear [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
-#include <cstdlib>
-
 #include "linear_containment.h"
+#include "program.h"
 
 namespace test {
 
@@ -111,18 +109,11 @@ void tiny_scales() {
 }  // namespace test
 
 int main(int arguments, char** argument) {
-  const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 0;
-  const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 126;
-  for (uint64_t number = first; number < first + count; ++number) test::one_case(number);
-  int others = 0;
-  if (arguments == 1 || count == 0) {
-    test::linear_containment();
-    test::extremes();
-    test::tiny_scales();
-    others = test::linear_entry_tests();
-  }
-  std::printf("%llu linear cases and %d invalid descriptions on", static_cast<unsigned long long>(count), others);
-  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
-  return test::failures == 0 ? 0 : 1;
+  const test::Program program = {"linear attention", 0, 126, test::one_case, {
+      {"containment", test::linear_containment},
+      {"extremes", test::extremes},
+      {"scales", test::tiny_scales},
+      {"invalid", test::linear_entry_tests},
+  }};
+  return test::run_program(program, arguments, argument);
 }

@@ -46,8 +46,8 @@ struct NormCase {
   double factor() const { return 65536.0 / (65536 - dropped); }
   // Whether the sum is on the grid, with no more bits than any dtype has.
   bool exact() const { return dropped == 0 || dropped == 32768 || dropped == 49152; }
-  bool keeps_at(uint64_t seed, int64_t r, int64_t x) const {
-    return keeps(seed, dropped, static_cast<uint32_t>(r), static_cast<uint64_t>(x));
+  bool keeps_at(const ch_norm& work, int64_t r, int64_t x) const {
+    return keeps(work.seed, dropped, work.first_row + r, static_cast<uint64_t>(x));
   }
   size_t at(int64_t r, int64_t x) const { return static_cast<size_t>(r * columns + x); }
 };
@@ -113,6 +113,7 @@ class NormCall {
     work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1;
     work.dtype = c.dtype, work.kind = c.kind, work.dropped = c.dropped;
     work.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
+    work.first_row = draw_first_row(random);
     work.rows = c.rows, work.columns = c.columns, work.epsilon = c.epsilon;
   }
 
@@ -202,7 +203,7 @@ struct ForwardCall : NormCall {
     right.size(c.rows * c.columns);
     for (int64_t r = 0; r < c.rows; ++r)
       for (int64_t x = 0; x < c.columns; ++x) {
-        const bool keep = c.keeps_at(work.seed, r, x);
+        const bool keep = c.keeps_at(work, r, x);
         const double part = keep ? input.get(0, 0, r, x) * c.factor() : 0;
         const double number = part + (c.added ? added.get(0, 0, r, x) : 0);
         right.number[c.at(r, x)] = number;
@@ -337,7 +338,7 @@ struct BackwardCall : NormCall {
     right.size(c.rows * c.columns);
     for (int64_t r = 0; r < c.rows; ++r)
       for (int64_t x = 0; x < c.columns; ++x) {
-        if (!c.keeps_at(work.seed, r, x)) continue;
+        if (!c.keeps_at(work, r, x)) continue;
         const double number = grad_sum.get(0, 0, r, x) * c.factor(), error = 2 * unit * std::fabs(number);
         right.number[c.at(r, x)] = number;
         // The factor and the product, unless the factor is 1.
@@ -540,7 +541,7 @@ void containment_forward(const NormCase& c, double bad) {
       [&](ForwardCall& call) {
         for (int64_t r = 0; r < c.rows; ++r)
           for (int64_t x = 0; x < c.columns; ++x) {
-            if (!c.keeps_at(call.work.seed, r, x)) encode(c.dtype, bad, call.input.at(0, 0, r, x));
+            if (!c.keeps_at(call.work, r, x)) encode(c.dtype, bad, call.input.at(0, 0, r, x));
           }
       },
       [](ForwardCall& clean, ForwardCall& got, const std::string& name) {
@@ -575,7 +576,7 @@ void containment_backward(const NormCase& c, double bad) {
           compare_clean(clean.grad_sum, got.grad_sum, name + " grad_sum", true, reaches);
           // The gradient of a dropped element is 0, whatever the incoming gradient is.
           compare_clean(clean.grad_input, got.grad_input, name + " grad_input", true, [&](int64_t r, int64_t x) {
-            return reaches(r, x) && c.keeps_at(got.work.seed, r, x);
+            return reaches(r, x) && c.keeps_at(got.work, r, x);
           });
           compare_clean(clean.grad_weight, got.grad_weight, name + " grad_weight", true, columns(place.in_weight));
           compare_clean(clean.grad_bias, got.grad_bias, name + " grad_bias", true, columns(place.in_bias));
@@ -641,6 +642,8 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
       {"negative dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = -1; }},
       {"negative rows", CH_BAD_SHAPE, [](W& w) { w.rows = -1; }},
       {"negative columns", CH_BAD_SHAPE, [](W& w) { w.columns = -1; }},
+      {"negative first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = -1; }},
+      {"huge first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = INT64_MAX; }},
       {"no columns", CH_BAD_SHAPE, [](W& w) { w.columns = 0; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"huge columns", CH_BAD_SHAPE, [](W& w) { w.columns = INT64_MAX; }},

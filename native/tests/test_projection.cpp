@@ -1,7 +1,7 @@
 // GEMMs of linear layers against a plain sum: every instruction set of this processor, with 1, 2 and 5 threads.
-// `test_projection [first [count]]` runs those cases alone, and with a count of 0 everything except cases.
 #include <functional>
 
+#include "program.h"
 #include "projection_call.h"
 
 namespace test {
@@ -42,6 +42,10 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
       if (failures != before) return;
     }
   }
+}
+
+void drawn_case(uint64_t number) {
+  one_case(draw_projection(number), number + 1000003, "projection case " + std::to_string(number), {1, 2, 5});
 }
 
 // More than is packed at a time (2^22 elements of right, or of one panel): panels come in several passes, each with all
@@ -88,8 +92,10 @@ int very_few_rows() {
     if (random.one_in(2)) c.dropped = c.integers ? 32768 : static_cast<int>(random.uniform(1, 65535));
     c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
     draw_values(random, c);
-    // After some hundred thousand threads of a process, the leak checker loses track of the last one.
+    ch_set_invariant(random.one_in(2));
+    // Not always 64 threads: starting them takes longer than the case.
     one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
+    ch_set_invariant(0);
   };
   for (int64_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 25})
     for (int64_t steps : {8, 16, 32, 240, 256, 264, 4096, 4112, 8224})
@@ -98,6 +104,33 @@ int very_few_rows() {
   for (int64_t rows = 1; rows < 10; ++rows)
     for (int64_t steps : {1, 7, 8, 9, 16, 37, 600})
       for (int64_t columns : {1, 15, 17, 100, 1030, 2100}) one(false, rows, steps, columns);
+  return static_cast<int>(number);
+}
+
+// In invariant mode a row has the same bits alone and among any others.
+int rows_among_others() {
+  uint64_t number = 0;
+  ch_set_invariant(1);
+  for (bool right_transposed : {false, true})
+    for (int64_t steps : {1, 32, 250, 512, 544, 1030, 2112})
+      for (int64_t columns : {1, 17, 64, 100}) {
+        ProjectionCase c;
+        Random random(++number + 4231);
+        c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
+        c.right_transposed = right_transposed, c.rows = 80, c.columns = columns, c.steps = {steps};
+        c.has_bias = random.one_in(2), c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU));
+        if (random.one_in(2)) c.dropped = static_cast<int>(random.uniform(1, 65535));
+        c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
+        draw_values(random, c);
+        ProjectionCall call(c, random);
+        for (int isa : usable_sets()) {
+          const std::string name = "rows among others (" + describe(c, isa, 2) + ")";
+          expect(call.run(isa, 2), CH_OK, name);
+          for (int64_t rows : {1, 2, 5, 6, 8, 9, 24, 25})
+            check(call.has_rows(random.uniform(0, c.rows - rows), rows, isa), name + ": " + std::to_string(rows) + " differ");
+        }
+      }
+  ch_set_invariant(0);
   return static_cast<int>(number);
 }
 
@@ -266,25 +299,19 @@ void containment() {
 }  // namespace test
 
 int main(int arguments, char** argument) {
-  const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 0;
-  const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 264;
-  for (uint64_t number = first; number < first + count; ++number) {
-    const test::ProjectionCase c = test::draw_projection(number);
-    test::one_case(c, number + 1000003, "projection case " + std::to_string(number), {1, 2, 5});
-  }
-  int large = 0, others = 0;
-  if (arguments == 1 || count == 0) {
-    large = test::several_passes() + test::very_few_rows();
-    test::empty_sums();
-    test::zero_strides();
-    test::bf16_pairs_in_place();
-    test::containment();
-    others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests() +
-             test::rotation_tests();
-  }
-  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, RoPE and invalid descriptions on",
-              static_cast<unsigned long long>(count), large, others);
-  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
-  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::largest_ratio);
-  return test::failures == 0 ? 0 : 1;
+  const test::Program program = {"projection", 0, 264, test::drawn_case, {
+      {"passes", test::several_passes},
+      {"few-rows", test::very_few_rows},
+      {"among-others", test::rows_among_others},
+      {"no-steps", test::empty_sums},
+      {"strides", test::zero_strides},
+      {"pairs", test::bf16_pairs_in_place},
+      {"containment", test::containment},
+      {"invalid", test::projection_entry_tests},
+      {"dropout", test::dropout_tests},
+      {"norm", test::norm_tests},
+      {"append", test::append_tests},
+      {"rotation", test::rotation_tests},
+  }};
+  return test::run_program(program, arguments, argument);
 }

@@ -17,6 +17,8 @@ const std::vector<Bad<ch_projection>>& either_way() {
       {"negative terms", CH_BAD_SHAPE, [](W& w) { w.num_terms = -1; }},
       {"5 terms", CH_BAD_SHAPE, [](W& w) { w.num_terms = CH_MAX_TERMS + 1; }},
       {"negative rows", CH_BAD_SHAPE, [](W& w) { w.rows = -1; }},
+      {"negative first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = -1; }},
+      {"huge first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = INT64_MAX; }},
       {"lowest rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MIN; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = huge; }},
       {"rows past int32", CH_BAD_SHAPE, [](W& w) { w.rows = int64_t{1} << 31; }},

@@ -1,7 +1,12 @@
 #include "attention.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <cmath>
+
+#include "../src/invariance.h"
+#include "calls.h"
 
 namespace clearhead::torch {
 namespace {
@@ -25,6 +30,9 @@ enum Returned : int64_t {
   ROWS = 1 << 12,
 };
 constexpr int64_t any_statistic = MAX_SCORE | TIES | ENTROPY | DISTANCE | SINK_MASS | TOP_K | RECEIVED | ROW_WEIGHTS | HEATMAP | ROWS;
+
+// Which gradients backward computes: all, those of queries, or those of keys and values.
+enum Side : int64_t { BOTH_SIDES = 0, QUERY_SIDE = 1, KEY_SIDE = 2 };
 
 // Sizes of statistics: keys of the sink mass, entries of top-k, tile side of the heatmap, single rows.
 struct StatisticSizes {
@@ -250,12 +258,14 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
     const int64_t slot = slots[table++];
     if (slot < 0) continue;
     Tensor& grad = grads[static_cast<size_t>(slot)];
+    ch_rule& rule = work.rules[index];
     if (!grad) {
       Sizes sizes;
       for (int64_t axis = 0; axis < learned.dim(); ++axis) sizes.push_back(learned.size(axis));
+      // One for each batch entry, to add in the order of a tree.
+      if (rule.kind == CH_RULE_DENSE && is_invariant()) sizes[0] = work.batch;
       grad = zeros(Dtype::float32, sizes);
     }
-    ch_rule& rule = work.rules[index];
     rule.grad = grad.as<float>();
     if (rule.kind == CH_RULE_DENSE) {
       rule.grad_batch = grad.step(0), rule.grad_head = grad.step(1), rule.grad_row = grad.step(2);
@@ -264,6 +274,21 @@ std::vector<Tensor> rule_gradients(ch_attention& work, const Rules& rules, const
     }
   }
   return grads;
+}
+
+// Gradients of biases that the batch shares, from those of its entries.
+void add_rule_gradients(const ch_attention& work, const Rules& rules, const std::vector<int64_t>& slots, std::vector<Tensor>& grads) {
+  for (size_t table = 0; table < slots.size() && table < rules.tables.size(); ++table) {
+    if (slots[table] < 0) continue;
+    const Tensor& learned = rules.tables[table];
+    Tensor& grad = grads[static_cast<size_t>(slots[table])];
+    if (grad.dim() != 4 || learned.size(0) == grad.size(0)) continue;
+    const int64_t rows = grad.size(1) * grad.size(2), columns = grad.size(3);
+    add_batch_entries(Dtype::float32, {grad.data(), rows, columns, columns}, work.batch);
+    Tensor sum = empty(Dtype::float32, {1, grad.size(1), grad.size(2), columns});
+    memcpy(sum.data(), grad.data(), static_cast<size_t>(rows * columns) * sizeof(float));
+    grad = std::move(sum);
+  }
 }
 
 const float* contiguous_rows(const char* argument, const Tensor& tensor, const Sizes& sizes) {
@@ -301,6 +326,7 @@ AttentionOptions read_options(Arguments& arguments, double scale) {
   rules.sink = arguments.optional_tensor();
   options.first_batch = arguments.integer(), options.first_head = arguments.integer();
   options.first_key = arguments.integer();
+  options.first_position = arguments.integer();
   return options;
 }
 
@@ -308,9 +334,17 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
   if (!std::isfinite(options.scale)) fail(function, "scale", "be finite", std::to_string(options.scale), "Scale the query.");
   if (!(options.dropout >= 0.0 && options.dropout < 1.0))
     fail(function, "dropout", "be a probability below 1", std::to_string(options.dropout), "0 switches dropout off.");
+  const struct {
+    const char* argument;
+    int64_t place;
+  } places[] = {{"first_batch", options.first_batch}, {"first_head", options.first_head}, {"first_key", options.first_key}};
+  for (const auto& [argument, place] : places) {
+    if (place < 0) fail(function, argument, "be 0 or more", std::to_string(place), "It is a place in the whole call.");
+  }
   work.scale = options.scale, work.dropout = options.dropout, work.seed = options.seed;
   work.query_offset = options.query_offset;
   work.first_batch = options.first_batch, work.first_head = options.first_head, work.first_key = options.first_key;
+  work.first_position = options.first_position;
   describe_mask(function, work, options.mask);
   describe_rules(function, work, options.rules);
 }
@@ -348,6 +382,9 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t sink_keys = arguments.integer();
   const std::vector<int64_t> rule_slots = arguments.integers();
   const bool partial_rows = arguments.flag();
+  const int64_t side = arguments.integer();
+  if (side < BOTH_SIDES || side > KEY_SIDE)
+    fail(name, "side", "be 0 for all gradients, 1 for those of queries or 2 for those of keys", words(side), "Pass 0.");
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
@@ -364,8 +401,9 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
     work.output = view_of(output);
     if (query.dtype() != Dtype::float32) work.output32 = output.as<float>();
   }
-  if (partial_rows && (!output || !statistics.empty()))
-    fail(name, "partial_rows", "come with the output and without statistics", "others", "Pass the whole rows' output.");
+  if (partial_rows && ((!output && !grad_lse) || !statistics.empty()))
+    fail(name, "partial_rows", "come with the output or grad_lse and without statistics", "others",
+         "Pass the whole rows' output.");
   work.partial_rows = partial_rows;
   ch_statistics given = {};
   if (!statistics.empty()) {
@@ -382,15 +420,23 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
     work.statistics = &given;
   }
   std::vector<Tensor> results;
-  results.push_back(empty_heads(query, work.head_dim));
-  results.push_back(empty_heads(key, work.head_dim));
-  results.push_back(empty_heads(value, work.value_dim));
+  if (side != KEY_SIDE) {
+    results.push_back(empty_heads(query, work.head_dim));
+    work.grad_query = view_of(results.back());
+  }
+  if (side != QUERY_SIDE) {
+    results.push_back(empty_heads(key, work.head_dim));
+    work.grad_key = view_of(results.back());
+    results.push_back(empty_heads(value, work.value_dim));
+    work.grad_value = view_of(results.back());
+  }
   results.push_back(empty(Dtype::float32, rows));
-  work.grad_query = view_of(results[0]), work.grad_key = view_of(results[1]), work.grad_value = view_of(results[2]);
-  work.delta = results[3].as<float>();
-  for (Tensor& grad : rule_gradients(work, options.rules, rule_slots)) results.push_back(std::move(grad));
+  work.delta = results.back().as<float>();
+  std::vector<Tensor> rule_grads = rule_gradients(work, options.rules, rule_slots);
   const int code = ch_backward(&work);
   if (code != CH_NOT_FINITE) check_kernel(code, name);
+  add_rule_gradients(work, options.rules, rule_slots, rule_grads);
+  for (Tensor& grad : rule_grads) results.push_back(std::move(grad));
   Results written(stack);
   written.tensors(std::move(results));
   written.flag(code != CH_NOT_FINITE);

@@ -18,6 +18,10 @@ class Saved {
     if (!fits) fail("block", "saved", "be what forward saved", tensor.shape(), "Use clearhead.ops.block.");
     return tensor;
   }
+  // The same if the next tensor has four axes, otherwise null: forward saves it in invariant mode only.
+  const Tensor* next_of_heads(const Sizes& sizes, Dtype dtype) {
+    return next_ < tensors_.size() && tensors_[next_].dim() == 4 ? &next(sizes, dtype) : nullptr;
+  }
   Matrix matrix(int64_t rows, int64_t columns, Dtype dtype) { return matrix_of(next({rows, columns}, dtype)); }
 
  private:
@@ -153,9 +157,8 @@ class Backward {
     }
     attended.heads_output = saved.matrix(rows_, spec.heads * spec.head_dim, dtype_);
     attended.softmax = &saved.next({call_.batch, spec.heads, call_.length, 2}, Dtype::float32);
-    const ch_attention work = describe_heads(call_, spec, memory ? call_.tokens[1].size(1) : call_.length);
-    if (dtype_ != Dtype::float32 && saves_output(work))
-      attended.output32 = &saved.next({call_.batch, spec.heads, call_.length, spec.head_dim}, Dtype::float32);
+    if (dtype_ != Dtype::float32)
+      attended.output32 = saved.next_of_heads({call_.batch, spec.heads, call_.length, spec.head_dim}, Dtype::float32);
   }
 
   // ---- needed gradients ----
@@ -236,7 +239,7 @@ class Backward {
     }
     if (Tensor* weight = gradients_.of(spec.weight)) call.grad_weight = weight->data();
     if (Tensor* bias = gradients_.of(spec.bias)) call.grad_bias = bias->data();
-    norm_backward(dtype_, spec.norm, call);
+    norm_backward(dtype_, spec.norm, call, call_.batch);
     return grad_input;
   }
 
@@ -313,12 +316,11 @@ class Backward {
     work.grad_query = grad_heads[0], work.grad_key = grad_heads[1], work.grad_value = grad_heads[2];
     work.grad_output = heads_in(grad_heads_output, 0, call_.length, spec.head_dim, dtype_);
     work.softmax = const_cast<float*>(attended.softmax->as<float>());
-    if (saves_output(work)) {
+    if (dtype_ == Dtype::float32) {
       work.output = heads_in(attended.heads_output, 0, call_.length, spec.head_dim, dtype_);
-      if (attended.output32 != nullptr) {
-        work.output32 = attended.output32->as<float>();
-        work.output = view_of(*attended.output32);
-      }
+    } else if (attended.output32 != nullptr) {
+      work.output32 = attended.output32->as<float>();
+      work.output = view_of(*attended.output32);
     }
     work.delta = static_cast<float*>(workspace_.take(work.batch * work.heads * work.q_len * static_cast<int64_t>(sizeof(float))));
     const int code = ch_backward(&work);
@@ -339,9 +341,10 @@ class Backward {
     Tensor* bias = gradients_.of(spec.bias);
     void* sums = bias == nullptr ? nullptr : static_cast<char*>(bias->data()) + source.first * size_of(dtype_);
     if (weight != nullptr) {
-      weight_gradient(dtype_, grad, x, matrix_of(*weight).rows_from(source.first, source.layer.out, dtype_), sums);
+      weight_gradient(dtype_, grad, x, matrix_of(*weight).rows_from(source.first, source.layer.out, dtype_), sums,
+                      call_.batch);
     } else if (sums != nullptr) {
-      bias_gradient(dtype_, grad, sums);
+      bias_gradient(dtype_, grad, sums, call_.batch);
     }
   }
 

@@ -1,5 +1,7 @@
 #include "block_parts.h"
 
+#include "../src/invariance.h"
+
 #include <algorithm>
 
 namespace clearhead::torch {
@@ -102,7 +104,7 @@ ch_attention describe_heads(const BlockCall& call, const AttentionSpec& spec, in
 }
 
 bool saves_output(const ch_attention& work) {
-  return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr;
+  return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr || is_invariant();
 }
 
 }  // namespace clearhead::torch

@@ -183,7 +183,7 @@ void read_attention_call(Reader& reader, BlockCall& call, AttentionSpec& spec, b
   options.scale = reader.number(), options.dropout = reader.number();
   options.seed = static_cast<uint64_t>(reader.integer()), options.query_offset = reader.integer();
   options.first_batch = reader.integer(), options.first_head = reader.integer();
-  options.first_key = reader.integer();
+  options.first_key = reader.integer(), options.first_position = reader.integer();
   read_mask(reader, options.mask);
   read_rules(reader, options.rules);
   check_attention(call, spec, reads_memory);

@@ -1,5 +1,7 @@
 #include "calls.h"
 
+#include "../src/invariance.h"
+
 #include <string.h>
 
 namespace clearhead::torch {
@@ -111,8 +113,79 @@ void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matr
   run(work);
 }
 
-void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias) {
-  if (x.columns == 0 && bias != nullptr) return bias_gradient(dtype, grad, bias);
+namespace {
+
+// Whether the gradients of parameters are those of each sequence, added up in the order of a tree.
+bool sums_by_sequence(int64_t rows, int64_t sequences) { return sequences > 1 && rows > 0 && is_invariant(); }
+
+void add(Dtype dtype, const Matrix& from, const Matrix& to) {
+  if (to) dropout_add(dtype, from, 0, {}, to.data, to.data);
+}
+
+// Sums of `compute(sequence, matrices)` over sequences, in `results`: pairs of neighbours, pairs of pairs, and so on.
+// Matrices are contiguous, null if they are not requested.
+template <class Compute>
+void add_sequences(Dtype dtype, int64_t sequences, const std::vector<Matrix>& results, const Compute& compute) {
+  Workspace workspace;
+  std::vector<std::vector<Matrix>> nodes = {results};  // sums of finished nodes, the largest first
+  size_t count = 0;
+  const auto combine_last = [&] {
+    --count;
+    for (size_t which = 0; which < results.size(); ++which) add(dtype, nodes[count][which], nodes[count - 1][which]);
+  };
+  for (int64_t sequence = 0; sequence < sequences; ++sequence) {
+    if (count == nodes.size()) {
+      nodes.push_back(results);
+      for (Matrix& matrix : nodes.back())
+        if (matrix) matrix.data = workspace.take(matrix.rows * matrix.columns * size_of(dtype));
+    }
+    compute(sequence, nodes[count++]);
+    for (int64_t node = sequence; node % 2 == 1; node /= 2) combine_last();
+  }
+  while (count > 1) combine_last();
+}
+
+// Rows [first, first + count) of a call.
+NormBackward part_of(Dtype dtype, const NormBackward& call, int64_t first, int64_t count) {
+  NormBackward part = call;
+  part.sum = call.sum.rows_from(first, count, dtype);
+  part.moments += 2 * first, part.seed.first_row += first;
+  const int64_t bytes = first * call.sum.columns * size_of(dtype);
+  for (const void** read : {&part.grad_output, &part.grad_output_second, &part.grad_residual})
+    if (*read != nullptr) *read = static_cast<const char*>(*read) + bytes;
+  for (void** written : {&part.grad_sum, &part.grad_input})
+    if (*written != nullptr) *written = static_cast<char*>(*written) + bytes;
+  return part;
+}
+
+// The rows of one of several sequences.
+Matrix sequence_of(const Matrix& rows, int64_t sequence, int64_t sequences, Dtype dtype) {
+  const int64_t length = rows.rows / sequences;
+  return rows.rows_from(sequence * length, length, dtype);
+}
+
+}  // namespace
+
+void add_batch_entries(Dtype dtype, const Matrix& first, int64_t batch) {
+  const int64_t bytes = first.rows * first.columns * size_of(dtype);
+  const auto entry = [&](int64_t index) {
+    Matrix matrix = first;
+    matrix.data = static_cast<char*>(first.data) + index * bytes;
+    return matrix;
+  };
+  for (int64_t step = 1; step < batch; step *= 2)
+    for (int64_t index = 0; index + step < batch; index += 2 * step) add(dtype, entry(index + step), entry(index));
+}
+
+void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias, int64_t sequences) {
+  if (x.columns == 0 && bias != nullptr) return bias_gradient(dtype, grad, bias, sequences);
+  if (sums_by_sequence(grad.rows, sequences)) {
+    const Matrix sums = {bias, 1, grad.columns, grad.columns};
+    return add_sequences(dtype, sequences, {weight, sums}, [&](int64_t sequence, const std::vector<Matrix>& results) {
+      weight_gradient(dtype, sequence_of(grad, sequence, sequences, dtype), sequence_of(x, sequence, sequences, dtype),
+                      results[0], results[1].data, 1);
+    });
+  }
   ch_projection work = describe<ch_projection>(dtype);
   work.num_terms = 1, work.left_transposed = 1;
   work.rows = grad.columns, work.columns = x.columns;
@@ -121,7 +194,7 @@ void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Mat
   run(work);
 }
 
-void bias_gradient(Dtype dtype, const Matrix& grad, void* bias) {
+void bias_gradient(Dtype dtype, const Matrix& grad, void* bias, int64_t sequences) {
   // The same GEMM as the weight gradient, with a single column of ones.
   Workspace workspace;
   const int64_t size = size_of(dtype);
@@ -134,7 +207,7 @@ void bias_gradient(Dtype dtype, const Matrix& grad, void* bias) {
                          : dtype == Dtype::bfloat16 ? static_cast<const void*>(&bfloat16_one) : &float16_one;
     memcpy(ones + row * size, number, static_cast<size_t>(size));
   }
-  weight_gradient(dtype, grad, {ones, grad.rows, 1, 1}, {unread, grad.columns, 1, 1}, bias);
+  weight_gradient(dtype, grad, {ones, grad.rows, 1, 1}, {unread, grad.columns, 1, 1}, bias, sequences);
 }
 
 void norm(Dtype dtype, const Norm& norm, const NormForward& call) {
@@ -148,8 +221,17 @@ void norm(Dtype dtype, const Norm& norm, const NormForward& call) {
   check_kernel(ch_norm_forward(&work), "norm");
 }
 
-void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
+void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call, int64_t sequences) {
   if (call.sum.columns == 0) return;
+  if (sums_by_sequence(call.sum.rows, sequences)) {
+    const int64_t columns = call.sum.columns;
+    const std::vector<Matrix> results = {{call.grad_weight, 1, columns, columns}, {call.grad_bias, 1, columns, columns}};
+    return add_sequences(dtype, sequences, results, [&](int64_t sequence, const std::vector<Matrix>& sums) {
+      NormBackward part = part_of(dtype, call, sequence * (call.sum.rows / sequences), call.sum.rows / sequences);
+      part.grad_weight = sums[0].data, part.grad_bias = sums[1].data;
+      norm_backward(dtype, norm, part, 1);
+    });
+  }
   ch_norm work = describe<ch_norm>(dtype);
   work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight;
   work.rows = call.sum.rows, work.columns = call.sum.columns;

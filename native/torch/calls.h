@@ -60,11 +60,16 @@ struct InputTerm {
 // output = epilogue(sum over terms of grad weight); at most CH_MAX_TERMS terms.
 void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output, const Epilogue& epilogue = {});
 
-// weight = grad^T x, and bias = the column sums of grad unless it is null.
-void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias);
+// weight = grad^T x, and bias = the column sums of grad unless it is null. The rows are those of `sequences` of one
+// length; in invariant mode their gradients are added in the order of a binary tree over their index, so that an aligned
+// power of two of them is a node of the tree in every batch.
+void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias, int64_t sequences);
 
 // bias = the column sums of grad, without a weight gradient.
-void bias_gradient(Dtype dtype, const Matrix& grad, void* bias);
+void bias_gradient(Dtype dtype, const Matrix& grad, void* bias, int64_t sequences);
+
+// Adds tensors of one size, one for each batch entry, to the first one, in the order of the same tree.
+void add_batch_entries(Dtype dtype, const Matrix& first, int64_t batch);
 
 // A norm: its kind (enum ch_norm_kind), epsilon, and optional weight and bias (null).
 struct Norm {
@@ -100,7 +105,7 @@ struct NormBackward {
   void* grad_weight = nullptr;
   void* grad_bias = nullptr;
 };
-void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call);
+void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call, int64_t sequences);
 
 // output = dropped(input) + added, contiguous; added is null for none.
 void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, Seed seed, const void* added, void* output);

@@ -12,6 +12,9 @@ void check_dtype(const char* function, const char* argument, const Tensor& tenso
     fail(function, argument, "be float32, bfloat16 or float16", tensor.shape(), "Convert with .to(dtype).");
 }
 
+// Sequences of [batch, length, width]; rows without a batch axis are one sequence.
+int64_t sequences_of(const Tensor& tensor) { return tensor.dim() > 2 ? tensor.size(0) : 1; }
+
 int64_t rows_of(const Tensor& tensor) {
   int64_t rows = 1;
   for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) rows *= tensor.size(axis);
@@ -114,13 +117,14 @@ void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t) {
   Tensor incoming = arguments.tensor(), input = arguments.tensor();
   const bool with_bias = arguments.flag();
   const char* name = "linear_weight_gradient";
+  const int64_t sequences = sequences_of(input);
   const Flattened grad = flatten(name, "grad", std::move(incoming)), x = flatten(name, "x", std::move(input));
   if (grad.matrix.rows != x.matrix.rows || grad.tensor.dtype() != x.tensor.dtype())
     fail(name, "grad and x", "have the same rows and dtype", grad.tensor.shape(), "Pass the gradient of the output unmodified.");
   const Dtype dtype = x.tensor.dtype();
   Tensor weight = empty(dtype, {grad.matrix.columns, x.matrix.columns});
   Tensor bias = empty(dtype, {with_bias ? grad.matrix.columns : 0});
-  weight_gradient(dtype, grad.matrix, x.matrix, as_rows(weight), with_bias ? bias.data() : nullptr);
+  weight_gradient(dtype, grad.matrix, x.matrix, as_rows(weight), with_bias ? bias.data() : nullptr, sequences);
   Results results(stack);
   results.tensor(std::move(weight));
   results.tensor(std::move(bias));
@@ -170,7 +174,7 @@ void norm_gradients(StableIValue* stack, uint64_t, uint64_t) {
   call.sum = rows, call.moments = moments.as<float>(), call.grad_output = grad.data(), call.grad_sum = grad_x.data();
   if (of_weight && weight) call.grad_weight = weight_grad.data();
   if (of_bias && bias) call.grad_bias = bias_grad.data();
-  norm_backward(x.dtype(), what, call);
+  norm_backward(x.dtype(), what, call, sequences_of(x));
   Results results(stack);
   results.tensor(std::move(grad_x));
   results.tensor(std::move(weight_grad));
@@ -208,6 +212,8 @@ void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
   check_dtype("dropout_add", "x", input);
   if (levels < 0 || levels >= CH_LEVELS)
     fail("dropout_add", "levels", "be 0 to " + words(CH_LEVELS - 1), words(levels), "It is the probability times 65536.");
+  if (seed.first_row < 0)
+    fail("dropout_add", "first_row", "be 0 or more", words(seed.first_row), "It is the first row's index in the whole.");
   if (input.dim() == 0) fail("dropout_add", "x", "have an axis", input.shape(), "Use .unsqueeze.");
   const Tensor x = std::move(input).as_contiguous();
   if (residual) {

@@ -26,7 +26,7 @@ std::vector<Operator> all_operators() {
       {"attention_gradients",
        "attention_gradients(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor softmax, Tensor? output, "
        "float scale, " + options +
-           ", Tensor? grad_lse=None, Tensor?[]? statistics=None, int sink_keys=0, int[]? rule_slots=None, bool partial_rows=False) -> (Tensor[], bool)",
+           ", Tensor? grad_lse=None, Tensor?[]? statistics=None, int sink_keys=0, int[]? rule_slots=None, bool partial_rows=False, int side=0) -> (Tensor[], bool)",
        attention_gradients},
       {"linear", "linear(Tensor x, Tensor weight, Tensor? bias=None, int activation=0) -> Tensor", linear_forward},
       {"linear_input_gradient", "linear_input_gradient(Tensor[] grads, Tensor[] weights) -> Tensor", linear_input_gradient},

@@ -15,8 +15,10 @@ from clearhead.shapes import Float
 
 __all__ = [
     "KVCache",
+    "assume_dropped",
     "check_cache",
     "count_appended",
+    "dropped_by",
     "forget_first",
     "in_one_thread",
     "reserve",
@@ -49,6 +51,7 @@ class KVCache:
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         self._length = 0
+        self._dropped = 0  # tokens before the first cached one
         self._thread: list[int] = []  # of the call that uses the cache; others that came meanwhile follow
 
     @property
@@ -133,7 +136,7 @@ class KVCache:
     def reset(self) -> None:
         """Empty the cache; the next appended token is at position 0."""
         self._key = self._value = None
-        self._length = 0
+        self._length = self._dropped = 0
 
     def _joined(self, cached: Tensor | None, new: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -232,12 +235,23 @@ def count_appended(caches: Sequence[KVCache], new: int) -> None:
         cache._length += new
 
 
+def dropped_by(cache: KVCache) -> int:
+    """The number of tokens before the first cached one: the kernels' order of sums goes by places in the sequence."""
+    return cache._dropped
+
+
+def assume_dropped(cache: KVCache, count: int) -> None:
+    """Count ``count`` tokens before the first cached one."""
+    cache._dropped = count
+
+
 def forget_first(cache: KVCache, count: int) -> None:
     """Remove the first ``count`` tokens, without a copy: the buffer's start moves."""
     if count == 0 or cache._key is None or cache._value is None:
         return
     cache._key, cache._value = cache._key[:, :, count:], cache._value[:, :, count:]
     cache._length -= count
+    cache._dropped += count
 
 
 @contextmanager
@@ -283,13 +297,13 @@ def in_one_thread(*caches: KVCache) -> Iterator[None]:
 
 @contextmanager
 def _restored(caches: Sequence[KVCache]) -> Iterator[None]:
-    before = [(cache, cache._key, cache._value, cache._length) for cache in caches]
+    before = [(cache, cache._key, cache._value, cache._length, cache._dropped) for cache in caches]
     try:
         yield
     except BaseException:
         # Tokens written beyond the old length remain in the buffer until they are overwritten.
-        for cache, key, value, length in before:
-            cache._key, cache._value, cache._length = key, value, length
+        for cache, key, value, length, dropped in before:
+            cache._key, cache._value, cache._length, cache._dropped = key, value, length, dropped
         raise
 
 

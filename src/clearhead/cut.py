@@ -92,9 +92,10 @@ def cut_mask(mask: Mask, region: Region) -> Mask:
         # The table has this part's heads, so only positions are left to shift.
         mask = mask.mapped(lambda table: table[:, heads] if table.shape[1] > 1 else table)
         region = replace(region, heads=range(len(region.heads)))
-    if (mask.relative and region.heads.start == 0) or (region.heads.start, region.keys.start) == (0, 0):
-        return mask
-    return _ShiftedMask(mask, region.heads.start, region.keys.start)
+    first_head = region.heads.start if mask.head_dependent else 0
+    first_key = 0 if mask.relative else region.keys.start
+    # A wrapper hides what a mask is, and with it the kernels' faster ways.
+    return mask if first_head == first_key == 0 else _ShiftedMask(mask, first_head, first_key)
 
 
 def cut_rule(rule: ScoreRule, region: Region) -> ScoreRule:

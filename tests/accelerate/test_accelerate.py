@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import warnings
@@ -20,7 +19,7 @@ from clearhead import testing
 from clearhead.cli.app import app
 from clearhead.integrations import accelerate as module
 from clearhead.ops import library
-from tests.processes import reported
+from tests.processes import reported, with_torch_alone
 
 pytestmark = pytest.mark.skipif(library.reason() is not None, reason="the CPU kernels are not available")
 
@@ -97,7 +96,7 @@ def test_every_thread_is_served() -> None:
 
 def test_no_warning() -> None:
     code = "import warnings; warnings.simplefilter('error'); import clearhead as ch; ch.accelerate(); print('quiet')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = with_torch_alone(code)
     assert (done.stdout, done.stderr) == ("quiet\n", "")
 
 

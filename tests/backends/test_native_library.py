@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +18,7 @@ from clearhead.ops import binary
 from clearhead.ops import library as native_library
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM, MAX_RULES, Activation, Feature, Gate, NormKind
-from tests.processes import reported
+from tests.processes import reported, with_torch_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "native" / "include" / "clearhead_native.h"
@@ -148,8 +147,7 @@ class TestLoaded:
         code = "import clearhead; print('clearhead_native' in open('/proc/self/maps').read())"
         if not Path("/proc/self/maps").exists():
             pytest.skip("this system does not list what is loaded")
-        environment = {**os.environ, "CLEARHEAD_NATIVE": switch}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        done = with_torch_alone(code, environment={"CLEARHEAD_NATIVE": switch})
         assert done.stdout.strip() == str(not switch)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

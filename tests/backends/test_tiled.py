@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from clearhead.backends import tiled, tiled_statistics
 from clearhead.dispatch import choose
 from clearhead.problem import Problem
 from clearhead.statistics import Want
+from tests.processes import with_torch_alone
 
 #: The kernel's own mark of this process: getrusage's also counts the parent that it was forked from.
 HIGH_WATER = """
@@ -59,9 +59,9 @@ print(high_water() - before)
 )
 def test_memory_is_linear_in_the_length(direction: str, by: str) -> None:
     """16,384 tokens of 4 heads: T x T scores would take 4 GB. What is measured here is mostly the allocator."""
-    command = [sys.executable, "-c", PEAK, "16384", direction, by]
-    megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert megabytes < 200
+    done = with_torch_alone(PEAK, ["16384", direction, by])
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 200
 
 
 STATISTICS = (
@@ -91,8 +91,9 @@ def test_memory_of_statistics_is_linear_in_the_length() -> None:
     Inputs, output and statistics are 10 MiB, a tile's scores half a MiB, of which sorting and pooling need a dozen
     at a time; the rest is a margin for the allocator.
     """
-    printed = subprocess.run([sys.executable, "-c", STATISTICS], check=True, capture_output=True, text=True).stdout
-    assert float(printed) < 64
+    done = with_torch_alone(STATISTICS)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 64
 
 
 def test_statistics_skip_empty_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

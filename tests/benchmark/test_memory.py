@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from clearhead.benchmark import peak_extra_bytes
+from tests.processes import with_torch_alone
 
 #: Pages that a processor may have counted and not told yet, 32 at most each (Linux, percpu_counter_batch).
 _NOISE = 32 * 4096 * (os.cpu_count() or 1)
@@ -60,9 +59,8 @@ def test_peak_extra_bytes_equals_the_allocation() -> None:
 @pytest.mark.parametrize("happened", [_BEHIND_A_CLOSED_HEAP, _IN_ANOTHER_HEAP], ids=["closed heap", "another heap"])
 def test_free_heap_memory_does_not_hide_allocations(happened: str) -> None:
     _needs_a_peak()
-    done = subprocess.run(
-        [sys.executable, "-c", _CALL + happened + _PEAKS], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = with_torch_alone(_CALL + happened + _PEAKS)
+    assert done.returncode == 0, done.stderr
     peaks = [int(word) for word in done.stdout.split()]
     assert len(peaks) == 5
     assert all(2**25 - _NOISE <= peak < 1.1 * 2**25 for peak in peaks), peaks

@@ -38,10 +38,10 @@ SAME_STRUCTURE = frozenset(
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents and isinstance(item, pytest.Function):
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            if parameters.get("name") in SAME_STRUCTURE:
-                item.add_marker("slow")
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        name = parameters.get("name")
+        if isinstance(name, str) and name in SAME_STRUCTURE and item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import typer
+from tests.processes import reported
 from typer.testing import CliRunner
 
 from clearhead.cli.app import COMMANDS, EXTRAS, app
@@ -131,8 +132,7 @@ def test_missing_module_without_extra_keeps_its_traceback(doctor_does: BECOME) -
 
 
 def test_console_script_exits_with_status_and_one_line() -> None:
-    run = [sys.executable, "-c", "from clearhead.cli.app import main; main()", "--nope"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    done = reported("from clearhead.cli.app import main; main()", ["--nope"])
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 

@@ -76,34 +76,29 @@ def listens(url: str) -> bool:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("working", [False, True])
-def test_control_c_stops_the_lab_and_leaves_no_files(tmp_path: Path, working: bool) -> None:
-    with started(folder=tmp_path) as (process, url):
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32,}/", url)
+def test_requested_port_is_used_and_control_c_leaves_no_files(tmp_path: Path, working: bool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with started("--port", port, folder=tmp_path) as (process, url):
+        assert re.fullmatch(rf"http://127\.0\.0\.1:{port}/[\w-]{{32,}}/", url)
+        code, _, err = called("--port", port)
+        assert code == 2
+        assert err == [f"lab: --port must be free; got {port} (Address already in use). Name another, or 0 for any."]
         assert get(url) == 200
         # The first look trains the example, which takes some seconds.
         work = begin(url, "look", {"model": 0, "text": "the dogs"}) if working else None
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=20)
         assert time.monotonic() - began < 6
         if work is not None:
             work.close()
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "clearhead: interrupted."
-    assert "Traceback" not in err
+    assert said.splitlines()[-1] == "clearhead: interrupted."
+    assert "Traceback" not in said
     assert not listens(url)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_requested_port_is_used(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with started("--port", port, folder=tmp_path) as (_, url):
-        assert urlsplit(url).port == port
-        code, _, err = called("--port", port)
-    assert code == 2
-    assert err == [f"lab: --port must be free; got {port} (Address already in use). Name another, or 0 for any."]
 
 
 def called(*words: object) -> tuple[int, list[str], list[str]]:

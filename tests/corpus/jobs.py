@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-from clearhead.corpus import CorpusOptions, observe_corpus, ranks, run
+from clearhead.corpus import CorpusOptions, observe_corpus, run
 from clearhead.corpus.folder import CorpusFolder
 from clearhead.corpus.totals import Totals
 from clearhead.errors import ClearheadError
@@ -44,19 +43,3 @@ def killed(model: Path, data: Path, out: Path) -> None:
     run.SAVE_EVERY = 0.0  # type: ignore[misc]
     CorpusFolder.save = dying  # type: ignore[method-assign]
     observe_corpus(model, data, out=out)
-
-
-def silent(seconds: float) -> str:
-    """Rank 1 gives no sign of life for some seconds; what rank 0 says of it."""
-    ranks._LOST_AFTER = 1.0  # type: ignore[misc]
-    with ranks.CorpusRanks("observe") as both:
-        if both.rank == 1:
-            assert both._signs is not None
-            both._signs.close()
-            time.sleep(seconds)
-            return ""
-        try:
-            both.wait(lambda: None)
-        except ClearheadError as failure:
-            return str(failure)
-    return "no error"

@@ -223,11 +223,6 @@ def test_every_rank_raises_the_error_of_one(model: Path, data: Path, tmp_path: P
     assert "none.txt must be a readable file" in errors[0]
 
 
-def test_a_rank_without_signs_of_life_is_named() -> None:
-    said, _ = run_ranks(jobs.silent, 2, 3.0)
-    assert said.startswith("observe: rank 1 must run to the end; got no sign of life. Start the same command")
-
-
 def test_what_cannot_be_read_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "empty.txt").write_text("")

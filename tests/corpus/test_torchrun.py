@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,25 +33,63 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
+#: Rows of a corpus that takes a few seconds.
+ROWS = 6000
+
+
+def _corpus(folder: Path) -> None:
+    """A run and a file of texts."""
+    draw, text = random.Random(0), "All:\nSpeak, speak.\n"
+    (folder / "play.txt").write_text(text * 40)
+    options = LanguageOptions(steps=1, eval_every=1, embed_dim=16, num_heads=2, num_layers=2, context=16)
+    train_text_language_model(folder / "play.txt", out=folder / "run", options=options)
+    rows = [json.dumps({"text": (text * 3)[: draw.randrange(1, 57)]}) + "\n" for _ in range(ROWS)]
+    (folder / "texts.jsonl").write_text("".join(rows))
+
+
+def _wait_for_totals(out: Path, said: Path, job: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 200
+    while not (out / "state" / "rank-0.json").exists():
+        assert time.monotonic() < end, said.read_text()
+        assert job.poll() is None, said.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_without_torchrun_a_dead_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    _corpus(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [sys.executable, "-m", "clearhead", "observe", "run", "--data", "texts.jsonl", "--out", "out"]
+    said, ranks = tmp_path / "said", []
+    with said.open("wb") as stream:
+        try:
+            for rank in range(2):
+                environment = {**shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+                ranks.append(subprocess.Popen(words, cwd=tmp_path, stdout=stream, stderr=stream, env=environment))
+            _wait_for_totals(tmp_path / "out", said, ranks[0])
+            ranks[1].kill()
+            assert ranks[0].wait(60) == 1, said.read_text()
+        finally:
+            for job in ranks:
+                job.kill()
+                job.wait()
+    assert said.read_text().count(f"observe: rank 1 died (process {ranks[1].pid} on ") == 1
+    assert said.read_text().count(" died (process ") == 1
+    assert not (tmp_path / "out" / "summary.json").exists()
+    assert json.loads((tmp_path / "out" / "state" / "rank-0.json").read_text())
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_gives_the_same_bits(tmp_path: Path) -> None:
-    draw, text = random.Random(0), "All:\nSpeak, speak.\n"
-    (tmp_path / "play.txt").write_text(text * 40)
-    options = LanguageOptions(steps=1, eval_every=1, embed_dim=16, num_heads=2, num_layers=2, context=16)
-    train_text_language_model(tmp_path / "play.txt", out=tmp_path / "run", options=options)
-    rows = [json.dumps({"text": (text * 3)[: draw.randrange(1, 57)]}) + "\n" for _ in range(6000)]
-    (tmp_path / "texts.jsonl").write_text("".join(rows))
+    _corpus(tmp_path)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     words += ["-m", "clearhead", "observe", "run", "--data", "texts.jsonl", "--out", "out"]
     with (tmp_path / "said").open("wb") as said:
         job = subprocess.Popen(words, cwd=tmp_path, stdout=said, stderr=said, env={**os.environ})
         try:
-            state = tmp_path / "out" / "state" / "rank-0.json"
-            end = time.monotonic() + 200
-            while not state.exists():
-                assert time.monotonic() < end, (tmp_path / "said").read_text()
-                assert job.poll() is None, (tmp_path / "said").read_text()
-                time.sleep(0.05)
+            _wait_for_totals(tmp_path / "out", tmp_path / "said", job)
             holder = re.match(r"process (\d+) on ", (tmp_path / "out" / ".lock").read_text())
             assert holder is not None
             os.kill(int(holder[1]), signal.SIGKILL)
@@ -61,6 +100,7 @@ def test_torchrun_restarts_a_killed_rank_and_gives_the_same_bits(tmp_path: Path)
     printed = (tmp_path / "said").read_text()
     assert re.search(r"going on after [\d,]+ of 6,000 texts", printed)
     assert printed.count("layer ") == 1
+    assert printed.count(f"observe: rank 0 died (process {holder[1]} on ") == 1
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     alone = observe_corpus(tmp_path / "run", tmp_path / "texts.jsonl").to_dict()
     assert written["heads"] == json.loads(json.dumps(alone["heads"]))

@@ -12,6 +12,7 @@ import clearhead as ch
 from clearhead import MaskError, ShapeError
 from clearhead.distributed import ShardLayout, plan_attention
 from clearhead.distributed.layout import LAYOUTS, LayoutName, layout_of
+from clearhead.distributed.plan import _computed
 from clearhead.masks import Mask
 
 LENGTH = 61
@@ -85,6 +86,40 @@ def test_plan_equals_the_dense_mask(name: str) -> None:
                 assert _positions(plan.needs(query_rank, key_rank)) == needed.tolist()
                 assert plan.tokens[query_rank, key_rank] == len(needed)
                 assert plan.work[query_rank, key_rank] == block.sum() * (plan.variants // allowed.shape[0])
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_queries_that_keys_need_are_whole_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clearhead.distributed.plan.QUERY_BLOCK", 8)
+    mask = EXACT[name]()
+    allowed = _dense(mask).any(dim=0)
+    for layout in _layouts():
+        # A plan of another block size must not be cached.
+        plan = _computed(None if mask is None else mask.to(torch.device("cpu")).placed(0), layout)
+        for key_rank, keys in enumerate(layout.chunks):
+            attends = allowed[:, _positions(keys)].any(dim=1)
+            needed = [place for place in range(LENGTH) if attends[place // 8 * 8 : place // 8 * 8 + 8].any()]
+            for query_rank, queries in enumerate(layout.chunks):
+                asked = [place for place in _positions(queries) if place in needed]
+                assert _positions(plan.asked_by(key_rank, query_rank)) == asked
+                assert plan.rows[key_rank, query_rank] == len(asked)
+            for chunk in keys:
+                rows = allowed[:, chunk.start : chunk.stop].any(dim=1).nonzero().flatten().tolist()
+                span = range(rows[0] // 8 * 8, min(rows[-1] // 8 * 8 + 8, LENGTH)) if rows else range(0)
+                assert not len(chunk) or plan.queries_of(chunk) == span
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_chunks_that_meet_are_those_of_the_dense_mask(name: str) -> None:
+    mask = EXACT[name]()
+    allowed = _dense(mask).any(dim=0)
+    for layout in _layouts():
+        plan = plan_attention(mask, LENGTH, ranks=layout.ranks, layout=layout)
+        chunks = sorted((chunk for part in layout.chunks for chunk in part if len(chunk)), key=lambda one: one.start)
+        assert plan.chunk_sizes.tolist() == [len(chunk) for chunk in chunks]
+        assert all(chunk in layout.chunks[rank] for chunk, rank in zip(chunks, plan.chunk_ranks, strict=True))
+        meeting = [[bool(allowed[q.start : q.stop, k.start : k.stop].any()) for k in chunks] for q in chunks]
+        assert plan.meeting.tolist() == meeting
 
 
 @pytest.mark.parametrize("name", BOUNDED)

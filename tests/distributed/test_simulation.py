@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import clearhead as ch
 from clearhead import ShapeError, UnsupportedError, distributed
-from clearhead.distributed import AttentionSizes, Link, Machine, ShardLayout, plan_attention, simulate
-from clearhead.distributed.launch import run_ranks
+from clearhead.distributed import AttentionSizes, Link, Machine, Plan, ShardLayout, plan_attention, simulate
+from clearhead.distributed.costs import GatherCosts, HeadsCosts, RankWork, RingCosts
+from clearhead.distributed.launch import RankError, run_ranks
+from clearhead.distributed.layout import LAYOUTS
 from clearhead.distributed.simulation import METHODS, _finished
 from clearhead.masks import Mask
 
@@ -29,8 +35,9 @@ def _machine(**options: Any) -> Machine:
 @pytest.mark.parametrize("method", METHODS)
 def test_one_rank_computes_all_pairs_and_sends_nothing(method: Any) -> None:
     done = simulate(plan_attention(ch.Causal(), 16, ranks=1), SIZES, _machine(link=Link(1.0, 5.0)), method=method)
-    factor = 2 if method == "gather" else 1
-    assert (done.forward.seconds, done.backward.seconds) == (136.0, 340.0 * factor)
+    # Gradients of queries and of keys apart need seven products in place of five.
+    assert done.forward.seconds == 136.0
+    assert done.backward.seconds == pytest.approx(340.0 * (1.4 if method == "gather" else 1.0))
     assert done.idle == 0.0
     assert done.forward.sent.tolist() == done.backward.sent.tolist() == [0.0]
 
@@ -52,20 +59,22 @@ def test_mask_of_a_batch_counts_each_entry_once() -> None:
 
 def test_gather_waits_for_all_messages_before_it_computes() -> None:
     done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(2.0, 0.5)), method="gather")
-    message = 3 * (0.5 + 4 * 8 / 2)
+    message = 3 * (2 * 0.5 + 4 * 8 / 2)
     assert done.forward.seconds == pytest.approx(message + 4 * 16)
     assert done.forward.idle == pytest.approx(message / (message + 64))
     assert done.forward.sent.tolist() == [3 * 4 * 8] * 4
     assert done.forward.critical_compute == pytest.approx(64)
-    # Queries, outputs, their gradients and four numbers of each row too, and twice the pairs.
-    assert done.backward.seconds == pytest.approx(3 * (0.5 + 4 * 36 / 2) + 2 * 2.5 * 64)
+    # Queries, gradients and three numbers of each row follow the keys, and arrive after gradients of queries are done.
+    rows = 3 * (3 * 0.5 + 4 * (8 + 12) / 2)
+    assert done.backward.seconds == pytest.approx(message + rows + 2.0 * 64)
+    assert rows > 1.5 * 64
 
 
 def test_heads_exchanges_twice() -> None:
     sizes = AttentionSizes(heads=4, kv_heads=2, head_dim=1, dtype=torch.float32)
     done = simulate(plan_attention(None, 16, ranks=2), sizes, _machine(link=Link(2.0, 0.5)), method="heads")
     # Each rank keeps half of its 8 tokens' 16 + 16 bytes of inputs and 16 bytes of outputs.
-    messages = 0.5 + 8 * 16 / 2 + 0.5 + 8 * 8 / 2
+    messages = 3 * 0.5 + 8 * 16 / 2 + 0.5 + 8 * 8 / 2
     assert done.forward.seconds == pytest.approx(messages + 16 * 16 * 2)
     assert done.backward.seconds == pytest.approx(messages + 2.5 * 16 * 16 * 2)
     assert done.forward.sent.tolist() == [192.0, 192.0]
@@ -83,19 +92,19 @@ def test_ring_hides_messages_that_are_shorter_than_computing() -> None:
     assert done.forward.seconds == pytest.approx(4 * 1536**2)
     assert done.forward.idle == 0.0
     # Backward waits for the gradients that each of nine pieces returns.
-    assert done.backward.seconds == pytest.approx(2.5 * 4 * 1536**2 + 9 * (1 + 512 * 8 / 4))
+    assert done.backward.seconds == pytest.approx(2.5 * 4 * 1536**2 + 9 * (2 + 512 * 8 / 4))
 
 
 def test_ring_waits_for_messages_that_are_longer_than_computing() -> None:
     piece = 1536**2 / 3
     done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(512 * 8, 4 * piece)))
-    assert done.forward.seconds == pytest.approx(9 * (4 * piece + 1) + piece)
+    assert done.forward.seconds == pytest.approx(9 * (8 * piece + 1) + piece)
     assert done.forward.critical_compute == pytest.approx(piece)
 
 
 def test_ring_without_overlap_adds_messages_to_computing() -> None:
     done = simulate(plan_attention(None, 6144, ranks=4), SIZES, _machine(link=Link(0.5, 1.0), overlap=0.0))
-    compute, messages = 4 * 1536**2, 9 * (1 + 512 * 8 / 0.5)
+    compute, messages = 4 * 1536**2, 9 * (2 + 512 * 8 / 0.5)
     assert done.forward.seconds == pytest.approx(compute + messages)
     assert done.forward.idle == pytest.approx(messages / (compute + messages))
 
@@ -103,16 +112,19 @@ def test_ring_without_overlap_adds_messages_to_computing() -> None:
 def test_ring_of_few_keys_sends_them_at_once() -> None:
     done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(4.0, 1.0)))
     # The first message passes while the rank's own keys are computed.
-    assert done.forward.seconds == pytest.approx(4 * 16 + 2 * 9)
+    assert done.forward.seconds == pytest.approx(4 * 16 + 2 * 10)
     assert done.forward.sent.tolist() == [3 * 32] * 4
 
 
 def test_ring_adds_up_partial_results_at_the_speed_of_memory() -> None:
     plan = plan_attention(None, 6144, ranks=4)
     free, slow = (simulate(plan, SIZES, _machine(memory=memory)) for memory in (None, 4.0))
-    # Ten blocks of 1536 rows of a channel, of a second per pass, and 6144 keys.
-    assert slow.forward.seconds == pytest.approx(free.forward.seconds + 10 * 1536 * 7 + 6144 * 4)
-    assert slow.backward.seconds == pytest.approx(free.backward.seconds + 10 * 1536 * 12 + 6144 * 22)
+    # A second for each float32. Outputs are filled, copied once and merged with sums; nine pieces of keys are cut.
+    merged = 1536 + 2 * 1536 + 9 * (5 + 22) * 1536
+    assert slow.forward.seconds == pytest.approx(free.forward.seconds + merged + 9 * 512 * 4)
+    # Three sums are filled, rows are looked at, ten gradients of queries and the rank's own of keys are added to them.
+    summed = 3 * 1536 + 1536 + 10 * 3 * 1536 + 3 * 2 * 1536
+    assert slow.backward.seconds == pytest.approx(free.backward.seconds + summed + 9 * 512 * (4 + 6))
 
 
 def test_ring_sends_what_the_plan_says() -> None:
@@ -156,9 +168,9 @@ def test_links_between_nodes_carry_what_leaves_a_node() -> None:
     machine = _machine(link=Link(1e30), outer=Link(2.0, 0.5), ranks_per_node=2)
     plan = plan_attention(None, 16, ranks=4)
     gathered = simulate(plan, SIZES, machine, method="gather")
-    assert gathered.forward.seconds == pytest.approx(2 * (0.5 + 16) + 64)
+    assert gathered.forward.seconds == pytest.approx(2 * (2 * 0.5 + 16) + 64)
     far = simulate(plan, SIZES, _machine(link=Link(2.0, 0.5)), method="gather")
-    assert far.forward.seconds == pytest.approx(3 * (0.5 + 16) + 64)
+    assert far.forward.seconds == pytest.approx(3 * (2 * 0.5 + 16) + 64)
 
 
 def test_rank_without_tokens_computes_nothing() -> None:
@@ -195,6 +207,112 @@ def test_simulated_bytes_are_those_that_attention_sends(method: Any) -> None:
         assert [backward for _, backward in sent] == done.backward.sent.tolist()
 
 
+#: How often an operator reads and writes the largest of its tensors.
+_PASSES = {
+    **{"aten::copy_": 2, "aten::fill_": 1, "aten::add_": 3, "aten::mul_": 2, "aten::addcmul_": 3, "aten::sum": 1},
+    **{"aten::masked_fill_": 2, "aten::exp": 2, "aten::sub": 3, "aten::logaddexp": 3, "aten::eq": 1.25},
+}
+
+
+def _operator_bytes(run: Callable[[], Any]) -> tuple[Any, float]:
+    """A call's result, and the bytes of float32 that torch's operators read and write in it."""
+    joined, cat = [0], torch.cat
+
+    def counted(tensors: Any, dim: int = 0) -> Tensor:
+        result: Tensor = cat(tensors, dim=dim)
+        joined[0] += 2 * result.nbytes
+        return result
+
+    torch.cat = counted  # type: ignore[assignment]
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            result = run()
+    finally:
+        torch.cat = cat
+    total = 0.0
+    for event in profile.events():
+        shapes = [shape for shape in event.input_shapes if all(isinstance(size, int) for size in shape)]
+        # Writing a number calls both copy_ and fill_.
+        is_number = event.name == "aten::copy_" and not shapes[1]
+        if event.name in _PASSES and not is_number:
+            total += 4 * _PASSES[event.name] * max(math.prod(shape) if shape else 0 for shape in shapes)
+    return result, total + joined[0]
+
+
+def _moved(cases: list[tuple[str, Any, Mask | None]], length: int) -> list[tuple[float, float]]:
+    """Bytes that torch's operators move on this rank in each case, forward and backward."""
+    moved = []
+    for method, layout, mask in cases:
+        parts = [distributed.shard(torch.randn(1, 4, length, 32), layout=layout) for _ in range(4)]
+        leaves = [part.requires_grad_() for part in parts[:3]]
+        run = partial(distributed.attention, *leaves, mask=mask, layout=layout, method=method)  # type: ignore[arg-type]
+        run()
+        output, forward = _operator_bytes(run)
+        _, backward = _operator_bytes(partial(torch.autograd.grad, output, leaves, parts[3]))
+        moved.append((forward, backward))
+    return moved
+
+
+def _counted(method: str, plan: Plan, sizes: AttentionSizes, backward: bool) -> Tensor:
+    """Bytes that the model counts for each rank."""
+    work: list[RankWork] = []
+    if method == "gather":
+        gather = GatherCosts(plan, sizes)
+        work += gather.backward() if backward else gather.forward()
+    elif method == "heads":
+        work += HeadsCosts(plan, sizes).work(backward)
+    else:
+        ring = RingCosts(plan, sizes)
+        work += ring.ends(backward)
+        for step in range(plan.ranks):
+            done = ring.step(step, backward)
+            for piece in (0, 1, 1) if step else (0,):
+                work += [done.work[piece], *([done.cut[piece]] if step else [])]
+                work += [done.returned[piece]] if step and backward else []
+    return sum((one.moved.expand(plan.ranks) for one in work), torch.zeros(plan.ranks, dtype=torch.float64))
+
+
+def test_counted_copies_are_those_that_operators_make() -> None:
+    length, ranks, sizes = 2304, 2, AttentionSizes(heads=4, head_dim=32, dtype=torch.float32)
+    masks = {"contiguous": ch.Causal() & ch.Window(143), "zigzag": ch.Causal()}
+    cases: list[Any] = [(method, layout, mask) for method in METHODS for layout, mask in masks.items()]
+    by_rank = run_ranks(_moved, ranks, cases, length, timeout=120)
+    for place, (method, layout, mask) in enumerate(cases):
+        plan = plan_attention(mask, length, ranks=ranks, layout=layout)
+        for is_backward in (False, True):
+            counted = _counted(method, plan, sizes, is_backward)
+            for rank in range(ranks):
+                moved = by_rank[rank][place][is_backward]
+                assert counted[rank] == pytest.approx(moved, rel=0.15), (method, layout, is_backward, rank)
+
+
+def _figures(sizes: AttentionSizes, length: int, cores: Any = None) -> Machine:
+    return distributed.measure_machine(sizes, length, mask=ch.Causal(), cores=cores, repeats=1)
+
+
+def test_measured_machine_is_the_same_on_all_ranks() -> None:
+    machines = run_ranks(_figures, 2, AttentionSizes(heads=2, head_dim=8, dtype=torch.float32), 128, 2)
+    assert machines[0] == machines[1]
+    machine = machines[0]
+    figures = (machine.flops, machine.backward_flops, machine.split_flops, machine.memory, machine.fresh)
+    assert all(figure and figure > 0 for figure in (*figures, machine.start, machine.call, machine.backward_call))
+    assert machine.cores == 2
+    assert machine.link.latency > 0
+
+
+def test_machine_is_not_measured_with_wrong_arguments() -> None:
+    sizes = AttentionSizes(heads=2, head_dim=8, dtype=torch.float32)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((sizes, 0), "length"),
+        ((sizes, 16, 0), "cores"),
+        ((None, 16), "sizes"),
+    ]
+    for arguments, name in wrong:
+        with pytest.raises(RankError, match=f"measure_machine: {name} must") as caught:
+            run_ranks(_figures, 2, *arguments)
+        assert caught.value.raised
+
+
 def test_empty_call_takes_no_time() -> None:
     done = simulate(plan_attention(ch.Prefix(0), 16, ranks=2), SIZES, _machine(link=Link(1.0, 1.0)))
     assert (done.seconds, done.idle) == (0.0, 0.0)
@@ -215,7 +333,8 @@ def test_wrong_arguments_are_refused() -> None:
         simulate(plan, SIZES, _machine(), method="heads")
     with pytest.raises(UnsupportedError, match="plan must be a Plan; got None"):
         simulate(None, SIZES, _machine())  # type: ignore[arg-type]
-    for options in ({"flops": 0.0}, {"overlap": 1.5}, {"call": -1.0}, {"cores": 0}, {"ranks_per_node": 0.5}):
+    below = ({"flops": 0.0}, {"call": -1.0}, {"start": -1.0}, {"cores": 0}, {"ranks_per_node": 0.5})
+    for options in (*below, {"overlap": 1.5}):
         with pytest.raises(ShapeError, match=f"Machine: {next(iter(options))} must be"):
             _machine(**options)
     with pytest.raises(ShapeError, match="Link: bandwidth must be a number above 0"):
@@ -226,11 +345,11 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.slow
 def test_measured_times_are_printed_beside_simulated_ones() -> None:
-    program = Path(__file__).parents[2] / "benchmarks" / "distributed_model.py"
-    done = subprocess.run(
-        [sys.executable, str(program), "--quick"], capture_output=True, text=True, timeout=240, check=False
-    )
+    program = Path(__file__).parents[2] / "benchmarks" / "distributed_attention.py"
+    command = [sys.executable, str(program), "--simulate", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(METHODS)]
-    assert len(rows) == 4 * 2 * len(METHODS)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(LAYOUTS) and "%" in line]
+    # Ranks, masks, layouts and passes.
+    assert len(rows) == 2 * 3 * 2 * 2 * len(METHODS)
     assert all(sent == simulated for *_, sent, simulated in rows)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
@@ -24,6 +22,7 @@ from clearhead.errors import ShapeError
 from clearhead.lab import worked
 from clearhead.lab.worked_presets import PRESETS
 from tests.lessons.documents import PRINTED, Document0, Document1, Document4
+from tests.processes import with_torch_alone
 
 Sheet = dict[str, Any]
 
@@ -249,7 +248,7 @@ class TestScript:
     def test_script_runs_alone_and_prints_the_numbers_of_the_documents(self, tmp_path: Path) -> None:
         path = tmp_path / "worked_example.py"
         path.write_text(asked(worked.exported, preset("lesson-0"))["script"], "utf-8")
-        ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
+        ran = with_torch_alone("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", [str(path)])
         assert ran.returncode == 0, ran.stderr
         printed = dict(numbers_of(ran.stdout))
         np.testing.assert_allclose(printed["weights of head 1"], Document0.WEIGHTS, atol=1e-9, rtol=0)

@@ -17,24 +17,21 @@ def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[di
     """Combinations in which any ``strength`` options take all combinations of values; greedy and deterministic."""
     names, generator = list(options), random.Random(0)
     missing = {
-        (group, values)
+        tuple(zip(group, values, strict=True))
         for group in combinations(range(len(names)), strength)
         for values in product(*(range(len(options[names[place]])) for place in group))
     }
     rows: list[tuple[int, ...]] = []
-    while missing:
-        group, values = min(missing)
+    for chosen in sorted(missing, key=lambda chosen: tuple(zip(*chosen, strict=True))):
+        if chosen not in missing:
+            continue
         best: tuple[int, tuple[int, ...]] = (-1, ())
         for _ in range(_CANDIDATES):
             row = [generator.randrange(len(options[name])) for name in names]
-            for place, value in zip(group, values, strict=True):
+            for place, value in chosen:
                 row[place] = value
-            gain = sum(each in missing for each in _groups(row, strength))
+            gain = len(missing.intersection(combinations(enumerate(row), strength)))
             best = max(best, (gain, tuple(row)))
         rows.append(best[1])
-        missing.difference_update(_groups(best[1], strength))
+        missing.difference_update(combinations(enumerate(best[1]), strength))
     return [{name: options[name][value] for name, value in zip(names, row, strict=True)} for row in rows]
-
-
-def _groups(row: Sequence[int], strength: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(group, tuple(row[place] for place in group)) for group in combinations(range(len(row)), strength)]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from clearhead.ops import binary, elf
 from tests.agreement import needs_native
+from tests.processes import with_torch_alone
 
 pytestmark = [
     needs_native,
@@ -35,10 +33,7 @@ print(json.dumps([handle is not None, reason]))
 def _loaded(path: Path) -> tuple[bool, str]:
     """Whether another process loads the library, and its reason."""
     # The process has loaded none before: a library of the same name would be found again.
-    environment = {**os.environ, "CLEARHEAD_NATIVE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = with_torch_alone(PROGRAM, [str(path)], {"CLEARHEAD_NATIVE": "0"})
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
     loaded, reason = json.loads(done.stdout)
     return loaded, reason

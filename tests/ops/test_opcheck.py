@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
+from clearhead.ops.kinds import Side
 from tests.agreement import needs_native
 
 pytestmark = [
@@ -142,6 +143,20 @@ def test_attention_gradients_pass_opcheck(name: str, layout: str, dtype: torch.d
     arguments, options = _gradient_call(name, layout, dtype)
     arguments[1].requires_grad_()
     _check("attention_gradients", arguments, options)
+
+
+@pytest.mark.parametrize("side", [Side.QUERIES, Side.KEYS])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_of_one_side_have_the_bits_of_all(name: str, side: Side) -> None:
+    arguments, options = _gradient_call(name, "contiguous", torch.float32)
+    operator = torch.ops.clearhead.attention_gradients.default
+    (query, key, value, delta, *_), _ = operator(*arguments, **options)
+    computed, _ = operator(*arguments, **options, side=int(side))
+    expected = [query, delta] if side is Side.QUERIES else [key, value, delta]
+    assert len(computed) == len(expected)
+    assert all(map(torch.equal, computed, expected))
+    arguments[1].requires_grad_()
+    _check("attention_gradients", arguments, {**options, "side": int(side)})
 
 
 @pytest.mark.parametrize("name", ["distances", "dense bias", "soft-cap, then a bias"])

@@ -34,7 +34,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "norm": (X, SCALE, SHIFT, 0, 1e-5, True),
     "norm_gradients": (X, X, MOMENTS, SCALE, SHIFT, 0, 1e-5, True, True),
     "rotary": (HEADS, TABLE, 2, False),
-    "dropout_add": (X, X, 9, 1),
+    "dropout_add": (X, X, 9, 1, 0),
     "cache_append": (CACHE, HEADS, 1),
     "attention_paged": (torch.zeros(2, 4, 1, 8), PAGES, PAGES, BLOCKS, KEYS, 1.0),
     "paged_append": (PAGES, PAGES, torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), BLOCKS, KEYS),
@@ -99,6 +99,7 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("dropout_add", 1, X[:4], "residual must have the shape and dtype of x"),
     ("dropout_add", 1, X.half(), "residual must have the shape and dtype of x"),
     *[("dropout_add", 2, levels, "levels must be 0 to 65535") for levels in (-1, 2**16, 2**63 - 1)],
+    *[("dropout_add", 4, row, "first_row must be 0 or more") for row in (-1, -(2**63))],
     ("attention_paged", 0, torch.zeros(2, 4, 8), r"query must be \[batch, heads, q_len, head_dim\]"),
     ("attention_paged", 1, PAGES[..., :4], "value must have key's blocks|key must have query's dtype and head_dim"),
     ("attention_paged", 1, PAGES.mT.contiguous().mT, "key must have contiguous channels"),
@@ -139,6 +140,13 @@ def test_invalid_arguments_raise_one_line(operator: str, place: int, bad: Any, e
     arguments[place] = bad
     with pytest.raises(RuntimeError, match=f"^{operator}: {expected}") as raised:
         call(operator, *arguments)
+    assert is_one_line(str(raised.value).split("\n")[0])
+
+
+@pytest.mark.parametrize("argument", ["first_batch", "first_head", "first_key"])
+def test_negative_place_of_a_part_raises_one_line(argument: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^attention: {argument} must be 0 or more; got -1") as raised:
+        torch.ops.clearhead.attention_forward.default(HEADS, HEADS, HEADS, 1.0, 0, **{argument: -1})
     assert is_one_line(str(raised.value).split("\n")[0])
 
 

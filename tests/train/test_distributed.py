@@ -236,7 +236,7 @@ def test_degrees_that_do_not_multiply_to_the_processes_raise() -> None:
     ):
         ParallelOptions(data_parallel=2).checked("train", 1)
     with pytest.raises(
-        ShapeError, match=r"got --data-parallel 1 --shard 3\. Start 3 processes: torchrun --nproc-per-no"
+        ShapeError, match=r"got --data-parallel 1 --shard 3\. Start 3 processes: torchrun --standalone --np"
     ):
         ParallelOptions(shard=3).checked("train", 4)
     assert ParallelOptions(shard=2).checked("train", 8) == _mesh(data=4, shard=2)

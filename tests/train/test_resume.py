@@ -98,14 +98,23 @@ class _Killed(BaseException):
     """Stands for a kill inside this process: nothing of ours catches it."""
 
 
+OPTIONS = ClassifierOptions(**TINY, epochs=2, checkpoint_every=3)
+
+
+@pytest.fixture(scope="module")
+def whole(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never killed."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train_text_classifier(table, out=out, options=OPTIONS)
+    return out
+
+
 @pytest.mark.parametrize("moment", range(1, 12))
 def test_kill_between_any_two_writes_resumes_bitwise(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+    table: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     """Every file is written by one function; dying just before its n-th call covers every order of files."""
-    options = ClassifierOptions(**TINY, epochs=2, checkpoint_every=3)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train_text_classifier(table, out=whole, options=options)
+    killed = tmp_path / "killed"
     calls = 0
 
     def dying(source: str, target: str) -> None:
@@ -118,8 +127,8 @@ def test_kill_between_any_two_writes_resumes_bitwise(
     with monkeypatch.context() as patched:
         patched.setattr("clearhead.train.files.os.replace", dying)
         with pytest.raises(_Killed):
-            train_text_classifier(table, out=killed, options=options)
-    train_text_classifier(table, out=killed, options=options, resume=True)
+            train_text_classifier(table, out=killed, options=OPTIONS)
+    train_text_classifier(table, out=killed, options=OPTIONS, resume=True)
     assert not [item.name for item in killed.rglob(".*")], "temporary files are left"
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert _numbers(killed / "log.jsonl") == _numbers(whole / "log.jsonl")

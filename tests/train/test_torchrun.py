@@ -104,7 +104,7 @@ def test_restarted_ranks_go_on_with_the_same_numbers(rank: int, undisturbed: Pat
     assert _records(out) == _records(undisturbed)
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(("rank", "how"), [(rank, how) for rank in (0, 1) for how in (signal.SIGKILL, signal.SIGSTOP)])
 def test_dead_rank_is_named_and_ends_the_job_within_a_minute(
     rank: int, how: signal.Signals, play: Path, tmp_path: Path
 ) -> None:

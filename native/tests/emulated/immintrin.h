@@ -13,6 +13,7 @@
 
 typedef float __m128 __attribute__((vector_size(16), may_alias));
 typedef float __m256 __attribute__((vector_size(32), may_alias));
+typedef long long __m128i __attribute__((vector_size(16), may_alias));
 typedef long long __m256i __attribute__((vector_size(32), may_alias));
 typedef float __m512 __attribute__((vector_size(64), may_alias));
 typedef long long __m512i __attribute__((vector_size(64), may_alias));
@@ -98,6 +99,16 @@ CH_EMULATED __m128 _mm256_extractf128_ps(__m256 v, int half) {
   return emulated::read<__m128>((const char*)&v + 16 * half);
 }
 CH_EMULATED __m256 _mm512_castps512_ps256(__m512 v) { return emulated::read<__m256>(&v); }
+CH_EMULATED __m128i _mm_loadu_si128(const void* from) { return emulated::read<__m128i>(from); }
+CH_EMULATED __m512i _mm512_castsi128_si512(__m128i v) {
+  __m512i wide = {};
+  memcpy(&wide, &v, sizeof(v));
+  return wide;
+}
+CH_EMULATED __m512i _mm512_inserti32x4(__m512i v, __m128i part, int lane) {
+  memcpy((char*)&v + 16 * lane, &part, sizeof(part));
+  return v;
+}
 CH_EMULATED __m256i _mm512_castsi512_si256(__m512i v) { return emulated::read<__m256i>(&v); }
 CH_EMULATED __m256 _mm512_extractf32x8_ps(__m512 v, int half) {
   return emulated::read<__m256>((const char*)&v + 32 * half);
@@ -209,6 +220,10 @@ CH_EMULATED __m512i _mm512_cvtepu16_epi32(__m256i v) {
 CH_EMULATED __m128 _mm_add_ps(__m128 a, __m128 b) { return a + b; }
 CH_EMULATED __m256 _mm256_add_ps(__m256 a, __m256 b) { return a + b; }
 // The second operand if one is NaN.
+CH_EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
+  for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
 CH_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 
 // Halves first, then their halves, as compilers do it: no single instruction.

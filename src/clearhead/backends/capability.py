@@ -147,6 +147,27 @@ class ByRows(Protocol):
         Partial rows contain no NaN and no infinity: the backend cannot know which keys they come from.
         """
 
+    def query_gradients(
+        self, problem: Problem, rows: list[Tensor], grads: RowGrads, learned: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Gradients of the query and of ``learned``, with the bits of ``backward``, and the rows' sums.
+
+        The tensors contain no NaN and no infinity, but for the log-sum-exp of empty rows.
+        """
+
+    def row_sums(self, rows: list[Tensor], grads: RowGrads) -> Tensor:
+        """The rows' sums ``[batch, heads, q_len]`` that ``query_gradients`` gives, for more than ``KEY_TILE`` keys."""
+
+    def key_gradients(self, problem: Problem, softmax: Tensor, sums: Tensor, grad_output: Tensor) -> list[Tensor]:
+        """Gradients of key and value, with the bits of ``backward``, for tensors without NaN and infinity.
+
+        Args:
+            problem: some keys, and blocks of queries of which all are there that may attend to one of these keys.
+            softmax: the last of the rows for backward.
+            sums: the rows' sums.
+            grad_output: ``[batch, heads, q_len, value_dim]``.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:

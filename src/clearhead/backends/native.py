@@ -24,12 +24,14 @@ from clearhead.ops.attention import (
     attend_backward,
     attend_plain,
     attend_plain_backward,
+    row_sums,
     softmax_rows,
 )
-from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES
+from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES, Side
 from clearhead.ops.library import in_memory, reason
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
+from clearhead.sequence_sums import sum_of_sequences
 from clearhead.statistics import Observation, Want
 from clearhead.tensors import traces
 from clearhead.torch_private import differentiates_forward, transforms
@@ -375,7 +377,8 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: Gradients, l
         logits = parameter.detach().to(torch.float32).view(1, -1, 1)
         # In an empty row a logit of -inf gives -inf - -inf, which is NaN.
         weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
-        per_head = -(weight * grads.delta).sum(dim=(0, 2))
+        rows = weight * grads.delta
+        per_head = -(sum_of_sequences(rows.sum(2)) if is_invariant() else rows.sum(dim=(0, 2)))
         grad = per_head if parameter.shape == per_head.shape else per_head.sum().view(1)
     else:
         grad = grads.rules[id(parameter)]
@@ -424,6 +427,25 @@ class _ByRows:
         problem = _lowered(problem)
         computed = gradients(problem, Saved(output, lse, softmax, partial), arrived)
         return [*computed[:3], *pulled(learned, problem.rule_parameters, computed[3:])]
+
+    def query_gradients(
+        self, problem: Problem, rows: list[Tensor], grads: RowGrads, learned: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        output, lse, softmax = (part.contiguous() for part in rows)
+        problem = _lowered(problem)
+        computed = attend_backward(problem, Saved(output, lse, softmax), *grads, None, Side.QUERIES)
+        assert computed is not None
+        of_rules = [_parameter_gradient(problem, one, computed, lse) for one in problem.rule_parameters]
+        return computed.tensors[0], pulled(learned, problem.rule_parameters, of_rules), computed.delta
+
+    def row_sums(self, rows: list[Tensor], grads: RowGrads) -> Tensor:
+        return row_sums(rows[0], *grads)
+
+    def key_gradients(self, problem: Problem, softmax: Tensor, sums: Tensor, grad_output: Tensor) -> list[Tensor]:
+        saved = Saved(None, None, softmax, partial=True)
+        computed = attend_backward(_lowered(problem), saved, grad_output, -sums, None, Side.KEYS)
+        assert computed is not None
+        return computed.tensors
 
 
 BACKEND = Backend(

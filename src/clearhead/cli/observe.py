@@ -81,7 +81,7 @@ def command(
         clearhead train lm --data plays.txt --out runs/plays
         clearhead observe runs/plays --file plays.txt
         clearhead observe runs/plays --text "Enter the king" --layer 0 --json heads.json
-        torchrun --nproc-per-node 4 -m clearhead observe runs/plays --data texts.jsonl --out runs/heads
+        torchrun --standalone --nproc-per-node 4 -m clearhead observe runs/plays --data texts.jsonl --out runs/heads
     """
     if text is None and file is None and data is None:
         must, then = "be given, one of the three", "See --help."

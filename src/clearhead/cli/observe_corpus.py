@@ -7,13 +7,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import typer
-
-from clearhead.errors import ClearheadError, DataError, UnsupportedError
+from clearhead.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
     from clearhead.corpus import CorpusOptions, CorpusSummary
@@ -43,11 +41,6 @@ def observe_corpus(model: Path, data: Path, out: Path | None, options: CorpusOpt
         job = CorpusJob(model, file, out, options, _FUNCTION, name)
         try:
             summary = run_job(job, ranks, progress=watcher.stepped, say=watcher.said)
-        except ClearheadError:
-            # The ranks raise the same error, and one of them prints it.
-            if not ranks.speaks:
-                raise typer.Exit(2) from None
-            raise
         finally:
             watcher.closed()
         return summary if first else None
@@ -55,20 +48,11 @@ def observe_corpus(model: Path, data: Path, out: Path | None, options: CorpusOpt
 
 @contextmanager
 def _ranks() -> Iterator[CorpusRanks]:
-    from clearhead.corpus.ranks import CorpusRanks
+    from clearhead.corpus.ranks import AFTER_A_DEATH, CorpusRanks
+    from clearhead.distributed.liveness import launched
 
-    if world_size() == 1:
-        with CorpusRanks(_FUNCTION) as ranks:
-            yield ranks
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    with CorpusRanks(_FUNCTION) as ranks:
-        yield ranks
-    # A rank that leaves early closes connections that others still read.
-    dist.barrier()
-    dist.destroy_process_group()
+    with launched(_FUNCTION, AFTER_A_DEATH) if world_size() > 1 else nullcontext() as liveness:
+        yield CorpusRanks(liveness)
 
 
 @contextmanager

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import torch.distributed as dist
 
 from clearhead.corpus.contents import UNIT_BYTES, UNIT_ROWS, UNITS, Contents, read_block, scan
 from clearhead.corpus.figures import BlockReader
 from clearhead.corpus.folder import CorpusFolder, fingerprint
 from clearhead.corpus.options import CorpusOptions, CorpusProgress
-from clearhead.corpus.ranks import CorpusRanks
+from clearhead.corpus.ranks import AFTER_A_DEATH, CorpusRanks
 from clearhead.corpus.schedule import assign, linear_share, work_of
 from clearhead.corpus.summary import CorpusSummary, summary_of
 from clearhead.corpus.totals import Totals
+from clearhead.distributed.liveness import Liveness
 from clearhead.errors import DataError, ShapeError
 from clearhead.observe.layers import choose_layers
 from clearhead.readers import Reader, reader_of
@@ -62,7 +65,8 @@ def observe_corpus(
 
     With ``out`` finished texts are saved every few seconds. The same call with the same ``out`` goes on after the
     last saved ones, also with another number of ranks; after the end it returns the summary that is there. On several
-    machines ``out`` and ``data`` are on a file system that all of them read.
+    machines ``out`` and ``data`` are on a file system that all of them read. If a rank dies or hangs, a line names it,
+    and the processes of all other ranks exit with status 1 within a minute.
 
     Args:
         model: a run folder of ``clearhead train``, or the folder of a model of transformers with its tokenizer.
@@ -79,7 +83,6 @@ def observe_corpus(
         DataError: a file cannot be read or written, a row has no text that the model reads (the line is named), or
             ``out`` belongs to another model, other data or other options, or is in use.
         ShapeError: there is no such layer, or ``chunk`` is out of range.
-        ClearheadError: a rank died. All other ranks raise within a minute.
 
     Cost: for each text a forward pass and the statistics of its attention. Memory: the model and one batch of 2,048
     tokens or one part; about 200 bytes for each 32 rows or 32 KiB of the file. With several ranks every text is
@@ -104,8 +107,9 @@ def observe_corpus(
         options=options or CorpusOptions(),
         function="observe_corpus",
     )
-    with CorpusRanks(job.function) as ranks:
-        return run_job(job, ranks, progress=progress or (lambda _: None), say=lambda _: None)
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    with Liveness(job.function, AFTER_A_DEATH) if several else nullcontext() as liveness:
+        return run_job(job, CorpusRanks(liveness), progress=progress or (lambda _: None), say=lambda _: None)
 
 
 def run_job(

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from clearhead.distributed.layout import ShardLayout, shard, unshard
     from clearhead.distributed.loss import mean_loss
     from clearhead.distributed.machine import AttentionSizes, Link, Machine
+    from clearhead.distributed.measure import measure_machine
     from clearhead.distributed.parallel import parallelize
     from clearhead.distributed.plan import Plan, plan_attention
     from clearhead.distributed.sharded_attention import attention, observe_attention
@@ -23,6 +24,7 @@ else:
             "clearhead.distributed.layout": "ShardLayout shard unshard",
             "clearhead.distributed.loss": "mean_loss",
             "clearhead.distributed.machine": "AttentionSizes Link Machine",
+            "clearhead.distributed.measure": "measure_machine",
             "clearhead.distributed.parallel": "parallelize",
             "clearhead.distributed.plan": "Plan plan_attention",
             "clearhead.distributed.sharded_attention": "attention observe_attention",
@@ -42,6 +44,7 @@ __all__ = [
     "attention",
     "balanced",
     "mean_loss",
+    "measure_machine",
     "observe_attention",
     "parallelize",
     "plan_attention",

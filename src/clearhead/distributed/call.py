@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from clearhead.backends.capability import Backend, RowGrads
+from clearhead.backends.capability import Backend
 from clearhead.backends.containment import without_autocast
 from clearhead.cut import Region, part_of
 from clearhead.dispatch import choose
@@ -21,7 +22,7 @@ from clearhead.errors import ShapeError
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
-__all__ = ["Request", "ShardedCall", "are_finite"]
+__all__ = ["FinishedRows", "Request", "ShardedCall", "are_finite"]
 
 #: What ranks compare before a call, in this order.
 _COMPARED: Final = ("shapes, dtypes and numbers", "masks and rules", "seeds")
@@ -48,6 +49,30 @@ class Request:
     method: str
     want: Want
     options: dict[str, Any]
+
+
+@dataclass
+class FinishedRows:
+    """Rows over all keys, for backward with some of the keys at a time.
+
+    Attributes:
+        output: the output, float32 or float64, contiguous.
+        lse: the log-sum-exp.
+        grad_output: the output's gradient, contiguous.
+        grad_lse: that of the log-sum-exp, or None.
+        saved: what the backend reads of the rows, once a block has been computed.
+    """
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+    saved: list[Tensor] | None = None
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether no row contains NaN or infinity."""
+        return are_finite(self.lse, self.output)
 
 
 @dataclass(frozen=True)
@@ -120,22 +145,20 @@ class ShardedCall:
         with without_autocast(problem.query.device.type):
             return self.backend.run(problem, want)
 
-    def partial_gradients(
-        self, problem: Problem, rows: tuple[Tensor, Tensor], grads: RowGrads, learned: list[Tensor]
-    ) -> list[Tensor]:
+    def partial_gradients(self, problem: Problem, rows: FinishedRows, learned: list[Tensor]) -> list[Tensor]:
         """Gradients of a problem with some keys of its rows, in query, key, value and parameters of the whole call.
 
         Args:
             problem: the problem.
-            rows: output and log-sum-exp of the whole rows, float32 or float64.
-            grads: gradients of the whole rows' output and log-sum-exp.
+            rows: the whole rows.
             learned: the parameters.
         """
-        output, lse = rows
-        if (by_rows := self.backend.by_rows) is not None and are_finite(output, lse):
-            saved = by_rows.rows(problem, output, lse)
-            return by_rows.backward(problem, saved, grads, partial=True, learned=learned)
-        grad_output, grad_lse = grads
+        grads = grad_output, grad_lse = rows.grad_output, rows.grad_lse
+        output, lse = rows.output, rows.lse
+        if (by_rows := self.backend.by_rows) is not None and rows.finite:
+            if rows.saved is None:
+                rows.saved = by_rows.rows(problem, output, lse)
+            return by_rows.backward(problem, rows.saved, grads, partial=True, learned=learned)
         leaves = [tensor.detach().requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
         inputs = [*leaves, *learned]
         with torch.enable_grad():
@@ -152,9 +175,15 @@ class ShardedCall:
         return range(self.whole.num_heads)
 
 
-def are_finite(output: Tensor, lse: Tensor) -> bool:
-    """Whether rows contain no NaN and no infinity, but for the log-sum-exp of empty rows, which is -infinity."""
-    return bool(torch.isfinite(output).all() and (lse < torch.inf).all())
+def are_finite(lse: Tensor, *tensors: Tensor) -> bool:
+    """Whether tensors contain no NaN and no infinity, but for the log-sum-exp of empty rows, which is -infinity.
+
+    False too where values add up to more than their dtype, or float32 for smaller ones, can represent.
+    """
+    # A sum reads memory once; isfinite writes temporaries of the tensor's size.
+    widest = (torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors)
+    sums = [tensor.sum(dtype=dtype) for tensor, dtype in zip(tensors, widest, strict=True)]
+    return bool((lse < torch.inf).all()) and all(bool(torch.isfinite(one)) for one in sums)
 
 
 def _hollow(part: Tensor, length: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from clearhead.distributed.layout import gather_parts
+from clearhead.distributed.layout import finish, gather_parts, start_messages
 from clearhead.errors import ShapeError, UnsupportedError
 
 __all__ = ["Exchange", "Traffic", "traffic"]
@@ -102,6 +102,10 @@ class Exchange:
         """Rank 0's number, below 2**63."""
         return self.numbers([number])[0][0]
 
+    def all_hold(self, given: bool) -> bool:
+        """Whether every rank gives True."""
+        return all(one for (one,) in self.numbers([int(given)]))
+
     def agree(self, function: str, names: Sequence[str], facts: Sequence[int], error: Exception | None) -> None:
         """Raise on every rank if one of them has an error, or if two have different facts.
 
@@ -134,10 +138,6 @@ class Exchange:
                     then="Pass equal arguments on every rank, but for the tensors' parts.",
                 )
 
-    def _global(self, rank: int) -> int:
-        """A rank's number among all ranks."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
     def _device(self) -> torch.device | None:
         """The device of small tensors: NCCL takes those of a GPU alone."""
         return torch.device("cuda") if dist.get_backend(self.group) == "nccl" else None
@@ -147,42 +147,41 @@ class Exchange:
         self._count(part, self.ranks - 1)
         return gather_parts(part, axis, lengths, self.group)
 
-    def swap(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Send ``parts[r]`` to each rank r, and receive from each rank a tensor of ``shapes[r]``."""
-        for rank, part in enumerate(parts):
-            if rank != self.rank:
-                self._count(part)
-        sizes = [part.numel() for part in parts]
-        received_sizes = [torch.Size(shape).numel() for shape in shapes]
-        packed = torch.cat([part.reshape(-1) for part in parts])
-        received = packed.new_empty(sum(received_sizes))
-        dist.all_to_all_single(received, packed, received_sizes, sizes, group=self.group)
-        pieces = received.split(received_sizes)
-        return [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    def swap(self, tensors: Sequence[Sequence[tuple[Tensor, Sequence[int]]]]) -> list[list[Tensor]]:
+        """For each tensor, send a part to each rank and receive one of a shape from it, all at once.
 
-    def start(self, sent: Sequence[Tensor], receiver: int, received: Sequence[Tensor], sender: int) -> list[Any]:
-        """Begin to send tensors to one rank and to receive others from one; ``finish`` waits for them."""
-        operations = []
-        for tensor in sent:
-            self._count(tensor)
-            operations.append(dist.P2POp(dist.isend, tensor, self._global(receiver), self.group))
-        for tensor in received:
-            operations.append(dist.P2POp(dist.irecv, tensor, self._global(sender), self.group))
-        return dist.batch_isend_irecv(operations) if operations else []
+        Args:
+            tensors: for each tensor and rank, the part and the shape; this rank's own part stays.
+        """
+        received: list[list[Tensor]] = []
+        for pairs in tensors:
+            received.append([part.new_empty(*shape) for part, shape in pairs])
+            received[-1][self.rank] = pairs[self.rank][0]
+        sent = [[pairs[rank][0].contiguous() for pairs in tensors if rank != self.rank] for rank in range(self.ranks)]
+        self.finish(self.start(sent, [list(parts) for parts in zip(*received, strict=True)]))
+        return received
+
+    def start(self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]]) -> list[Any]:
+        """Begin to send contiguous tensors ``sent[r]`` to each other rank r, and to receive from it ``received[r]``.
+
+        ``finish`` waits for them.
+        """
+        for rank, tensors in enumerate(sent):
+            for tensor in tensors if rank != self.rank else ():
+                if tensor.numel():
+                    self._count(tensor)
+        return start_messages(sent, received, self.group)
 
     @staticmethod
     def finish(works: Sequence[Any]) -> None:
         """Wait for messages that ``start`` began."""
-        for work in works:
-            work.wait()
+        finish(works)
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks, in a fixed order."""
         for tensor in tensors:
-            parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-            self._count(tensor, self.ranks - 1)
-            dist.all_gather(parts, tensor.contiguous(), group=self.group)
-            tensor.copy_(torch.stack(parts).sum(dim=0))
+            parts = self.gather(tensor[None], 0, [1] * self.ranks)
+            tensor.copy_(torch.cat(parts).sum(dim=0))
 
     def _count(self, tensor: Tensor, receivers: int = 1) -> None:
         for counter in _COUNTED.get():

@@ -1,11 +1,13 @@
 """Attention with gathered keys and values: each rank computes its queries as one process would, with the same bits.
 
-Backward gathers the queries' rows too, and computes the gradients of this rank's queries over all keys and those of
-this rank's keys over all queries, each in the order of one process.
+A rank gathers the keys that one of its queries may attend to. Backward computes the gradients of this rank's queries
+over these keys, and those of this rank's keys over the gathered queries that may attend to them, each in the order of
+one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Region
 from clearhead.distributed.call import ShardedCall, are_finite
-from clearhead.distributed.layout import ShardLayout
-from clearhead.distributed.parts import cut, joined, lengths_of, slices_of
+from clearhead.distributed.layout import ShardLayout, finish
+from clearhead.distributed.parts import Needs, cut, slices_of
+from clearhead.distributed.plan import Plan, joined_ranges, plan_of
 from clearhead.distributed.statistics import AXES
 from clearhead.ops.kinds import KEY_TILE, QUERY_BLOCK
 from clearhead.problem import Problem
@@ -36,20 +39,78 @@ def observe_gathered(call: ShardedCall, query: Tensor, key: Tensor, value: Tenso
     """This rank's part of the output and of statistics without a gradient; each rank computes the whole call."""
     tensors = zip((call.queries, call.keys, call.keys), (query, key, value), strict=True)
     region = Region(call.heads, range(call.whole.q_len), range(call.whole.k_len))
-    done = call.run(call.part(region, *(_whole(call, layout, part) for layout, part in tensors)), call.want)
+    done = call.run(call.part(region, *(_whole(call, layout, part)[0] for layout, part in tensors)), call.want)
     results: dict[str, Any] = {}
     for name, axes in AXES.items():
         field: Tensor | None = getattr(done, name)
         if field is not None and axes.sharded is not None:
             layout = call.queries if axes.sharded == "queries" else call.keys
-            field = axes.restored(cut(layout, axes.tokens_first(field), call.exchange.rank))
+            field = axes.restored(cut(layout, axes.tokens_first(field), call.exchange.rank).contiguous())
         results[name] = field
     return Observation(**results)
 
 
-def _whole(call: ShardedCall, layout: ShardLayout, part: Tensor) -> Tensor:
-    """A tensor of all ranks, in the order of positions."""
-    return joined(layout, call.exchange.gather(part.detach(), 2, lengths_of(layout)))
+class _Arriving:
+    """Tensors of this rank of which parts are on their way from and to the others."""
+
+    def __init__(self, call: ShardedCall, needs: Needs, tensors: Sequence[Tensor]) -> None:
+        self._needs, self._tensors = needs, [tensor.detach() for tensor in tensors]
+        others = [rank != call.exchange.rank for rank in range(call.exchange.ranks)]
+        self._sent = [needs.parts_for(rank, self._tensors) if other else [] for rank, other in enumerate(others)]
+        self._received = [needs.empty_from(rank, self._tensors) if other else [] for rank, other in enumerate(others)]
+        self._works = call.exchange.start(self._sent, self._received)
+
+    def wait(self) -> None:
+        """Wait until everything has arrived."""
+        finish(self._works)
+        # What was sent must live until it has arrived.
+        self._sent.clear()
+
+    def over(self, span: range) -> list[Tensor]:
+        """The tensors of some positions, with what this rank needs of all ranks and 0 elsewhere."""
+        return [
+            self._needs.spanned(span, tensor, [received[place] if received else None for received in self._received])
+            for place, tensor in enumerate(self._tensors)
+        ]
+
+
+def _whole(call: ShardedCall, layout: ShardLayout, *parts: Tensor) -> list[Tensor]:
+    """Tensors of all ranks, in the order of positions."""
+    arriving = _Arriving(call, Needs.whole(layout, call.exchange.rank), parts)
+    arriving.wait()
+    return arriving.over(range(layout.length))
+
+
+def _needed_keys(call: ShardedCall) -> Needs:
+    """The keys that one of a rank's queries may attend to."""
+    rank, others = call.exchange.rank, range(call.exchange.ranks)
+    if (plan := _plan(call)) is None:
+        return Needs.whole(call.keys, rank)
+    received, sent = (plan.needs(rank, other) for other in others), (plan.needs(other, rank) for other in others)
+    return Needs(call.keys, rank, tuple(received), tuple(sent))
+
+
+def _needed_queries(call: ShardedCall) -> Needs:
+    """The blocks of queries of which one may attend to one of a rank's keys."""
+    rank, others = call.exchange.rank, range(call.exchange.ranks)
+    if (plan := _plan(call)) is None:
+        return Needs.whole(call.queries, rank)
+    received, sent = (plan.asked_by(rank, other) for other in others), (plan.asked_by(other, rank) for other in others)
+    return Needs(call.queries, rank, tuple(received), tuple(sent))
+
+
+def _queries_of(call: ShardedCall, chunk: range) -> range:
+    """The queries with which gradients of a chunk of keys are computed, in the blocks that one process has."""
+    plan = _plan(call)
+    needed = range(call.whole.q_len) if plan is None else plan.queries_of(chunk)
+    # Blocks begin at the first query of a document, or of another part with keys of its own.
+    in_segments = call.whole.mask is not None and call.whole.mask_parts.intervals is not None
+    return range(call.whole.q_len) if len(needed) and in_segments else needed
+
+
+def _plan(call: ShardedCall) -> Plan | None:
+    """The plan of a call of equally many queries and keys, whose places are those of the plan."""
+    return plan_of(call.whole.mask, call.queries) if call.whole.q_len == call.whole.k_len else None
 
 
 class _QueryBlocks:
@@ -78,8 +139,11 @@ class _QueryBlocks:
 
     def placed(self, part: Tensor, other: Tensor | float) -> Tensor:
         """Rows of this rank's part ``[batch, heads, len, ...]``, and ``other`` for those of other ranks."""
+        if len(self._block) == self._part.stop - self._part.start:
+            return part[:, :, self._part]
         rows = part.new_empty(*part.shape[:2], len(self._block), *part.shape[3:])
-        rows[...] = other
+        for border in (slice(0, self._mine.start), slice(self._mine.stop, None)):
+            rows[:, :, border] = other
         rows[:, :, self._mine] = part[:, :, self._part]
         return rows
 
@@ -97,15 +161,20 @@ class _GatherAttention(torch.autograd.Function):
     def forward(
         ctx: Any, call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        whole_key, whole_value = _whole(call, call.keys, key), _whole(call, call.keys, value)
+        arriving = _Arriving(call, _needed_keys(call), (key, value))
+        arriving.wait()
+        whole_key, whole_value = arriving.over(range(call.whole.k_len))
+        del arriving
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=call.whole.work_dtype)
         saved: list[list[Tensor]] = []
+        # The first of the rows for backward is the output itself.
+        exact = output.dtype is torch.float32
         for rows in _QueryBlocks.of(call):
             problem = rows.problem(query, whole_key, whole_value)
             if call.backend.by_rows is not None and any(ctx.needs_input_grad):
                 done, lse_of_rows, for_backward = call.backend.by_rows.forward(problem)
-                saved.append([rows.mine(one) for one in for_backward])
+                saved.append([rows.mine(one) for one in for_backward[exact:]])
                 rows.write(lse, lse_of_rows)
             else:
                 observation = call.run(problem, call.want)
@@ -115,7 +184,9 @@ class _GatherAttention(torch.autograd.Function):
             rows.write(output, done)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, *(torch.cat(parts, dim=2) for parts in zip(*saved, strict=True)))
+        every = zip(*saved, strict=True)
+        rows_of_all = [one[0].contiguous() if len(one) == 1 else torch.cat(one, dim=2) for one in every]
+        ctx.save_for_backward(query, key, value, *([output] if saved and exact else []), *rows_of_all)
         return output, lse if call.want.lse else None
 
     @staticmethod
@@ -126,8 +197,9 @@ class _GatherAttention(torch.autograd.Function):
         if grad_output is None:
             grad_output = query.new_zeros(*query.shape[:3], value.shape[3])
         backward = _GatheredBackward(call, (query, key, value), rows, grad_output, grad_lse)
-        grads = backward.by_rows() if call.backend.by_rows is not None else backward.at_once()
-        return None, *(grad.to(like.dtype) for grad, like in zip(grads, backward.inputs, strict=True))
+        grads = backward.by_rows() if backward.is_finite() else backward.at_once()
+        inputs = [query, key, value, *call.whole.rule_parameters]
+        return None, *(grad.to(like.dtype) for grad, like in zip(grads, inputs, strict=True))
 
 
 class _GatheredBackward:
@@ -143,71 +215,95 @@ class _GatheredBackward:
     ) -> None:
         self.call, self.tensors, self.rows, self.grad_output = call, tensors, rows, grad_output
         self.grad_lse = torch.zeros_like(tensors[0][..., 0]) if grad_lse is None else grad_lse
-        self.inputs = [*tensors, *call.whole.rule_parameters]
-        layouts = (call.queries, call.keys, call.keys)
-        self.whole = [_whole(call, layout, tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
-        self.whole_grad = _whole(call, call.queries, grad_output)
-        self.whole_grad_lse = _whole(call, call.queries, self.grad_lse[..., None])[..., 0]
+        #: What gradients of keys read of this rank's rows; None if that needs the gradients of queries.
+        self.sums: Tensor | None = None
+        by_rows = call.backend.by_rows
+        if by_rows is not None and call.whole.k_len > KEY_TILE:
+            self.sums = by_rows.row_sums(self.rows, (grad_output, self.grad_lse))
+
+    def is_finite(self) -> bool:
+        """Whether the backend has passes by rows, and no rank has a NaN or an infinity; all ranks agree."""
+        if self.call.backend.by_rows is None:
+            return False
+        read = [*self.tensors, self.rows[0], self.grad_output, self.grad_lse]
+        read += [] if self.sums is None else [self.sums]
+        return self.call.exchange.all_hold(are_finite(self.rows[1], *read))
 
     def at_once(self) -> list[Tensor]:
         """Gradients by autograd of the whole call, on each rank."""
-        call = self.call
-        leaves = [tensor.requires_grad_() for tensor in self.whole]
+        call, (query, key, value) = self.call, self.tensors
+        rows = _whole(call, call.queries, query, self.grad_output, self.grad_lse[..., None])
+        whole_query, whole_grad, whole_grad_lse = rows
+        leaves = [one.requires_grad_() for one in (whole_query, *_whole(call, call.keys, key, value))]
         inputs = [*leaves, *call.whole.rule_parameters]
+        region = Region(call.heads, range(call.whole.q_len), range(call.whole.k_len))
         with torch.enable_grad():
-            done = call.run(self._part(range(call.whole.q_len), range(call.whole.k_len), *leaves), call.want)
-        ends = [(done.output, self.whole_grad)]
+            done = call.run(call.part(region, *leaves), call.want)
+        ends = [(done.output, whole_grad)]
         if done.lse is not None:
-            ends.append((done.lse, self.whole_grad_lse.to(done.lse.dtype)))
+            ends.append((done.lse, whole_grad_lse[..., 0].to(done.lse.dtype)))
         outputs, arrived = zip(*ends, strict=True)
         computed = torch.autograd.grad(outputs, inputs, arrived, allow_unused=True)
         filled = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, computed, strict=True)]
-        layouts = (call.queries, call.keys, call.keys)
-        mine = [cut(layout, grad, call.exchange.rank) for layout, grad in zip(layouts, filled, strict=False)]
-        return [*mine, *filled[3:]]
+        pairs = zip((call.queries, call.keys, call.keys), filled, strict=False)
+        return [*(cut(layout, grad, call.exchange.rank).contiguous() for layout, grad in pairs), *filled[3:]]
 
     def by_rows(self) -> list[Tensor]:
-        """Gradients of this rank's queries and the rules over all keys, and of its keys over all queries."""
-        call, rank = self.call, self.call.exchange.rank
-        by_rows = call.backend.by_rows
+        """Gradients of this rank's queries and the rules over its keys, and of its keys over queries of all ranks."""
+        # Messages come first where they can: ranks that have more queries to compute have fewer keys, or the reverse.
+        keys = _Arriving(self.call, _needed_keys(self.call), self.tensors[1:])
+        rows = None if self.sums is None else self._send_rows(self.sums)
+        keys.wait()
+        whole_keys = keys.over(range(self.call.whole.k_len))
+        del keys
+        of_query, of_learned, sums = self._query_gradients(*whole_keys)
+        del whole_keys
+        rows = self._send_rows(sums) if rows is None else rows
+        rows.wait()
+        of_keys = self._key_gradients(rows)
+        self.call.exchange.sum(of_learned)
+        return [of_query, *of_keys, *of_learned]
+
+    def _send_rows(self, sums: Tensor) -> _Arriving:
+        """This rank's queries, gradients of outputs, and three numbers for each row."""
+        numbers = torch.cat([self.rows[2], sums[..., None]], dim=3)
+        return _Arriving(self.call, _needed_queries(self.call), (self.tensors[0], self.grad_output, numbers))
+
+    def _query_gradients(self, key: Tensor, value: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Gradients of this rank's queries and of the rules' tensors, and the sums of its rows."""
+        call, by_rows, learned = self.call, self.call.backend.by_rows, self.call.whole.rule_parameters
         assert by_rows is not None
-        # All messages come first: ranks that have more queries to compute have fewer keys, or the reverse.
-        whole_rows = [self._whole_rows(part) for part in self.rows]
-        if not are_finite(*whole_rows[:2]):
-            return self.at_once()
-        learned = call.whole.rule_parameters
-        of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in self.tensors)
+        of_query, sums = torch.empty_like(self.tensors[0]), torch.empty_like(self.rows[1])
         of_learned = [torch.zeros_like(one, dtype=call.whole.work_dtype) for one in learned]
-        keys = range(call.whole.k_len)
+        # Rows of other ranks have no weights. Their log-sum-exp makes that of a sink 0 too.
+        others: tuple[Tensor | float, ...] = (0.0, torch.inf, self.rows[2].new_tensor([torch.inf, 0.0]))
         for rows in _QueryBlocks.of(call):
-            problem = rows.problem(self.tensors[0], *self.whole[1:])
-            output, lse = (torch.zeros_like(rows.placed(part, 0.0)) for part in self.rows[:2])
-            # Rows of other ranks have no weights. Their log-sum-exp makes that of a sink 0 too.
-            output, _, *others = by_rows.rows(problem, output, lse - torch.inf)
-            empty = [output, lse + torch.inf, *others]
-            saved = [rows.placed(part, other) for part, other in zip(self.rows, empty, strict=True)]
+            problem = rows.problem(self.tensors[0], key, value)
+            saved = [rows.placed(part, other) for part, other in zip(self.rows, others, strict=True)]
             grads = rows.placed(self.grad_output, 0.0), rows.placed(self.grad_lse, 0.0)
-            computed = by_rows.backward(problem, saved, grads, partial=False, learned=learned)
-            rows.write(of_query, computed[0])
-            for total, grad in zip(of_learned, computed[3:], strict=True):
-                total += grad
-        queries = range(call.whole.q_len)
-        for chunk, where in slices_of(call.keys, rank):
-            part = chunk if len(keys) > KEY_TILE else keys
-            key, value = (tensor[:, :, part.start : part.stop] for tensor in self.whole[1:])
-            problem = self._part(queries, part, self.whole[0], key, value)
-            partial = len(part) < len(keys)
-            grads = self.whole_grad, self.whole_grad_lse
-            _, *both = by_rows.backward(problem, whole_rows, grads, partial=partial, learned=[])
-            mine = slice(chunk.start - part.start, chunk.stop - part.start)
-            of_key[:, :, where], of_value[:, :, where] = (grad[:, :, mine] for grad in both)
-        call.exchange.sum(of_learned)
-        return [of_query, of_key, of_value, *of_learned]
+            grad, of_rules, sums_of_rows = by_rows.query_gradients(problem, saved, grads, learned)
+            rows.write(of_query, grad)
+            rows.write(sums, sums_of_rows)
+            for total, one in zip(of_learned, of_rules, strict=True):
+                total += one
+        return of_query, of_learned, sums
 
-    def _whole_rows(self, part: Tensor) -> Tensor:
-        if part.ndim == 3:
-            return _whole(self.call, self.call.queries, part[..., None])[..., 0].contiguous()
-        return _whole(self.call, self.call.queries, part)
-
-    def _part(self, queries: range, keys: range, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        return self.call.part(Region(self.call.heads, queries, keys), query, key, value)
+    def _key_gradients(self, rows: _Arriving) -> list[Tensor]:
+        """Gradients of this rank's keys and values over the queries that were gathered."""
+        call, by_rows = self.call, self.call.backend.by_rows
+        assert by_rows is not None
+        grads = [torch.zeros_like(one) for one in self.tensors[1:]]
+        chunks = [(_queries_of(call, chunk), chunk, where) for chunk, where in slices_of(call.keys, call.exchange.rank)]
+        for span in joined_ranges([queries for queries, *_ in chunks]):
+            query, grad_output, numbers = rows.over(span)
+            for queries, chunk, where in chunks:
+                if queries.start not in span or not len(queries):
+                    continue
+                place = slice(queries.start - span.start, queries.stop - span.start)
+                tensors = (query[:, :, place], *(one[:, :, where] for one in self.tensors[1:]))
+                problem = call.part(Region(call.heads, queries, chunk), *(one.detach() for one in tensors))
+                softmax, sums = numbers[:, :, place, :2].contiguous(), numbers[:, :, place, 2].contiguous()
+                computed = by_rows.key_gradients(problem, softmax, sums, grad_output[:, :, place])
+                for total, grad in zip(grads, computed, strict=True):
+                    total[:, :, where] = grad
+        return grads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -114,6 +114,10 @@ class _Summed(torch.autograd.Function):
         return None, None, None, None, *filled
 
 
+#: What a rank sends to another one, and the shape of what it receives.
+_Sent: TypeAlias = tuple[Tensor, Sequence[int]]
+
+
 @dataclass(frozen=True)
 class _Route:
     """A tensor's way between tokens and heads: where its tokens are, and which heads each rank gets."""
@@ -121,26 +125,26 @@ class _Route:
     layout: ShardLayout
     heads: list[range]
 
-    def to_heads(self, exchange: Exchange, part: Tensor) -> Tensor:
-        """``[batch, heads of this rank, len, channels]``, from this rank's tokens of all heads."""
-        sent = [part[:, one.start : one.stop] for one in self.heads]
-        mine = len(self.heads[exchange.rank])
+    def by_heads(self, part: Tensor, rank: int) -> list[_Sent]:
+        """This rank's tokens for each rank, of its heads; ``joined`` makes ``[batch, my heads, len, channels]``."""
+        mine = len(self.heads[rank])
         shapes = [(part.shape[0], mine, length, part.shape[3]) for length in lengths_of(self.layout)]
-        return joined(self.layout, exchange.swap(sent, shapes))
+        return [(part[:, one.start : one.stop], shape) for one, shape in zip(self.heads, shapes, strict=True)]
 
-    def to_tokens(self, exchange: Exchange, whole: Tensor) -> Tensor:
-        """``[batch, heads, tokens of this rank, channels]``, from the whole sequence of this rank's heads."""
-        sent = [cut(self.layout, whole, rank) for rank in range(exchange.ranks)]
-        mine = lengths_of(self.layout)[exchange.rank]
+    def by_tokens(self, whole: Tensor, rank: int) -> list[_Sent]:
+        """This rank's heads for each rank, of its tokens; heads side by side are ``[batch, heads, len, channels]``."""
+        mine = lengths_of(self.layout)[rank]
         shapes = [(whole.shape[0], len(one), mine, whole.shape[3]) for one in self.heads]
-        return torch.cat(exchange.swap(sent, shapes), dim=1)
+        return [(cut(self.layout, whole, other), shape) for other, shape in enumerate(shapes)]
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, routes: Sequence[_Route], *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.routes = exchange, routes
-        return tuple(route.to_heads(exchange, part) for route, part in zip(routes, parts, strict=True))
+        pairs = zip(routes, parts, strict=True)
+        every = exchange.swap([route.by_heads(part, exchange.rank) for route, part in pairs])
+        return tuple(joined(route.layout, received) for route, received in zip(routes, every, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,7 +155,9 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, routes: Sequence[_Route], *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.routes = exchange, routes
-        return tuple(route.to_tokens(exchange, whole) for route, whole in zip(routes, wholes, strict=True))
+        pairs = zip(routes, wholes, strict=True)
+        every = exchange.swap([route.by_tokens(whole, exchange.rank) for route, whole in pairs])
+        return tuple(torch.cat(received, dim=1) for received in every)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

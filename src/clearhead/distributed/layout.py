@@ -8,8 +8,9 @@ computes the same number of scores. A length that does not divide gives the firs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,19 @@ from torch.distributed import ProcessGroup
 from clearhead.arguments import repr_of
 from clearhead.errors import ShapeError
 
-__all__ = ["LAYOUTS", "LayoutName", "ShardLayout", "chunks_of", "layout_of", "positions_of", "shard", "unshard"]
+__all__ = [
+    "LAYOUTS",
+    "LayoutName",
+    "ShardLayout",
+    "chunks_of",
+    "finish",
+    "gather_parts",
+    "layout_of",
+    "positions_of",
+    "shard",
+    "start_messages",
+    "unshard",
+]
 
 LayoutName: TypeAlias = Literal["contiguous", "zigzag"]
 LAYOUTS: Final = ("contiguous", "zigzag")
@@ -188,13 +201,34 @@ def unshard(
 
 def gather_parts(part: Tensor, axis: int, lengths: list[int], group: ProcessGroup | None) -> list[Tensor]:
     """The parts of all ranks, whose lengths along ``axis`` may differ; without a gradient."""
-    # gloo gathers tensors of one shape.
-    longest = max(lengths)
-    padded = part.new_empty(*part.shape[:axis], longest, *part.shape[axis + 1 :])
-    padded.narrow(axis, 0, part.shape[axis]).copy_(part)
-    received = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(received, padded, group=group)
-    return [one.narrow(axis, 0, length) for one, length in zip(received, lengths, strict=True)]
+    sent = part.contiguous()
+    received = [sent.new_empty(*part.shape[:axis], length, *part.shape[axis + 1 :]) for length in lengths]
+    received[dist.get_rank(group)] = sent
+    finish(start_messages([[sent]] * len(lengths), [[one] for one in received], group))
+    return received
+
+
+def start_messages(
+    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: ProcessGroup | None
+) -> list[Any]:
+    """Begin to send ``sent[rank]`` to each other rank and to receive ``received[rank]`` from it.
+
+    ``finish`` waits for the messages. gloo's collectives take several times as long as messages from rank to rank.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    operations = []
+    for step in range(1, ranks):
+        receiver, sender = (rank + step) % ranks, (rank - step) % ranks
+        for operation, peer, tensors in ((dist.isend, receiver, sent), (dist.irecv, sender, received)):
+            number = peer if group is None else dist.get_global_rank(group, peer)
+            operations += [dist.P2POp(operation, one, number, group) for one in tensors[peer] if one.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def finish(works: Sequence[Any]) -> None:
+    """Wait for messages that ``start_messages`` began."""
+    for work in works:
+        work.wait()
 
 
 def gather_lengths(length: int, group: ProcessGroup | None) -> list[int]:

@@ -47,10 +47,17 @@ class Machine:
         link: the link of each rank, within a node.
         outer: the link of each rank to ranks of other nodes; ``link`` by default.
         ranks_per_node: how many consecutive ranks are a node; by default all are one.
+        split_flops: those of a backward pass that computes gradients of queries and of keys apart, as ``"gather"``
+            does: ``14 * head_dim`` for each pair and head; ``backward_flops`` by default.
         overlap: the share of a message's time during which its ranks can compute: 1 for a network card that moves data
             alone, 0 if the processor copies it.
-        memory: bytes per second of memory, for adding up the partial results of a ring; by default that takes no time.
-        call: seconds of a kernel's start, for each block that a rank computes.
+        memory: bytes per second that are read or written where tensors are copied, filled or added up; by default that
+            takes no time.
+        fresh: bytes per second at which a process gets memory from the system and first writes it, beyond the time of
+            the write; by default that takes no time.
+        call: seconds of a kernel's start forward, for each block that a rank computes.
+        backward_call: those of backward; ``call`` by default.
+        start: seconds in which ranks validate and compare a call's arguments.
         cores: processors that all ranks share, each rank using one at a time; by default each rank has its own.
 
     Raises:
@@ -66,13 +73,17 @@ class Machine:
     outer: Link | None = None
     ranks_per_node: int | None = None
     overlap: float = 1.0
+    split_flops: float | None = None
     memory: float | None = None
+    fresh: float | None = None
     call: float = 0.0
+    backward_call: float | None = None
+    start: float = 0.0
     cores: int | None = None
 
     def __post_init__(self) -> None:
         _positive("Machine", "flops", self.flops)
-        for name in ("backward_flops", "memory"):
+        for name in ("backward_flops", "split_flops", "memory", "fresh"):
             if (value := getattr(self, name)) is not None:
                 _positive("Machine", name, value)
         for name in ("ranks_per_node", "cores"):
@@ -80,24 +91,27 @@ class Machine:
                 whole("Machine", name, value, low=1)
         must, then = "be from 0 to 1", "1 hides messages behind computing."
         number("Machine", "overlap", self.overlap, must=must, fits=lambda share: 0 <= share <= 1, then=then)
-        _at_least_zero("Machine", "call", self.call)
+        for name in ("call", "backward_call", "start"):
+            if (value := getattr(self, name)) is not None:
+                _at_least_zero("Machine", name, value)
 
-    def message(self, sent: Tensor, senders: Tensor, receivers: Tensor) -> Tensor:
-        """Seconds of messages of ``sent`` bytes, each from a sender to a receiver; 0 for no bytes."""
+    def message(self, sent: Tensor, senders: Tensor, receivers: Tensor, tensors: int = 1) -> Tensor:
+        """Seconds of ``sent`` bytes in some messages, each from a sender to a receiver; 0 for no bytes."""
         near = self._same_node(senders, receivers)
         far = self.outer or self.link
-        inner, outer = (link.latency + sent / link.bandwidth for link in (self.link, far))
+        inner, outer = (tensors * link.latency + sent / link.bandwidth for link in (self.link, far))
         return torch.where(near, inner, outer) * (sent > 0)
 
-    def collective(self, sent: Float[Tensor, "ranks ranks"]) -> Float[Tensor, " ranks"]:
-        """Seconds of each rank for messages of ``sent[sender, receiver]`` bytes; both kinds of links work at once."""
+    def collective(self, sent: Float[Tensor, "ranks ranks"], tensors: int = 1) -> Float[Tensor, " ranks"]:
+        """Seconds of each rank for ``sent[sender, receiver]`` bytes; both kinds of links work at once."""
         rank = torch.arange(sent.shape[0])
         near = self._same_node(rank[:, None], rank)
         seconds = []
         for link, part in ((self.link, near), (self.outer or self.link, ~near)):
             through = sent * part * (rank[:, None] != rank)
             most = torch.maximum(through.sum(dim=0), through.sum(dim=1))
-            seconds.append(link.latency * (through > 0).sum(dim=1) + most / link.bandwidth)
+            messages = torch.maximum((through > 0).sum(dim=0), (through > 0).sum(dim=1))
+            seconds.append(tensors * link.latency * messages + most / link.bandwidth)
         return torch.maximum(*seconds) if self.ranks_per_node else seconds[0]
 
     def _same_node(self, one: Tensor, other: Tensor) -> Tensor:
@@ -145,12 +159,6 @@ class AttentionSizes:
     def key_value_bytes(self) -> int:
         """Bytes of a key and its value of all heads."""
         return 2 * self.batch * (self.kv_heads or self.heads) * self.head_dim * self.dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a query and its output's gradient, the output in float32, and four numbers of each row of scores."""
-        numbers = self.head_dim * 4 + 3 * 4 + self.dtype.itemsize
-        return 2 * self.query_bytes + self.batch * self.heads * numbers
 
 
 def _positive(function: str, argument: str, value: object) -> None:

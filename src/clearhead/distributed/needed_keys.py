@@ -19,7 +19,15 @@ from clearhead.masks.base import Mask, carried_sizes, conjuncts, does_as
 from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
 
-__all__ = ["KeyIntervals", "count_keys", "key_intervals", "query_work", "rank_of_positions"]
+__all__ = [
+    "BlockedQueries",
+    "KeyIntervals",
+    "count_keys",
+    "key_intervals",
+    "query_work",
+    "rank_of_positions",
+    "runs",
+]
 
 #: Queries times batch entries times heads whose intervals are computed at once.
 _BLOCK: Final = 2**20
@@ -121,6 +129,34 @@ def count_keys(
     return (starts - stops).diff(dim=1)
 
 
+class BlockedQueries:
+    """Which blocks of queries attend to a key of which chunk, collected from intervals of their keys.
+
+    Args:
+        blocks: number of blocks.
+        size: queries of a block.
+        bounds: the first key of each chunk, ascending, and the number of keys.
+    """
+
+    def __init__(self, blocks: int, size: int, bounds: Int[Tensor, " bounds"]) -> None:
+        self._size, self._bounds = size, bounds
+        #: By how many the intervals that reach a chunk are more than those that reach the chunk before it.
+        self._more = torch.zeros(blocks, len(bounds), dtype=torch.int64)
+
+    def add(self, intervals: KeyIntervals) -> None:
+        """Add intervals whose owners are queries."""
+        first = torch.searchsorted(self._bounds, intervals.start, right=True) - 1
+        end = torch.searchsorted(self._bounds, intervals.stop)
+        row = intervals.owner // self._size * len(self._bounds)
+        more, one = self._more.view(-1), torch.ones_like(row)
+        more.index_add_(0, row + first, one).index_add_(0, row + end, -one)
+
+    @property
+    def table(self) -> Bool[Tensor, "blocks chunks"]:
+        """Whether a query of a block attends to a key of a chunk."""
+        return self._more.cumsum(dim=1)[:, :-1] > 0
+
+
 def rank_of_positions(layout: ShardLayout) -> Int[Tensor, " length"]:
     """The rank that has each position."""
     rank_of = torch.empty(layout.length, dtype=torch.int64)
@@ -186,11 +222,11 @@ class _QueryIntervals:
         )
         for table in tables:
             allowed = allowed & table.allows(batch, head, q_pos, k_pos)
-        row, start, stop = _runs(allowed.expand(*allowed.shape[:2], q_pos.shape[2], k_len))
+        row, start, stop = runs(allowed.expand(*allowed.shape[:2], q_pos.shape[2], k_len))
         return KeyIntervals(q_pos.flatten()[row % q_pos.shape[2]], start, stop, self.exact)
 
 
-def _runs(allowed: Bool[Tensor, "*rows k_len"]) -> tuple[Tensor, Tensor, Tensor]:
+def runs(allowed: Bool[Tensor, "*rows k_len"]) -> tuple[Tensor, Tensor, Tensor]:
     """The runs of True in each row: the row's number, and the run's start and stop."""
     changes = torch.nn.functional.pad(allowed.flatten(0, -2).to(torch.int8), (1, 1)).diff(dim=1)
     row, start = (changes == 1).nonzero(as_tuple=True)
@@ -200,7 +236,7 @@ def _runs(allowed: Bool[Tensor, "*rows k_len"]) -> tuple[Tensor, Tensor, Tensor]
 def _rows_of_blocks(mask: Blocks, index: tuple[Tensor, Tensor, Tensor]) -> _QueryIntervals:
     """The intervals of keys of each query under a table of blocks."""
     leading = mask.table.shape[:3]
-    row, start, stop = _runs(mask.table)
+    row, start, stop = runs(mask.table)
     counts = row.bincount(minlength=leading.numel())
     place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     most = max(1, int(counts.amax())) if counts.numel() else 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from clearhead.distributed.layout import ShardLayout
 
-__all__ = ["cut", "joined", "lengths_of", "slices_of"]
+__all__ = ["Needs", "cut", "joined", "lengths_of", "selected", "slices_of"]
 
 
 def lengths_of(layout: ShardLayout) -> list[int]:
@@ -36,6 +39,101 @@ def joined(layout: ShardLayout, parts: list[Tensor]) -> Tensor:
 
 
 def cut(layout: ShardLayout, whole: Tensor, rank: int) -> Tensor:
-    """A rank's part of a whole tensor."""
-    pieces = [whole[..., chunk.start : chunk.stop, :] for chunk in layout.chunks[rank]]
-    return torch.cat(pieces, dim=-2) if pieces else whole[..., :0, :]
+    """A rank's part of a whole tensor; a view of it if that is one chunk."""
+    pieces = [whole[..., chunk.start : chunk.stop, :] for chunk in layout.chunks[rank]] or [whole[..., :0, :]]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
+
+
+def selected(tensor: Tensor, parts: Sequence[slice]) -> Tensor:
+    """Some tokens of a tensor ``[batch, heads, len, channels]``, contiguous; the tensor itself where that is all."""
+    if len(parts) == 1:
+        return tensor[:, :, parts[0]].contiguous()
+    return torch.cat([tensor[:, :, part] for part in parts or (slice(0, 0),)], dim=2)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The tokens that this rank needs of each rank, and those that each needs of it; all ranges are positions.
+
+    Attributes:
+        layout: which tokens the ranks have.
+        rank: this rank.
+        received: for each rank, what this rank needs of it, in the order of its part; a range is within one chunk.
+        sent: for each rank, what it needs of this one.
+    """
+
+    layout: ShardLayout
+    rank: int
+    received: tuple[tuple[range, ...], ...]
+    sent: tuple[tuple[range, ...], ...]
+
+    @classmethod
+    def whole(cls, layout: ShardLayout, rank: int) -> Needs:
+        """Every rank needs all tokens."""
+        mine = tuple(chunk for chunk in layout.chunks[rank] if len(chunk))
+        received = tuple(tuple(chunk for chunk in chunks if len(chunk)) for chunks in layout.chunks)
+        return cls(layout, rank, received, (mine,) * layout.ranks)
+
+    def parts_for(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What a rank needs of this rank's tensors ``[batch, heads, len, channels]``."""
+        parts = _merged(self._places(self.sent[rank]))
+        return [selected(tensor, parts) for tensor in tensors] if parts else []
+
+    def empty_from(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Empty tensors for what this rank needs of another one."""
+        count = sum(map(len, self.received[rank]))
+        return [tensor.new_empty(*tensor.shape[:2], count, tensor.shape[3]) for tensor in tensors] if count else []
+
+    def spanned(self, span: range, mine: Tensor, arrived: Sequence[Tensor | None]) -> Tensor:
+        """``[batch, heads, span, channels]``: what this rank needs in the order of positions, and 0 elsewhere.
+
+        Args:
+            span: the positions; what the rank needs is within the span or outside.
+            mine: this rank's part.
+            arrived: what came from each other rank.
+        """
+        pieces = [
+            (positions, mine[:, :, where])
+            for positions, where in zip(self.received[self.rank], self._places(self.received[self.rank]), strict=True)
+        ]
+        for ranges, tensor in zip(self.received, arrived, strict=True):
+            if tensor is not None:
+                pieces += zip(ranges, tensor.split([len(one) for one in ranges], dim=2), strict=True)
+        pieces = [(positions, piece) for positions, piece in pieces if positions.start in span]
+        shape = (*mine.shape[:2], len(span), mine.shape[3])
+        if 2 * sum(len(positions) for positions, _ in pieces) < len(span):
+            # New memory contains zeros and takes no time where nobody reads it.
+            whole = mine.new_zeros(shape)
+            for positions, piece in pieces:
+                whole[:, :, positions.start - span.start : positions.stop - span.start] = piece
+            return whole
+        whole = mine.new_empty(shape)
+        end = 0
+        for positions, piece in sorted(pieces, key=lambda one: one[0].start):
+            start = positions.start - span.start
+            whole[:, :, end:start] = 0.0
+            end = start + len(positions)
+            whole[:, :, start:end] = piece
+        whole[:, :, end:] = 0.0
+        return whole
+
+    def _places(self, ranges: Sequence[range]) -> list[slice]:
+        """Where positions of this rank are in its part."""
+        chunks = slices_of(self.layout, self.rank)
+        return [
+            slice(where.start + one.start - chunk.start, where.start + one.stop - chunk.start)
+            for one in ranges
+            for chunk, where in chunks
+            if one.start in chunk
+        ]
+
+
+def _merged(parts: Sequence[slice]) -> list[slice]:
+    """Slices of which one begins where another ends as one."""
+    merged: list[slice] = []
+    for part in parts:
+        if merged and merged[-1].stop == part.start:
+            merged[-1] = slice(merged[-1].start, part.stop)
+        else:
+            merged.append(part)
+    return merged

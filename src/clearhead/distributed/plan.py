@@ -5,6 +5,7 @@ A plan is computed from the mask and the layout alone, without a process group: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Final
@@ -14,13 +15,21 @@ from torch import Tensor
 
 from clearhead.arguments import repr_of, whole
 from clearhead.distributed.layout import LayoutName, ShardLayout, check_layout, layout_of
-from clearhead.distributed.needed_keys import KeyIntervals, count_keys, key_intervals, rank_of_positions
+from clearhead.distributed.needed_keys import (
+    BlockedQueries,
+    KeyIntervals,
+    count_keys,
+    key_intervals,
+    rank_of_positions,
+    runs,
+)
 from clearhead.errors import MaskError
 from clearhead.masks.base import Mask, carried_sizes
+from clearhead.ops.kinds import QUERY_BLOCK
 from clearhead.record import decode
-from clearhead.shapes import Int
+from clearhead.shapes import Bool, Int
 
-__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "plan_attention", "plan_of"]
+__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "joined_ranges", "plan_attention", "plan_of"]
 
 #: A ring passes a block of keys on in so many pieces: one is computed with, one arrives and one is sent.
 RING_PIECES: Final = 3
@@ -44,6 +53,9 @@ class Plan:
         exact: whether the mask states its intervals or a table. Otherwise pairs that the mask forbids are counted, and
             keys that no query may attend to are sent.
         ranges: for each rank, the positions of the keys that its queries may attend to.
+        attending: bool ``[blocks, chunks]``: whether a query of a block of ``QUERY_BLOCK`` may attend to a key of a
+            chunk, of which those that are not empty count, in the order of positions.
+        meeting: bool ``[chunks, chunks]``: whether a query of the first chunk may attend to a key of the second.
     """
 
     layout: ShardLayout
@@ -52,6 +64,8 @@ class Plan:
     variants: int
     exact: bool
     ranges: tuple[tuple[range, ...], ...] = field(repr=False)
+    attending: Bool[Tensor, "blocks chunks"] = field(compare=False, repr=False)
+    meeting: Bool[Tensor, "chunks chunks"] = field(compare=False, repr=False)
 
     def needs(self, query_rank: int, key_rank: int) -> tuple[range, ...]:
         """The positions of the keys of one rank that a query of another rank may attend to.
@@ -70,6 +84,71 @@ class Plan:
             for keys in needed
             if max(chunk.start, keys.start) < min(chunk.stop, keys.stop)
         )
+
+    def asked_by(self, key_rank: int, query_rank: int) -> tuple[range, ...]:
+        """The positions of the queries of one rank that the gradients of another rank's keys need.
+
+        Args:
+            key_rank: the rank that has the keys.
+            query_rank: the rank that has the queries.
+
+        Returns:
+            Disjoint ranges in the order in which the query rank's part contains them; a range is within one chunk.
+            Where a query of a block of ``QUERY_BLOCK`` may attend to a key, all queries of the block are needed.
+        """
+        wanted = self._blocks_of(key_rank)
+        return tuple(
+            range(max(chunk.start, rows.start), min(chunk.stop, rows.stop))
+            for chunk in self.layout.chunks[query_rank]
+            for rows in wanted
+            if max(chunk.start, rows.start) < min(chunk.stop, rows.stop)
+        )
+
+    def queries_of(self, chunk: range) -> range:
+        """The queries from the first to the last block that may attend to a key of a chunk of the layout."""
+        blocks = self.attending[:, self._chunks.index((chunk.start, chunk.stop))].nonzero().flatten()
+        if not len(blocks):
+            return range(0)
+        return range(int(blocks[0]) * QUERY_BLOCK, min((int(blocks[-1]) + 1) * QUERY_BLOCK, self.layout.length))
+
+    @cached_property
+    def rows(self) -> Int[Tensor, "ranks ranks"]:
+        """How many queries of the second rank the gradients of the first rank's keys need: sizes of ``asked_by``."""
+        ranks, blocks = self.ranks, self.attending.shape[0]
+        asked = torch.zeros(blocks, ranks, dtype=torch.float64)
+        asked = asked.index_add_(1, self.chunk_ranks, self.attending.double()) > 0
+        place = torch.arange(self.layout.length) // QUERY_BLOCK * ranks + rank_of_positions(self.layout)
+        tokens = place.bincount(minlength=blocks * ranks).view(blocks, ranks)
+        return (asked.double().T @ tokens.double()).round().long()
+
+    @cached_property
+    def chunk_ranks(self) -> Int[Tensor, " chunks"]:
+        """The rank of each chunk that is not empty, in the order of positions."""
+        return torch.tensor([self._rank_of[chunk] for chunk in self._chunks], dtype=torch.int64)
+
+    @cached_property
+    def chunk_sizes(self) -> Int[Tensor, " chunks"]:
+        """The tokens of each chunk that is not empty, in the order of positions."""
+        return torch.tensor([stop - start for start, stop in self._chunks], dtype=torch.int64)
+
+    @cached_property
+    def _rank_of(self) -> dict[tuple[int, int], int]:
+        """The rank of each chunk that is not empty, by its first position and the one after its last."""
+        pieces = enumerate(self.layout.chunks)
+        return {(chunk.start, chunk.stop): rank for rank, chunks in pieces for chunk in chunks if len(chunk)}
+
+    @cached_property
+    def _chunks(self) -> list[tuple[int, int]]:
+        return sorted(self._rank_of)
+
+    def _blocks_of(self, key_rank: int) -> list[range]:
+        """Runs of queries whose blocks may attend to a key of a rank."""
+        mine = [place for place, chunk in enumerate(self._chunks) if self._rank_of[chunk] == key_rank]
+        wanted = self.attending[:, mine].any(dim=1)
+        _, starts, stops = runs(wanted[None])
+        length = self.layout.length
+        pairs = zip(starts.tolist(), stops.tolist(), strict=True)
+        return [range(start * QUERY_BLOCK, min(stop * QUERY_BLOCK, length)) for start, stop in pairs]
 
     @property
     def ranks(self) -> int:
@@ -203,7 +282,11 @@ def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
         return torch.zeros(ranks, ranks, dtype=torch.int64).index_add_(1, key_rank, counts)
 
     work, unions = torch.zeros(ranks, ranks, dtype=torch.int64), []
+    attending = BlockedQueries(-(-length // QUERY_BLOCK), QUERY_BLOCK, bounds)
+    meeting, chunk_of = BlockedQueries(len(pieces), 1, bounds), _chunk_of_positions(bounds)
     for block in key_intervals(mask, length):
+        attending.add(block)
+        meeting.add(block.owned_by(chunk_of))
         intervals = block.owned_by(rank_of)
         work += by_rank(intervals)
         unions.append(intervals.union(length))
@@ -219,4 +302,26 @@ def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
         variants=batch * heads,
         exact=needed.exact,
         ranges=tuple(map(tuple, ranges)),
+        attending=attending.table,
+        meeting=meeting.table,
     )
+
+
+def joined_ranges(ranges: Sequence[range]) -> list[range]:
+    """Ranges that overlap or touch as one, ascending, without empty ones.
+
+    >>> joined_ranges([range(4, 6), range(0, 2), range(1, 3), range(0)])
+    [range(0, 3), range(4, 6)]
+    """
+    joined: list[range] = []
+    for one in sorted((one for one in ranges if len(one)), key=lambda one: one.start):
+        if joined and one.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, one.stop))
+        else:
+            joined.append(one)
+    return joined
+
+
+def _chunk_of_positions(bounds: Int[Tensor, " bounds"]) -> Int[Tensor, " length"]:
+    """The chunk of each position, from the first positions of all chunks and the length."""
+    return torch.arange(len(bounds) - 1).repeat_interleave(bounds.diff())

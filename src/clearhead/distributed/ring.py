@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from clearhead.cut import Region
 from clearhead.dispatch import choose
-from clearhead.distributed.call import ShardedCall
+from clearhead.distributed.call import FinishedRows, ShardedCall
 from clearhead.distributed.layout import ShardLayout
-from clearhead.distributed.parts import slices_of
+from clearhead.distributed.parts import selected, slices_of
 from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, plan_of
 from clearhead.problem import Problem
 from clearhead.scores import Sink
@@ -173,20 +173,26 @@ class _Ring:
 
     def _begin(self, visit: _Visit, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Any]]:
         exchange, mine, sender = self.call.exchange, self.mine(visit), self.sender(visit)
-        sent = [torch.cat([tensor[:, :, part] for part in mine], dim=2) for tensor in tensors] if mine else []
+        sent = [selected(tensor, mine) for tensor in tensors] if mine else []
         count = sum(len(keys) for keys, _ in self.passed(sender, exchange.rank, visit))
         received = tuple(_rows_like(tensor, count) for tensor in tensors)
-        works = exchange.start(sent, self.receiver(visit), received if count else (), sender)
+        works = self._start(sent, self.receiver(visit), received if count else (), sender)
         # What is sent must live until it has arrived.
         return received, [*works, _Alive(sent)]
 
     def return_grads(self, visit: _Visit, grads: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Send gradients of keys back to their rank, and receive those of this rank's keys, as they were sent."""
-        exchange, mine = self.call.exchange, self.mine(visit)
+        mine = self.mine(visit)
         received = [_rows_like(tensor, sum(part.stop - part.start for part in mine)) for tensor in like] if mine else []
         sent = [grad for grad in grads if grad.shape[2]]
-        exchange.finish(exchange.start(sent, self.sender(visit), received, self.receiver(visit)))
+        self.call.exchange.finish(self._start(sent, self.sender(visit), received, self.receiver(visit)))
         return received
+
+    def _start(self, sent: Sequence[Tensor], receiver: int, received: Sequence[Tensor], sender: int) -> list[Any]:
+        """Begin to send tensors to one rank and to receive others from one."""
+        ranks = range(self.call.exchange.ranks)
+        to = [sent if rank == receiver else () for rank in ranks]
+        return self.call.exchange.start(to, [received if rank == sender else () for rank in ranks])
 
 
 @dataclass(frozen=True)
@@ -273,6 +279,8 @@ class _RingBackward:
     ) -> None:
         self.ring, self.tensors, self.rows, self.grads = ring, tensors, rows, grads
         dtype = ring.call.whole.work_dtype
+        #: By the start of a chunk of this rank's queries.
+        self.finished: dict[int, FinishedRows] = {}
         self.sums = [torch.zeros_like(tensor, dtype=dtype) for tensor in tensors]
         self.of_parameters = {id(one): torch.zeros_like(one, dtype=dtype) for one in ring.parameters}
 
@@ -281,13 +289,12 @@ class _RingBackward:
         ring = self.ring
         _, *key_value = self.tensors
         for visit, here in ring.arrivals(*key_value):
-            grads = (
-                self.sums[1:] if visit.step == 0 else [torch.zeros_like(one, dtype=self.sums[0].dtype) for one in here]
-            )
+            grads: list[Tensor | None] = [*self.sums[1:]] if visit.step == 0 else [None, None]
             for block in ring.blocks(visit):
                 self._add_block(block, here, grads)
             if visit.step:
-                narrow = [grad.to(self.tensors[0].dtype) for grad in grads]
+                pairs = zip(grads, here, strict=True)
+                narrow = [torch.zeros_like(one) if grad is None else grad.to(one.dtype) for grad, one in pairs]
                 self._add_returned(ring.mine(visit), ring.return_grads(visit, narrow, key_value))
         self._add_sink()
         ring.call.exchange.sum(list(self.of_parameters.values()))
@@ -295,20 +302,34 @@ class _RingBackward:
         learned = [(self.of_parameters[id(one)], one) for one in ring.parameters]
         return [total.to(like.dtype) for total, like in [*summed, *learned]]
 
-    def _add_block(self, block: _KeyBlock, here: Sequence[Tensor], grads: list[Tensor]) -> None:
+    def _add_block(self, block: _KeyBlock, here: Sequence[Tensor], grads: list[Tensor | None]) -> None:
         """Add a block's gradients of queries, of the keys and values that are here, and of parameters."""
         call, rows = self.ring.call, block.queries
+        if rows.start not in self.finished:
+            self.finished[rows.start] = self._finished(rows)
+        problem = _problem(call, block, self.tensors[0], here)
+        computed = call.partial_gradients(problem, self.finished[rows.start], self.ring.parameters)
+        of_query, of_key, of_value, *of_learned = computed
+        # `x[place] += y` would also copy the sum onto itself.
+        self.sums[0][:, :, rows].add_(of_query)
+        for place, part in enumerate((of_key, of_value)):
+            total = grads[place]
+            if total is None and part.shape == here[place].shape:
+                # The first block that reads all keys that are here needs no zeros to add to.
+                grads[place] = part.to(self.sums[0].dtype)
+                continue
+            if total is None:
+                total = grads[place] = torch.zeros_like(here[place], dtype=self.sums[0].dtype)
+            total[:, :, block.keys].add_(part)
+        for one, part in zip(self.ring.parameters, of_learned, strict=True):
+            self.of_parameters[id(one)] += part
+
+    def _finished(self, rows: slice) -> FinishedRows:
+        """A chunk of this rank's rows."""
         output, lse = (part[:, :, rows].contiguous() for part in self.rows)
         grad_output, grad_lse = (None if grad is None else grad[:, :, rows].contiguous() for grad in self.grads)
         assert grad_output is not None
-        problem = _problem(call, block, self.tensors[0], here)
-        computed = call.partial_gradients(problem, (output, lse), (grad_output, grad_lse), self.ring.parameters)
-        of_query, of_key, of_value, *of_learned = computed
-        self.sums[0][:, :, rows] += of_query
-        for grad, part in zip(grads, (of_key, of_value), strict=True):
-            grad[:, :, block.keys] += part
-        for one, part in zip(self.ring.parameters, of_learned, strict=True):
-            self.of_parameters[id(one)] += part
+        return FinishedRows(output, lse, grad_output, grad_lse)
 
     def _add_returned(self, where: list[slice], grads: list[Tensor]) -> None:
         """Add gradients of keys and values that another rank computed."""
@@ -317,7 +338,7 @@ class _RingBackward:
                 start = 0
                 for part in where:
                     count = part.stop - part.start
-                    total[:, :, part] += grad[:, :, start : start + count]
+                    total[:, :, part].add_(grad[:, :, start : start + count])
                     start += count
 
     def _add_sink(self) -> None:

@@ -57,7 +57,7 @@ def attention(
         group: the process group; by default all ranks.
         layout: which tokens the ranks have: ``"contiguous"``; ``"zigzag"``, which balances causal masks; or a
             ``ShardLayout``. ``shard`` cuts a tensor so.
-        method: ``"gather"`` gathers all keys and values on each rank and gives the bits of one process. ``"ring"``
+        method: ``"gather"`` gathers needed keys and values on each rank and gives the bits of one process. ``"ring"``
             passes keys and values that are needed from rank to rank, so that a rank has those of two ranks at a time.
             ``"heads"`` gives each rank some heads of the whole sequence, by two all-to-all exchanges; it needs at least
             as many key heads as ranks. ``"auto"`` takes ``"heads"`` where it can, else ``"ring"``.
@@ -77,9 +77,9 @@ def attention(
         UnsupportedError: no backend can run the call, the method cannot, or another rank raised.
 
     Cost: each rank computes the scores of its queries; with ``"heads"``, of its heads. With ``n`` tokens per rank,
-    ``"gather"`` sends ``(ranks - 1) * n`` keys and values and holds all. ``"ring"`` sends those that are needed, at
-    most as many, and holds ``2 * n`` besides its own. ``"heads"`` sends ``n * (ranks - 1) / ranks`` queries, keys,
-    values and outputs. Backward of ``"gather"`` computes twice as much as that of the others.
+    ``"gather"`` and ``"ring"`` send the keys and values that are needed, at most ``(ranks - 1) * n``; ``"gather"`` has
+    memory for all, ``"ring"`` for ``2 * n`` besides its own. ``"heads"`` sends ``n * (ranks - 1) / ranks`` queries,
+    keys, values and outputs. Backward of ``"gather"`` computes seven matrix products in place of five.
 
     Papers: Liu et al. 2023, "Ring attention with blockwise transformers", section 3; Jacobs et al. 2023, "DeepSpeed
     Ulysses", section 3.

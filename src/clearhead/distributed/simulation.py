@@ -1,7 +1,8 @@
 """The time of attention over ranks, simulated from a plan and the figures of links and processors.
 
-Pairs times FLOPs per pair are the time of computing, bytes and latency that of messages. A rank begins a step when its
-computing and its messages of the step before have ended; messages pass while it computes, as far as links overlap.
+``costs.py`` counts what each rank computes, moves in memory and sends; the machine's figures turn the counts into
+seconds. A rank begins a step when its computing and its messages of the step before have ended; messages pass while it
+computes, as far as links overlap.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import one_of, repr_of
+from clearhead.distributed.costs import OPERATIONS, GatherCosts, HeadsCosts, RankWork, RingCosts, RingStep, Transfer
 from clearhead.distributed.machine import AttentionSizes, Machine
-from clearhead.distributed.plan import FEW_KEYS, RING_PIECES, Plan
+from clearhead.distributed.plan import RING_PIECES, Plan
 from clearhead.errors import UnsupportedError
 from clearhead.shapes import Float
 
@@ -23,14 +25,6 @@ __all__ = ["PassTime", "Simulation", "simulate"]
 
 SimulatedMethod: TypeAlias = Literal["gather", "ring", "heads"]
 METHODS: Final = get_args(SimulatedMethod)
-
-#: Floating-point operations per pair and channel: two products forward, five backward, each of a multiply and an add.
-_FORWARD: Final = 4
-_BACKWARD: Final = 10
-#: How often a ring reads or writes a row of queries, forward and backward, when it adds a block's partial results.
-_ROW_PASSES: Final = (7, 12)
-#: How often it reads or writes a key or a value, to cut, send and add up.
-_KEY_PASSES: Final = (4, 22)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +90,9 @@ def simulate(plan: Plan, sizes: AttentionSizes, machine: Machine, *, method: Sim
     """The time of ``ch.distributed.attention``, forward and backward, on ranks that need not exist.
 
     A rank computes ``pairs * heads * 4 * head_dim / flops`` seconds forward and ``10 / 4`` of that backward. A message
-    takes ``latency + bytes / bandwidth``. With ``n`` tokens per rank, ``"gather"`` sends ``n`` keys and values to every
-    rank and computes then; its backward also gathers queries, outputs and their gradients and computes twice as much.
-    ``"ring"`` sends the keys and values that the plan says to one rank after the other, in three pieces each, while it
+    takes ``latency + bytes / bandwidth``, and copies, fills and sums ``bytes / memory``. ``"gather"`` sends the keys
+    and values that the plan says to every rank and computes then; its backward also gathers queries and gradients, and
+    computes ``14 / 4``. ``"ring"`` sends keys and values to one rank after the other, in three pieces each, while it
     computes with those that came before, and adds up partial outputs; its backward returns the keys' gradients.
     ``"heads"`` exchanges queries, keys, values and outputs by all-to-all, and each rank computes its heads for all
     tokens.
@@ -145,7 +139,9 @@ def simulate(plan: Plan, sizes: AttentionSizes, machine: Machine, *, method: Sim
             then="Use method='ring'.",
         )
     run = _METHODS[method]
-    forward, backward = (run(_Ranks(plan, sizes, machine), is_backward) for is_backward in (False, True))
+    ranks = [_Ranks(plan, sizes, machine) for _ in range(2)]
+    ranks[0].time += machine.start
+    forward, backward = (run(one, is_backward) for one, is_backward in zip(ranks, (False, True), strict=True))
     return Simulation(method=method, forward=forward.passed(), backward=backward.passed())
 
 
@@ -155,29 +151,26 @@ class _Ranks:
     def __init__(self, plan: Plan, sizes: AttentionSizes, machine: Machine) -> None:
         self.plan, self.sizes, self.machine = plan, sizes, machine
         self.rank = torch.arange(plan.ranks)
-        self.tokens = torch.tensor([sum(map(len, chunks)) for chunks in plan.layout.chunks], dtype=torch.float64)
-        self.chunks = torch.tensor([len(chunks) for chunks in plan.layout.chunks], dtype=torch.float64)
         #: The time of each rank, and how much of its critical path is computing.
         self.time = torch.zeros(plan.ranks, dtype=torch.float64)
         self.path = torch.zeros_like(self.time)
         self.computed, self.sent = torch.zeros_like(self.time), torch.zeros_like(self.time)
 
-    def seconds(self, pairs: Tensor, backward: bool) -> Tensor:
-        """Seconds of computing pairs that the mask allows, of all batch entries and heads."""
+    def seconds(self, work: RankWork) -> Tensor:
+        """Seconds of computing and moving, of all batch entries and heads."""
         sizes, machine = self.sizes, self.machine
-        flops = machine.backward_flops or machine.flops if backward else machine.flops
-        operations = (_BACKWARD if backward else _FORWARD) * sizes.head_dim
+        backward = machine.backward_flops or machine.flops
+        rates = {"forward": machine.flops, "backward": backward}
         variants = max(1, self.plan.variants)
-        return pairs.double() * (sizes.batch * sizes.heads / variants * operations / flops) + machine.call * (pairs > 0)
+        operations = sizes.batch * sizes.heads / variants * OPERATIONS[work.kernel] * sizes.head_dim
+        call = machine.call if work.kernel == "forward" or machine.backward_call is None else machine.backward_call
+        computed = work.pairs * (operations / rates.get(work.kernel, machine.split_flops or backward))
+        moved = work.moved / machine.memory if machine.memory else 0.0
+        return computed + work.calls * call + moved + (work.fresh / machine.fresh if machine.fresh else 0.0)
 
-    def merging(self, blocks: Tensor, keys: Tensor, backward: bool) -> Tensor:
-        """Seconds of adding partial results, in float32, to the rows of all queries and to some keys."""
-        if self.machine.memory is None:
-            return torch.zeros_like(self.time)
-        sizes = self.sizes
-        rows = self.tokens * blocks * (sizes.heads * _ROW_PASSES[backward])
-        keys = keys * ((sizes.kv_heads or sizes.heads) * _KEY_PASSES[backward])
-        return (rows + keys) * (sizes.batch * sizes.head_dim * 4 / self.machine.memory)
+    def work(self, work: RankWork) -> None:
+        """Every rank computes."""
+        self.compute(self.seconds(work).expand_as(self.time))
 
     def compute(self, seconds: Tensor) -> None:
         """Every rank computes for some seconds."""
@@ -186,12 +179,17 @@ class _Ranks:
         self.time = done
         self.computed = self.computed + seconds
 
-    def collective(self, sent: Float[Tensor, "ranks ranks"]) -> None:
-        """All ranks wait for each other and exchange ``sent[sender, receiver]`` bytes."""
+    def begin(self, transfer: Transfer) -> Tensor:
+        """All ranks wait for each other and begin to send; seconds until each rank's messages have arrived."""
         last = int(self.time.argmax())
-        self.time = self.time[last] + self.machine.collective(sent)
-        self.path = self.path[last].expand_as(self.path).clone()
-        self.sent = self.sent + sent.sum(dim=1) - sent.diagonal()
+        self.time = self.time[last].expand_as(self.time)
+        self.path = self.path[last].expand_as(self.path)
+        self.sent = self.sent + transfer.sent.sum(dim=1) - transfer.sent.diagonal()
+        return self.machine.collective(transfer.sent, transfer.tensors)
+
+    def exchange(self, transfer: Transfer) -> None:
+        """All ranks wait for each other and for what they send and receive."""
+        self.time = self.time + self.begin(transfer)
 
     def passed(self) -> PassTime:
         last = int(self.time.argmax())
@@ -233,93 +231,80 @@ def _finished(start: Tensor, seconds: Tensor, cores: int | None) -> Tensor:
 
 
 def _gather(ranks: _Ranks, backward: bool) -> _Ranks:
-    sizes, work = ranks.sizes, ranks.plan.work
-    per_token = sizes.key_value_bytes + (sizes.row_bytes if backward else 0)
-    ranks.collective((ranks.tokens * per_token)[:, None].expand(-1, ranks.plan.ranks))
-    ranks.compute(ranks.seconds(work.sum(dim=1), backward))
-    if backward:
-        ranks.compute(ranks.seconds(work.sum(dim=0), backward))
+    costs = GatherCosts(ranks.plan, ranks.sizes)
+    if not backward:
+        before, after = costs.forward()
+        ranks.work(before)
+        ranks.exchange(costs.key_transfer)
+        ranks.work(after)
+        return ranks
+    before, queries, keys = costs.backward()
+    ranks.work(before)
+    key_seconds, row_seconds = ranks.begin(costs.key_transfer), ranks.begin(costs.row_transfer)
+    arrival, path = ranks.time + key_seconds + row_seconds, ranks.path
+    ranks.time = ranks.time + key_seconds
+    ranks.work(queries)
+    # Rows arrive meanwhile, and keep the rank from computing as far as links do not overlap.
+    ranks.time = ranks.time + (1.0 - ranks.machine.overlap) * row_seconds
+    later = arrival > ranks.time
+    ranks.time, ranks.path = torch.where(later, arrival, ranks.time), torch.where(later, path, ranks.path)
+    ranks.work(keys)
     return ranks
 
 
 def _heads(ranks: _Ranks, backward: bool) -> _Ranks:
-    sizes, count = ranks.sizes, ranks.plan.ranks
-    kv_heads = sizes.kv_heads or sizes.heads
-    share = (kv_heads // count + (ranks.rank < kv_heads % count)) / kv_heads
-    inputs, outputs = (
-        torch.outer(ranks.tokens, share.double()) * size
-        for size in (sizes.query_bytes + sizes.key_value_bytes, sizes.query_bytes)
-    )
-    # To heads each rank sends other ranks' heads of its tokens; back it sends other ranks' tokens of its heads.
-    before, after = (outputs, inputs.T) if backward else (inputs, outputs.T)
-    ranks.collective(before)
-    whole = ranks.seconds(ranks.plan.work.sum(), backward)
-    ranks.compute(whole * share)
-    ranks.collective(after)
+    costs = HeadsCosts(ranks.plan, ranks.sizes)
+    there, back = costs.transfers(backward)
+    before, middle, after = costs.work(backward)
+    ranks.work(before)
+    ranks.exchange(there)
+    ranks.work(middle)
+    ranks.exchange(back)
+    ranks.work(after)
     return ranks
 
 
 def _ring(ranks: _Ranks, backward: bool) -> _Ranks:
+    costs = RingCosts(ranks.plan, ranks.sizes)
+    before, after = costs.ends(backward)
+    ranks.work(before)
     steps = range(1, ranks.plan.ranks)
     visits = [(0, 0), *((step, piece) for step in steps for piece in range(RING_PIECES))]
-    upcoming = _Step(ranks, 0, backward)
+    upcoming = costs.step(0, backward)
     for place, (step, piece) in enumerate(visits):
         here, coming = upcoming, None
         if place + 1 < len(visits):
             next_step, next_piece = visits[place + 1]
-            upcoming = here if next_step == step else _Step(ranks, next_step, backward)
+            upcoming = here if next_step == step else costs.step(next_step, backward)
+            ranks.work(upcoming.cut[min(next_piece, 1)])
             coming = _Messages(ranks, next_step, upcoming.sent[min(next_piece, 1)])
-        ranks.compute(here.seconds[min(piece, 1)])
+        ranks.work(here.work[min(piece, 1)])
         if coming is not None:
             ranks.time = ranks.time + coming.busy
             coming.wait()
         if backward and step:
-            # Gradients of keys return to their rank, and every rank waits for those of its own keys.
-            _Messages(ranks, -step, here.received[min(piece, 1)]).wait()
+            _return_gradients(ranks, step, here, min(piece, 1))
+    ranks.work(after)
     return ranks
 
 
-class _Step:
-    """What the ranks do in a step of the ring: for the first piece and for each other piece of it.
-
-    Attributes:
-        received: keys that each rank receives.
-        sent: keys that each rank sends.
-        seconds: seconds that each rank computes.
-    """
-
-    def __init__(self, ranks: _Ranks, step: int, backward: bool) -> None:
-        rank, tokens, pieces = ranks.rank, ranks.plan.tokens, RING_PIECES if step else 1
-        owner, receiver = (rank - step) % ranks.plan.ranks, (rank + step) % ranks.plan.ranks
-        needed, work = tokens[rank, owner], ranks.plan.work[rank, owner]
-        self.received = _in_pieces(needed, needed, pieces)
-        self.sent = _in_pieces(tokens[receiver, rank], tokens[receiver, rank], pieces)
-        # A piece of several chunks of keys is computed chunk by chunk.
-        blocks = 1.0 + (ranks.chunks[owner] - 1.0).clamp(min=0.0) / pieces
-        self.seconds = [
-            ranks.seconds(pairs, backward) + ranks.merging(blocks, keys, backward) * (pairs > 0)
-            for pairs, keys in zip(_in_pieces(work, needed, pieces), self.received, strict=True)
-        ]
-
-
-def _in_pieces(values: Tensor, tokens: Tensor, pieces: int) -> tuple[Tensor, Tensor]:
-    """How much of some values is in the first piece of a step, and in each other piece; few keys are not cut."""
-    whole, part = values.double(), values.double() / pieces
-    cut = tokens >= FEW_KEYS
-    return torch.where(cut, part, whole), part * cut
+def _return_gradients(ranks: _Ranks, step: int, here: RingStep, piece: int) -> None:
+    """Gradients of keys return to their rank, and every rank waits for those of its own keys and adds them."""
+    _Messages(ranks, -step, here.received[piece]).wait()
+    ranks.work(here.returned[piece])
 
 
 class _Messages:
-    """A message of each rank, of some keys and values, to the rank ``shift`` places after it.
+    """Messages of each rank, of some keys and values, to the rank ``shift`` places after it.
 
-    It begins when both ranks have come so far, and holds both until it has arrived.
+    They begin when both ranks have come so far, and hold both until they have arrived.
     """
 
     def __init__(self, ranks: _Ranks, shift: int, tokens: Tensor) -> None:
         rank, count = ranks.rank, ranks.plan.ranks
         self.ranks, self.sender, receiver = ranks, (rank - shift) % count, (rank + shift) % count
         sent = tokens * ranks.sizes.key_value_bytes
-        seconds = ranks.machine.message(sent, rank, receiver)
+        seconds = ranks.machine.message(sent, rank, receiver, 2)
         first = torch.where(ranks.time[receiver] > ranks.time, receiver, rank)
         #: By sending rank: when the message arrives, and how much of the critical path to that is computing.
         self.arrival = torch.where(seconds > 0, ranks.time[first] + seconds, 0.0)

@@ -35,18 +35,21 @@ class Mask(Record, ABC):
 
     Masks combine with ``&``, ``|`` and ``~``. A subclass lists its constructor arguments in ``fields`` and defines
     ``allows``; with ``intervals`` the kernels skip keys that it forbids. It sets ``position_dependent = True`` if
-    ``allows`` reads ``q_pos``, and ``relative = True`` if ``allows`` depends on ``q_pos - k_pos`` alone.
+    ``allows`` reads ``q_pos``, ``relative = True`` if ``allows`` depends on ``q_pos - k_pos`` alone, and
+    ``head_dependent = False`` if ``allows`` does not read ``head``.
     """
 
     #: Reads the query's position, so ``q_len != k_len`` needs a ``query_offset``.
     position_dependent: bool = False
     #: Depends on ``q_pos - k_pos`` alone, so it is the same inside a packed document.
     relative: bool = False
+    #: Reads the head. If not, a part of the heads has the same mask.
+    head_dependent: bool = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A subclass with another predicate must not inherit the intervals of its parent's predicate.
-        for name in ("intervals", "relative"):
+        # A subclass with another predicate must not inherit what holds for its parent's predicate.
+        for name in ("intervals", "relative", "head_dependent"):
             definer = next(kind for kind in cls.__mro__ if name in vars(kind))
             if getattr(definer, "allows", None) not in (cls.allows, Mask.allows):
                 setattr(cls, name, vars(Mask)[name])
@@ -295,6 +298,10 @@ class Combined(Mask):
     @property
     def relative(self) -> bool:  # type: ignore[override]
         return all(part.relative for part in self.parts())
+
+    @property
+    def head_dependent(self) -> bool:  # type: ignore[override]
+        return any(part.head_dependent for part in self.parts())
 
     def placed(self, query_offset: int) -> Mask:
         placed = {name: getattr(self, name).placed(query_offset) for name in self.fields}

@@ -27,6 +27,7 @@ class Causal(Mask):
     ■■■■■■■■
     """
 
+    head_dependent = False
     position_dependent = True
     relative = True
 
@@ -52,6 +53,7 @@ class Window(Mask):
     """
 
     fields = ("before", "after")
+    head_dependent = False
     position_dependent = True
     relative = True
 
@@ -80,6 +82,7 @@ class Prefix(Mask):
     """
 
     fields = ("length",)
+    head_dependent = False
 
     def __init__(self, length: int) -> None:
         self.length = whole("Prefix", "length", length, low=0)
@@ -108,6 +111,7 @@ class Global(Mask):
     """
 
     fields = ("num_tokens",)
+    head_dependent = False
     position_dependent = True
 
     def __init__(self, num_tokens: int) -> None:
@@ -137,6 +141,7 @@ class Strided(Mask):
     """
 
     fields = ("stride",)
+    head_dependent = False
     position_dependent = True
     relative = True
 

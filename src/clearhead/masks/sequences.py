@@ -33,6 +33,7 @@ class Padding(Carrying):
     """
 
     fields = ("lengths",)
+    head_dependent = False
 
     def __init__(self, lengths: Sequence[int] | Int[Tensor, " batch"]) -> None:
         self.lengths = _counts("Padding", "lengths", lengths)
@@ -113,6 +114,7 @@ class Documents(Carrying):
     """
 
     fields = ("ids", "contiguous")
+    head_dependent = False
     position_dependent = True
 
     def __init__(
@@ -200,6 +202,7 @@ class Ragged(Mask):
     """
 
     fields = ("cu_seq_q", "cu_seq_k", "used_k", "before", "after", "longest")
+    head_dependent = False
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from clearhead.batch_part import current
+from clearhead.choices import is_invariant
 from clearhead.errors import MaskError
 from clearhead.masks import Documents, Mask, Padding
 from clearhead.masks.base import conjuncts
@@ -97,7 +98,9 @@ class BatchLayout:
         padded = part is not None and part.packed
         if not exported and not padded and bool((counts == length).all()):
             return cls(size, None, False, rest, places, length)
-        packed = may_pack and places is None and not exported and (rest is None or rest.relative)
+        # Gradients of parameters are sums over sequences, which the layers of a packed batch do not distinguish.
+        by_sequence = is_invariant() and torch.is_grad_enabled()
+        packed = may_pack and places is None and not exported and not by_sequence and (rest is None or rest.relative)
         confined: Mask = Documents(lengths=counts.to(device)) if packed else Padding(counts.to(device))
         if isinstance(confined, Documents):
             laid_out(confined, *size)

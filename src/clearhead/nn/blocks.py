@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from clearhead.arguments import flag, probability
 from clearhead.cache import KVCache, count_appended, restored_on_error
-from clearhead.choices import is_invariant
 from clearhead.errors import ShapeError
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
@@ -22,9 +21,9 @@ from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
-from clearhead.nn.fused import fused_layers, norm_of, of_parts, takes_parts
+from clearhead.nn.fused import apply_norm, fused_layers, norm_of, of_parts, takes_parts
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.norm import new_norm, normed, takes_norm
+from clearhead.nn.norm import new_norm
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.paged_step import PagedLayer
@@ -114,8 +113,8 @@ class Block(nn.Module):
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``x + sublayer(norm(x))`` before the norm, ``norm(x + sublayer(x))`` after it."""
         if self.norm_first:
-            return plus_dropped(x, self.residual_dropout, sublayer(_normed(norm, x)))
-        return _normed(norm, plus_dropped(x, self.residual_dropout, sublayer(x)))
+            return plus_dropped(x, self.residual_dropout, sublayer(apply_norm(norm, x)))
+        return apply_norm(norm, plus_dropped(x, self.residual_dropout, sublayer(x)))
 
     def _maybe_recomputed(self, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Run; with activation checkpointing, save only the inputs for backward."""
@@ -125,13 +124,6 @@ class Block(nn.Module):
             output: Tensor = checkpoint(run, *arguments, use_reentrant=False, **options)
             return output
         return run(*arguments)
-
-
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """``norm(x)``, with the bits of the block operator under ``set_invariant(True)``."""
-    like = norm_of(norm, x) if is_invariant() else None
-    output: Tensor = norm(x) if like is None or not takes_norm(x, like) else normed(x, like)
-    return output
 
 
 def cache_views(

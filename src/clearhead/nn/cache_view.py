@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.cache import KVCache, reserve
+from clearhead.cache import KVCache, dropped_by, reserve
 from clearhead.paged_step import PagedLayer, PagedStep
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
@@ -25,6 +25,7 @@ class CacheView(NamedTuple):
         grows: whether the operator first appends the call's own tokens, for which there is capacity. A cached memory
             is only read.
         step: what says which pages the call's sequences read and extend; None where the cache is not paged.
+        dropped: tokens before the first cached one, which the cache has dropped.
     """
 
     key: Float[Tensor, "batch kv_heads capacity head_dim"]
@@ -32,6 +33,7 @@ class CacheView(NamedTuple):
     length: int
     grows: bool
     step: PagedStep | None = None
+    dropped: int = 0
 
 
 def cache_view(
@@ -56,9 +58,9 @@ def cache_view(
     if memory is None:
         # Under autocast, say, the cache's memory is made of another dtype.
         buffers = reserve(cache, x, kv_heads, head_dim, may_make=are_plain)
-        return None if buffers is None else CacheView(*buffers, cache.length, grows=True)
+        return None if buffers is None else CacheView(*buffers, cache.length, grows=True, dropped=dropped_by(cache))
     key, value = cache.key, cache.value
     if key is None or value is None or key.shape != (x.shape[0], kv_heads, memory.shape[-2], head_dim):
         return None
     fits = value.shape == key.shape and len(memory) == len(x)
-    return CacheView(key, value, cache.length, grows=False) if fits else None
+    return CacheView(key, value, cache.length, grows=False, dropped=dropped_by(cache)) if fits else None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from clearhead.arguments import one_of, probability, whole
+from clearhead.choices import is_invariant
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
@@ -124,7 +125,9 @@ class SequenceClassifier(nn.Module):
         """
         states, counts = self.encode(ids, lengths=lengths, mask=mask)
         sequence = None if self.part is None else self.part.sequence
-        logits: Tensor = self.classifier(self.dropout(pool(states, counts, self.pooling, sequence)))
+        pooled = self.dropout(pool(states, counts, self.pooling, sequence))
+        # A row is a sequence of its own, over which the kernels add gradients of parameters.
+        logits: Tensor = self.classifier(pooled[:, None])[:, 0] if is_invariant() else self.classifier(pooled)
         return logits
 
     def encode(

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.arguments import one_of, probability
+from clearhead.choices import is_invariant
 from clearhead.errors import ShapeError
 from clearhead.nn.batch_layout import BatchLayout
 from clearhead.nn.checks import positive
 from clearhead.nn.dropout import Dropout
+from clearhead.nn.linear import looked_at
 from clearhead.positions import sinusoidal
+from clearhead.sequence_sums import embed
 from clearhead.shapes import Float, Int
 
 __all__ = ["POSITIONS", "TokenEmbedding", "check_ids", "check_range", "embedded", "widened"]
@@ -52,9 +55,11 @@ class TokenEmbedding(nn.Module):
         self, ids: Int[Tensor, "batch len"], places: Int[Tensor, "#batch len"]
     ) -> Float[Tensor, "batch len embed_dim"]:
         """Vectors of tokens ``ids`` at positions ``places`` of their sequences; both are in range."""
-        x = self.token(widened(ids))
+        ids = widened(ids)
+        x = _rows_of(self.token, ids)
         if self.position is not None:
-            x = x + self.position(places)
+            # Invariant: the positions of each sequence, as their gradient is a sum over sequences.
+            x = x + _rows_of(self.position, places.expand(ids.shape) if is_invariant() else places)
         elif self.positions == "sinusoidal":
             x = x + sinusoidal(places, x.shape[-1], dtype=x.dtype)
         embedded: Tensor = self.dropout(x)
@@ -62,6 +67,14 @@ class TokenEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"positions={self.positions!r}, max_len={self.max_len}"
+
+
+def _rows_of(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+    """``embedding(ids)``; in invariant mode its gradient has the order of the sequences' tree."""
+    if is_invariant() and not looked_at(embedding):
+        return embed(ids, embedding.weight)
+    rows: Tensor = embedding(ids)
+    return rows
 
 
 def check_ids(function: str, argument: str, ids: object, max_len: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import band_of, is_padding, is_table, parts_of
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.dropout import drop
-from clearhead.nn.norm import normed, normed_by_torch
+from clearhead.nn.norm import normed, normed_by_torch, takes_norm
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
@@ -40,7 +40,7 @@ from clearhead.statistics import Want
 from clearhead.torch_private import is_hooked, modules_are_hooked
 from clearhead.watch import watched
 
-__all__ = ["fused_attention", "fused_layers", "is_fused_attention", "norm_of", "of_parts", "takes_parts"]
+__all__ = ["apply_norm", "fused_attention", "fused_layers", "is_fused_attention", "norm_of", "of_parts", "takes_parts"]
 
 _FUNCTION: Final = "attention"
 _NOTHING: Final = Want()
@@ -445,7 +445,7 @@ def _write_call(
         tape.integer(1 if cache.grows else 2, cache.length)
         tape.caches += (cache.key, cache.value)
     tape.number(attended.scale, attended.dropout)
-    tape.integer(seed, attended.query_offset, *origin)
+    tape.integer(seed, attended.query_offset, *origin, 0 if cache is None else cache.dropped)
     tape.mask(attended.options)
     tape.rules(attended.options)
 
@@ -470,3 +470,10 @@ def norm_of(norm: nn.Module, x: Tensor) -> NormLike | None:
         return None
     epsilon = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     return (kind, float(epsilon)), (norm.weight, getattr(norm, "bias", None))
+
+
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """``norm(x)``; under ``set_invariant(True)`` by the kernels, whose sums have the order of those in fused layers."""
+    like = norm_of(norm, x) if is_invariant() else None
+    output: Tensor = norm(x) if like is None or not takes_norm(x, like) else normed(x, like)
+    return output

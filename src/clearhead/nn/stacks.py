@@ -19,6 +19,7 @@ from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.batch_layout import BatchLayout, Lengths
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
+from clearhead.nn.fused import apply_norm
 from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
@@ -129,8 +130,7 @@ class Encoder(nn.Module):
             output = x
             for block in self.blocks:
                 output = block(output, mask=mask)
-        normed: Tensor = self.norm(output)
-        return normed
+        return apply_norm(self.norm, output)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
@@ -392,8 +392,7 @@ class Decoder(nn.Module):
                         cache=layer_cache,
                         memory_cache=of_memory,
                     )
-        normed: Tensor = self.norm(output)
-        return normed
+        return apply_norm(self.norm, output)
 
     def new_paged_cache(
         self, num_blocks: int, *, block_size: int = 64, dtype: torch.dtype | None = None
@@ -433,8 +432,7 @@ class Decoder(nn.Module):
             output = x
             for block, cache in zip(self.blocks, caches, strict=True):
                 output = block(output, mask=mask, cache=cache)
-        normed: Tensor = self.norm(output)
-        return normed
+        return apply_norm(self.norm, output)
 
     def _memory(self, memory: Tensor | None, lengths: Lengths) -> tuple[Tensor | None, Mask | None]:
         """The memory with its padding emptied, and the mask over it."""

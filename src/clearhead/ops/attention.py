@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from clearhead.choices import is_invariant
 from clearhead.masks.parts import Parts
-from clearhead.ops.kinds import KEY_TILE
+from clearhead.ops.kinds import KEY_TILE, Side
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
@@ -34,12 +35,15 @@ __all__ = [
     "attend_with_lse_backward",
     "gathers",
     "mask_options",
+    "row_sums",
     "rule_options",
     "softmax_rows",
 ]
 
 #: A smaller factor makes scores of float32 inputs 0.
 _LEAST_SCALE: Final = 1e-30
+#: Gradients of tensors that backward returns.
+_TENSORS: Final = {Side.BOTH: 3, Side.QUERIES: 1, Side.KEYS: 2}
 #: Statistics that backward takes gradients of.
 DIFFERENTIABLE: Final = ("max_score", "entropy", "distance", "sink", "received")
 
@@ -162,7 +166,7 @@ def attend(problem: Problem, want: Want, *, for_backward: bool) -> Forward:
     saves_output = False
     if for_backward:
         tables = "allowed" in options or "blocks" in options
-        saves_output = problem.k_len > KEY_TILE or tables or gathers(want)
+        saves_output = problem.k_len > KEY_TILE or tables or gathers(want) or is_invariant()
         names |= _saved(problem, want, saves_output)
     order = _add_statistics(options, problem, want) if gathers(want) else None
     asked = [place for place, name in enumerate(_RETURNS) if name in names]
@@ -186,7 +190,7 @@ def attend_plain(
     if not for_backward:
         (output,) = operator(query, key, value, scale, 0, None, 0) if causal else operator(query, key, value, scale, 0)
         return output, None, None
-    saves_output = key.shape[2] > KEY_TILE
+    saves_output = key.shape[2] > KEY_TILE or is_invariant()
     returns = _SOFTMAX | (_OUTPUT32 if saves_output and query.dtype != torch.float32 else 0)
     output, softmax, *exact = operator(query, key, value, scale, returns, None, 0 if causal else None)
     return output, softmax, exact[0] if exact else output if saves_output else None
@@ -292,7 +296,7 @@ class Gradients:
     """What a backward call gives.
 
     Attributes:
-        tensors: gradients of query, key and value.
+        tensors: gradients of query, key and value, of which ``side`` may leave some out.
         delta: ``[batch, heads, q_len]``, each row's ``sum(output * grad_output)`` less what arrives at its sum.
         rules: gradients of rules' tensors in float32, by the identity of the tensor.
     """
@@ -303,7 +307,12 @@ class Gradients:
 
 
 def attend_backward(
-    problem: Problem, saved: Saved, grad_output: Tensor, row_sums: Tensor | None, statistics: StatisticGradients | None
+    problem: Problem,
+    saved: Saved,
+    grad_output: Tensor,
+    row_sums: Tensor | None,
+    statistics: StatisticGradients | None,
+    side: Side = Side.BOTH,
 ) -> Gradients | None:
     """Gradients of query, key, value and rules; None where NaN or infinity meets a mask.
 
@@ -313,15 +322,18 @@ def attend_backward(
         grad_output: ``[batch, heads, q_len, value_dim]``.
         row_sums: ``[batch, heads, q_len]``, what is added to each row's delta with the opposite sign, or None.
         statistics: gradients of statistics, or None.
+        side: which of the three tensors have a gradient; those of the rules come with that of the queries.
     """
     options, _ = options_of(problem)
-    learned = _add_learned(options, problem)
+    learned = [] if side is Side.KEYS else _add_learned(options, problem)
     if row_sums is not None:
         options["grad_lse"] = row_sums.to(torch.float32).contiguous()
     if saved.partial:
         options["partial_rows"] = True
     if statistics is not None:
         options.update(statistics=statistics.tensors, sink_keys=statistics.sink_keys)
+    if side is not Side.BOTH:
+        options["side"] = int(side)
     results, finite = torch.ops.clearhead.attention_gradients.default(
         grad_output,
         problem.query,
@@ -334,8 +346,31 @@ def attend_backward(
     )
     if not finite:
         return None
-    query, key, value, delta, *rules = results
-    return Gradients([query, key, value], delta, {id(table): grad for table, grad in zip(learned, rules, strict=True)})
+    count = _TENSORS[side]
+    delta, *rules = results[count:]
+    return Gradients(results[:count], delta, {id(table): grad for table, grad in zip(learned, rules, strict=True)})
+
+
+def row_sums(output: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Float[Tensor, "batch heads q_len"]:
+    """Each row's ``sum(output * grad_output) - grad_lse`` in the kernels' order.
+
+    Args:
+        output: the float32 output of whole rows, ``[batch, heads, q_len, value_dim]``.
+        grad_output: its gradient in the tensors' dtype.
+        grad_lse: ``[batch, heads, q_len]``, or None.
+    """
+    batch, heads, q_len, value_dim = output.shape
+    query, key, value = (grad_output.new_zeros(batch, heads, *sizes) for sizes in ((q_len, 1), (1, 1), (1, value_dim)))
+    # No query may attend to the key, so nothing else is computed.
+    options: dict[str, Any] = {"after": 0, "query_offset": -q_len, "partial_rows": True, "side": int(Side.QUERIES)}
+    if grad_lse is not None:
+        options["grad_lse"] = grad_lse.to(torch.float32).contiguous()
+    softmax = output.new_zeros(batch, heads, q_len, 2)
+    results, _ = torch.ops.clearhead.attention_gradients.default(
+        grad_output, query, key, value, softmax, output, 1.0, **options
+    )
+    delta: Tensor = results[1]
+    return delta
 
 
 def _add_learned(options: dict[str, Any], problem: Problem) -> list[Tensor]:

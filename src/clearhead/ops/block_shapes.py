@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
+from clearhead.choices import is_invariant
 from clearhead.ops.kinds import Activation
 
 __all__ = ["AttentionShapes", "BlockShapes", "FeedForwardShapes", "LinearShape", "read_blocks", "saved_shapes"]
@@ -255,5 +256,5 @@ def _saved_by_attention(
         yield (batch * (keys if of_memory else length), layer.outputs), dtype
     yield (batch * length, shapes.heads * shapes.head_dim), dtype
     yield (batch, shapes.heads, length, 2), torch.float32
-    if dtype is not torch.float32 and (keys > _TILE or shapes.table):
+    if dtype is not torch.float32 and (keys > _TILE or shapes.table or is_invariant()):
         yield (batch, shapes.heads, length, shapes.head_dim), torch.float32

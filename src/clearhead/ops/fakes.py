@@ -16,6 +16,7 @@ from clearhead.ops.batching import batching_rule
 from clearhead.ops.binary import signatures
 from clearhead.ops.compiled_autograd import register_autograd
 from clearhead.ops.flops import FLOPS
+from clearhead.ops.kinds import Side
 from clearhead.ops.layer_fakes import LAYER_FAKES, empty_heads
 from clearhead.ops.layer_flops import LAYER_FLOPS
 
@@ -73,6 +74,7 @@ def _attention_gradients(
     value: Tensor,
     rule_tables: Sequence[Tensor] | None = None,
     rule_slots: Sequence[int] | None = None,
+    side: int = Side.BOTH,
     **others: Any,
 ) -> tuple[list[Tensor], bool]:
     """Without elements all are finite."""
@@ -81,7 +83,8 @@ def _attention_gradients(
         if slot >= 0:
             learned.setdefault(slot, table)
     rows = query.new_empty((query.shape[0], query.shape[1], query.shape[2]), dtype=torch.float32)
-    grads = [empty_heads(part, part.shape[3]) for part in (query, key, value)]
+    of_queries, of_keys = ([query] if side != Side.KEYS else []), ([key, value] if side != Side.QUERIES else [])
+    grads = [empty_heads(part, part.shape[3]) for part in (*of_queries, *of_keys)]
     of_rules = [table.new_empty(tuple(table.shape), dtype=torch.float32) for _, table in sorted(learned.items())]
     return [*grads, rows, *of_rules], True
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from clearhead.ops.block_shapes import Shape
+from clearhead.ops.kinds import Side
 
 __all__ = ["FLOPS", "pairs"]
 
@@ -66,6 +67,12 @@ def _attention_paged(query: Shape, key: Shape, value: Shape, block_table: Shape,
 _FORWARD: Final = _attention(1, 1)
 #: ``Q K^T`` once more, ``dO V^T``, ``P^T dO``, ``dS K`` and ``dS^T Q``.
 _GRADIENTS: Final = _attention(3, 2)
+#: Those that the gradients of queries, or of keys and values, need.
+_SIDES: Final = {Side.BOTH: _GRADIENTS, Side.QUERIES: _attention(2, 1), Side.KEYS: _attention(2, 2)}
+
+
+def _attention_gradients(side: int = Side.BOTH, **others: Any) -> int:
+    return _SIDES[Side(side)](**others)
 
 
 class _Chunks:
@@ -113,7 +120,7 @@ def _linear_attention_gradients(
 FLOPS: Final[dict[str, Callable[..., int]]] = {
     "attention_forward": _FORWARD,
     "attention_compiled": _FORWARD,
-    "attention_gradients": _GRADIENTS,
+    "attention_gradients": _attention_gradients,
     "attention_paged": _attention_paged,
     "attention_compiled_gradients": _GRADIENTS,
     "linear_attention_forward": _linear_attention_forward,

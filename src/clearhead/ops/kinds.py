@@ -19,6 +19,7 @@ __all__ = [
     "Feature",
     "Gate",
     "NormKind",
+    "Side",
 ]
 
 MAX_HEAD_DIM: Final = 256
@@ -67,3 +68,11 @@ class Feature(IntEnum):
     IDENTITY = 0
     ELU = 1
     RELU = 2
+
+
+class Side(IntEnum):
+    """Which gradients attention's backward computes: all, those of queries, or those of keys and values."""
+
+    BOTH = 0
+    QUERIES = 1
+    KEYS = 2

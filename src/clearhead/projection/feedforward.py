@@ -86,7 +86,8 @@ def project_activate_project(
     def recompute(places: Mapping[int, Tensor], tokens: Sequence[Tensor]) -> Tensor:
         return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, (levels, seed, row))
 
-    tokens = x.reshape(1, -1, x.shape[-1])
+    # Sequences stay apart: gradients of parameters are sums over them.
+    tokens = x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1])
     output = run_blocks([tokens], tape, recompute if training else None)
     return output.view(*x.shape[:-1], contract.shape[0])
 

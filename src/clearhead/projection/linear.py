@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead import choices as table
-from clearhead.projection.paths import NATIVE, TORCH, Path, Term
-from clearhead.projection.selection import DTYPES, choice, large_enough, path_for, takes_small
+from clearhead.errors import UnsupportedError
+from clearhead.projection.paths import NATIVE, TORCH, Path, Term, flat
+from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
+from clearhead.sequence_sums import TreeSum
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
 from clearhead.torch_private import base_of, differentiates_forward, has_dispatch_mode, has_function_mode, transforms
@@ -34,6 +36,10 @@ def project(
     weight is. All other calls, and all under ``torch.compile``, ``torch.export``, autocast or ``torch.func``, are
     ``torch.nn.functional.linear``. Backward's GEMMs have the same choice; with ``create_graph=True`` they are torch's.
 
+    In invariant mode (``clearhead.set_invariant``) the kernels compute every call on float32, bfloat16 and float16 CPU
+    tensors: each output row, and each row of the gradient of ``x``, has the same bits alone and among any other rows.
+    ``torch.compile`` then leaves the call out of its graph, and raises with ``fullgraph=True``.
+
     Args:
         x: ``[*batch, in]``.
         weight: ``[out, in]``.
@@ -44,7 +50,9 @@ def project(
         ``[*batch, out]``.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available; or, in invariant mode,
+            autocast or a transform of ``torch.func`` is active, a path other than the kernels' is named, or the kernels
+            are not installed.
 
     Cost: ``2 * rows * in * out`` operations, three times that with backward.
 
@@ -53,6 +61,8 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
+    if path is None and torch.compiler.is_compiling() and table.is_invariant():
+        return _uncompiled(x, weight, bias)
     if path is None and not has_choice(x, weight, bias):
         _refuse_variant(x, weight, bias)
         return F.linear(x, weight, bias)
@@ -60,6 +70,12 @@ def project(
         (projected,) = _Projections.apply(path, x, weight, bias)  # type: ignore[no-untyped-call]
         return projected  # type: ignore[no-any-return]
     return _forward(path, x, weight, bias)
+
+
+@torch.compiler.disable
+def _uncompiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``project`` outside the compiler's graph: a compiled GEMM is torch's, which adds in another order."""
+    return project(x, weight, bias)
 
 
 def project_each(
@@ -185,12 +201,33 @@ def layer_gradients(
     path: Path | None, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of one layer's weight and bias, by a path, or by the selected one."""
+    if table.is_invariant():
+        return _gradients_by_sequence(path, grad, x, needs_weight, needs_bias)
     rows = grad.reshape(-1, grad.shape[-1])
     if not needs_weight:
         return None, rows.sum(0) if needs_bias else None
     flat = x.reshape(-1, x.shape[-1])
     path = path or path_of("weight gradient", rows, rows.shape[1] * flat.shape[1])
     return path.weight_gradient(rows, flat, needs_bias)
+
+
+def _gradients_by_sequence(
+    path: Path | None, grad: Tensor, x: Tensor | None, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same as a sum over the sequences ``[batch, len, width]``, in the order of their tree."""
+    if not needs_weight and not needs_bias:
+        return None, None
+    if not needs_weight or x is None:
+        x = grad.new_empty(*grad.shape[:-1], 0)
+    path = path or path_of("weight gradient", grad, grad.shape[-1] * x.shape[-1])
+    if path is NATIVE:
+        weight, bias = path.weight_gradient(grad, x, needs_bias)
+        return weight if needs_weight else None, bias
+    total = TreeSum()
+    for grad_part, x_part in zip(*((one if one.dim() > 2 else one[None]) for one in (grad, x)), strict=True):
+        total.add(path.weight_gradient(flat(grad_part), flat(x_part), needs_bias))
+    of_weight, of_bias = total.result()
+    return of_weight if needs_weight else None, of_bias
 
 
 def path_of(kind: str, x: Tensor, elements: int) -> Path:
@@ -212,7 +249,15 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if not _plain(x) or x.dim() == 0:
         return False
-    return is_layer(weight, bias, x.shape[-1], x.dtype) and not watched()
+    if not is_layer(weight, bias, x.shape[-1], x.dtype):
+        return False
+    if not watched():
+        return True
+    if table.is_invariant():
+        must, then = "be off in invariant mode", "Leave them, or call clearhead.set_invariant(False)."
+        got = "autocast" if torch.is_autocast_enabled("cpu") else "a transform"
+        raise UnsupportedError.about("project", "autocast and transforms of torch.func", must=must, got=got, then=then)
+    return False
 
 
 def _needs_gradient(*parts: Tensor | None) -> bool:
@@ -256,7 +301,7 @@ def _plain(tensor: Tensor) -> bool:
     """Whether a tensor has a dtype with a choice of paths, is on the CPU, strided, and no subclass."""
     return (
         type(tensor) in _TYPES
-        and tensor.dtype in DTYPES
+        and has_paths(tensor.dtype)
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -269,8 +314,12 @@ def unrecorded() -> bool:
 
 
 def watched() -> bool:
-    """Whether autocast, a mode or a transform is active, or oneDNN is disabled."""
-    return torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled or not unlooked()
+    """Whether autocast, a mode or a transform is active, or oneDNN is disabled. In invariant mode operators run under
+    modes too, since torch's add in another order."""
+    if torch.is_autocast_enabled("cpu") or transforms() or differentiates_forward():
+        return True
+    modes = has_dispatch_mode() or has_function_mode() or not torch.backends.mkldnn.enabled
+    return modes and not table.is_invariant()
 
 
 def unlooked() -> bool:

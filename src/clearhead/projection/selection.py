@@ -22,6 +22,7 @@ __all__ = [
     "choices",
     "gemm_gains_alone",
     "gemm_path",
+    "has_paths",
     "large_enough",
     "layer_gains",
     "path_for",
@@ -66,6 +67,9 @@ def gemm_path(
 ) -> Path:
     """The path of a linear layer's GEMM: a pure function of its arguments, the processor and the variables.
 
+    In invariant mode it is the kernels' path at every size, also for ``float16``: it sums in one order whatever the
+    number of rows.
+
     Args:
         dtype: ``float32`` or ``bfloat16``; other dtypes take torch's path.
         rows: number of tokens, for every kind.
@@ -75,12 +79,13 @@ def gemm_path(
         training: whether autograd records the layer; small GEMMs then take torch's path.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype; or, in
+            invariant mode, another than the kernels', or the kernels are not installed.
 
     >>> gemm_path(torch.float64, 512, 768, 768).name
     'torch'
     """
-    if dtype not in DTYPES or not large_enough(dtype, rows, columns, steps, training=training):
+    if not has_paths(dtype) or not large_enough(dtype, rows, columns, steps, training=training):
         return TORCH
     return path_for(kind, dtype, rows, columns * steps)
 
@@ -100,6 +105,15 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
     return weight >= least and rows > 0 and not training
 
 
+def has_paths(dtype: torch.dtype) -> bool:
+    """Whether there is a choice of paths for a dtype, or in invariant mode the kernels'.
+
+    >>> has_paths(torch.float32), has_paths(torch.float64)
+    (True, False)
+    """
+    return dtype in DTYPES or (dtype is torch.float16 and table.is_invariant())
+
+
 def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
     """Whether large calls of a linear layer take another path than torch's.
 
@@ -117,7 +131,7 @@ def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
     >>> layer_gains(torch.ones(8, 8), alone=True) is layer_gains(torch.ones(512, 512).double(), alone=True) is None
     True
     """
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dtype not in DTYPES or not weight.is_cpu:
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or not has_paths(weight.dtype) or not weight.is_cpu:
         return None
     least = 1 if table.is_invariant() else _LEAST_LAYER
     if weight.layout is not torch.strided or weight.numel() < least:
@@ -198,8 +212,8 @@ def _read(dtype: torch.dtype, _variable: str, _names: table.Overrides) -> tuple[
 
 def _read_kind(kind: str, dtype: torch.dtype) -> GemmChoice:
     name, row = _named(dtype), table.row_for(dtype)
-    if name not in (None, NATIVE.name):
-        table.refuse_if_invariant("project", _VARIABLE, got=f"{name}", then="Unset it, or name 'native'.")
+    if table.is_invariant():
+        _check_invariant(name or NATIVE.name, dtype)
     if name is not None:
         reason = "named by clearhead.testing" if table.overrides().gemm else f"{_VARIABLE}={name}"
         return GemmChoice(kind, str(dtype)[6:], name, name, name, reason)
@@ -220,3 +234,13 @@ def _read_kind(kind: str, dtype: torch.dtype) -> GemmChoice:
         first(1, _LARGE),
         f"{row.processors}: {row.basis}{missing}",
     )
+
+
+def _check_invariant(name: str, dtype: torch.dtype) -> None:
+    """Only the kernels sum in one order; another path must not be taken silently."""
+    absent = NATIVE.absent(dtype)
+    if name == NATIVE.name and absent is None:
+        return
+    got = f"{name}, by {_VARIABLE} or clearhead.testing" if absent is None else absent
+    must, then = "be native in invariant mode", "Unset it, or call clearhead.set_invariant(False)."
+    raise UnsupportedError.about("project", "the path of linear layers", must=must, got=got, then=then)

@@ -101,7 +101,9 @@ class ClassifierTask:
             hidden = drawn_for_part(ids.shape, ids.device) < self._options.token_dropout
             ids = ids.masked_fill(hidden, self._unknown_id)
         logits = model(ids, lengths=batch.lengths).float()
-        loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._options.label_smoothing)
+        smoothing, count = self._options.label_smoothing, len(batch.targets)
+        # The mean of torch divides the smoothed part's gradient, whose bits would then depend on the number of rows.
+        loss = F.cross_entropy(logits, batch.targets, label_smoothing=smoothing, reduction="sum") / max(count, 1)
         return Weighed(loss, (logits.argmax(-1) == batch.targets).sum(), len(batch.targets))
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:

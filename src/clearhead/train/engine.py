@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.batch_part import batch_part
+from clearhead.choices import is_invariant
 from clearhead.errors import DataError
 from clearhead.train.batches import Batch
 from clearhead.train.checkpoint import Place
+from clearhead.train.gradient_order import GradientSum, check_order
 from clearhead.train.optimizer import Average, adamw, learning_rate
 from clearhead.train.options import TrainingOptions
 from clearhead.train.progress import ProgressReporter, Shown, Silent
-from clearhead.train.ranks import Ranks
+from clearhead.train.ranks import BatchShare, Ranks
 from clearhead.train.sharding import reshard, scale_gradients, sync_gradients
 
 __all__ = ["Engine", "Keeper", "Outcome", "Task", "Weighed", "seeded"]
@@ -206,6 +208,7 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = Ranks() if ranks is None else ranks
+        check_order(function, options, self._ranks.size)
         self.task, self.options, self._function = task, options, function
         self.model = self._ranks.parallelized(model)
         self.keeper: Keeper = InMemory() if keeper is None else keeper
@@ -274,20 +277,31 @@ class Engine:
         """Add up the gradients of the summed loss; that loss, and the numbers of correct and of counted targets."""
         sums = [0.0, 0.0, 0.0]
         count = self.options.accumulate
-        for place, share in enumerate(self._ranks.shares(batch, count)):
-            if count > 1 and self._ranks.size > 1:
-                sync_gradients(self.model, place + 1 == count)
-            with seeded(self.options.seed, step), batch_part(share.part):
-                with self._precision():
-                    weighed = self.task.weigh(self.model, share.batch.to(self._device))
-                counted = weighed.counted if share.counts else 0
-                # Gradients of means would have the wrong weights where shares have different numbers of targets.
-                (weighed.loss * counted).backward()
-            if share.counts:
-                sums[0] += weighed.loss.item() * counted
-                sums[1] += float(weighed.correct)
-                sums[2] += counted
+        ordered = GradientSum(self.model) if is_invariant() else None
+        with ordered or nullcontext():
+            for place, share in enumerate(self._ranks.shares(batch, count)):
+                if count > 1 and self._ranks.size > 1:
+                    sync_gradients(self.model, place + 1 == count)
+                weighed, counted = self._weigh(share, step)
+                if ordered is not None:
+                    ordered.add(share.counts)
+                if share.counts:
+                    sums[0] += weighed.loss.item() * counted
+                    sums[1] += float(weighed.correct)
+                    sums[2] += counted
+        if ordered is not None:
+            ordered.store()
         return self._ranks.total(sums)
+
+    def _weigh(self, share: BatchShare, step: int) -> tuple[Weighed, int]:
+        """One share's loss, whose gradients are left in the parameters, and the number of its counted targets."""
+        with seeded(self.options.seed, step), batch_part(share.part):
+            with self._precision():
+                weighed = self.task.weigh(self.model, share.batch.to(self._device))
+            counted = weighed.counted if share.counts else 0
+            # Gradients of means would have the wrong weights where shares have different numbers of targets.
+            (weighed.loss * counted).backward()
+        return weighed, counted
 
     def _precision(self) -> torch.autocast:
         wanted = self.options.precision == "bf16"

@@ -95,7 +95,8 @@ class ParallelOptions:
             shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given if value > 1)
             must = f"multiply to {processes}, the number of processes"
             got = " ".join(part for part in (f"--data-parallel {data}", shown) if part)
-            then = f"Start {data * others} processes: torchrun --nproc-per-node {data * others} -m clearhead train ..."
+            command = f"torchrun --standalone --nproc-per-node {data * others} -m clearhead train ..."
+            then = f"Start {data * others} processes: {command}"
             raise ShapeError.about(function, "the degrees", must=must, got=got, then=then)
         return replace(self, data_parallel=data)
 

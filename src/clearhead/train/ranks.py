@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clearhead.batch_part import BatchPart
+from clearhead.choices import is_invariant
 from clearhead.distributed.layout import chunks_of, positions_of
+from clearhead.distributed.liveness import launched
 from clearhead.errors import ClearheadError, DataError, ShapeError
 from clearhead.train.batches import Batch
-from clearhead.train.liveness import Liveness, torchrun_store
+from clearhead.train.gradient_order import check_order, rows_of_share
 from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions
 from clearhead.train.progress import ProgressReporter, Silent
 
@@ -31,12 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["BatchShare", "Ranks", "is_first_process", "opened"]
 
 _Result = TypeVar("_Result")
-#: A collective that takes longer raises. A rank that died is found earlier (``heartbeat``).
+#: A collective that takes longer raises. A rank that died or hangs is found earlier (``Liveness``).
 _TIMEOUT: Final = timedelta(minutes=10)
 #: Of sequences along "context"; every process has as much of a causal mask.
 _LAYOUT: Final = "zigzag"
-#: The exit status after wrong use, as the command line has it.
-_WRONG_USE: Final = 2
+_AFTER_A_DEATH: Final = "Add --resume to go on from the last checkpoint."
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Ranks:
             options: those of the model and of training.
             length: the longest sequence in tokens.
         """
+        check_order(function, options, self.size)
         degrees, parts = self.options, self.parts * options.accumulate
         hidden = options.feedforward_dim or 4 * options.embed_dim
         rules: list[tuple[bool, str, str, object]] = [
@@ -172,7 +174,10 @@ class Ranks:
             return
         index = 0 if self._axes is None else self._axes.batch_part[0]
         for place in range(index * accumulate, (index + 1) * accumulate):
-            share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
+            if is_invariant():
+                share = _share(batch, rows_of_share(len(batch.ids), count, place))
+            else:
+                share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
             yield self._tokens(share) if self.options.context_parallel > 1 else share
 
     def _tokens(self, share: BatchShare) -> BatchShare:
@@ -285,7 +290,7 @@ def _share(batch: Batch, rows: range) -> BatchShare:
         rows.start,
         len(rows),
         len(batch.ids),
-        packed=bool((lengths < batch.ids.shape[1]).any()),
+        packed=bool((lengths < batch.ids.shape[1]).any()) and not is_invariant(),
         tokens_before=int(lengths[: rows.start].sum()),
         tokens=int(lengths.sum()),
     )
@@ -314,37 +319,7 @@ def opened(options: ParallelOptions | None, device: torch.device, function: str)
     """
     options = options or ParallelOptions()
     starts = not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
-    if starts:
-        # gloo looks up the host's name otherwise, which need not resolve.
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=torchrun_store("group"),
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=_TIMEOUT,
-        )
-    with _watched_over(function) if starts else nullcontext():
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    with launched(function, _AFTER_A_DEATH, backend=backend, timeout=_TIMEOUT) if starts else nullcontext():
         size = dist.get_world_size() if dist.is_initialized() else 1
         yield Ranks(options.checked(function, size), device.type)
-
-
-@contextmanager
-def _watched_over(function: str) -> Iterator[None]:
-    """End all processes if one dies, and print an error that all have once."""
-    liveness = Liveness(function)
-    try:
-        yield
-        dist.barrier()
-    except ClearheadError as error:
-        if liveness.say_once(str(error)):
-            raise
-        raise SystemExit(_WRONG_USE) from None
-    except RuntimeError:
-        # A collective, perhaps, whose other side has died.
-        liveness.wait_for_reason()
-        raise
-    finally:
-        liveness.end()
-        dist.destroy_process_group()

@@ -11,7 +11,7 @@ from clearhead import choices
 from clearhead.errors import ClearheadError
 from clearhead.integrations.aten.kernel import AtenKernel
 from clearhead.projection.paths import TORCH, Path
-from clearhead.projection.selection import DTYPES, gemm_gains_alone, gemm_path
+from clearhead.projection.selection import gemm_gains_alone, gemm_path, has_paths
 
 __all__ = ["LINEAR"]
 
@@ -20,10 +20,10 @@ _FORWARD, _INPUT, _WEIGHT = "forward", "input gradient", "weight gradient"
 
 def _choose(left: Tensor, right: Tensor) -> tuple[str, Path] | None:
     """Which of a linear layer's three GEMMs ``left @ right`` is, by the strides, and its path; None for torch's."""
-    if left.dtype not in DTYPES or right.dtype is not left.dtype or left.dim() != 2 or right.dim() != 2:
+    if not has_paths(left.dtype) or right.dtype is not left.dtype or left.dim() != 2 or right.dim() != 2:
         return None
     (rows, steps), (inner, columns) = left.shape, right.shape
-    large = rows * steps * columns >= choices.SMALL
+    large = rows * steps * columns >= choices.SMALL or choices.is_invariant()
     if inner != steps or not (large or steps * columns >= choices.LARGE_WEIGHT_BFLOAT16):
         return None
     (left_row, left_step), (right_step, right_column) = left.stride(), right.stride()

@@ -47,12 +47,13 @@ class SwappedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         # A compiler must not evaluate sizes.
-        if torch.compiler.is_compiling():
-            return functional.linear(input, weight, bias)
-        size = input.numel()
-        # The table names torch's GEMM for small calls with gradients; known here, it costs no more than torch's module.
-        learns = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
-        small = size < _FEW_ELEMENTS or (learns and size * self.out_features < SMALL)
+        small = torch.compiler.is_compiling()
+        if not small:
+            size = input.numel()
+            # The table names torch's GEMM for small calls with gradients; known here, it costs no more than torch's
+            # module.
+            learns = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
+            small = size < _FEW_ELEMENTS or (learns and size * self.out_features < SMALL)
         if small and not is_invariant():
             return functional.linear(input, weight, bias)
         # Subclasses, traced tensors and the like are computed by torch there.

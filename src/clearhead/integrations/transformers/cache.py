@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from clearhead.cache import KVCache, count_appended, forget_first
+from clearhead.cache import KVCache, assume_dropped, count_appended, forget_first
 from clearhead.nn.cache_view import CacheView, cache_view
 
 __all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
@@ -112,6 +112,8 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     cache = KVCache()
     if layer.is_initialized and layer.keys is not None and layer.values is not None and layer.keys.numel() > 0:
         cache.append(layer.keys, layer.values)
+        if most is not None:
+            assume_dropped(cache, max(0, layer.cumulative_length - cache.length))
     # A sliding layer may cache more than its window, or count in another way.
     return (
         CacheLayer(layer, cache, most) if most is None or cache.length == min(layer.cumulative_length, most) else None
