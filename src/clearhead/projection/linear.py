@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -72,10 +72,11 @@ def project(
     return _forward(path, x, weight, bias)
 
 
-@torch.compiler.disable
 def _uncompiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``project`` outside the compiler's graph: a compiled GEMM is torch's, which adds in another order."""
-    return project(x, weight, bias)
+    # Not a decorator, which would import torch's whole compiler with this module.
+    eager: Callable[..., Tensor] = torch.compiler.disable(project)
+    return eager(x, weight, bias)
 
 
 def project_each(
