@@ -54,11 +54,15 @@ class Engine:
 @cache
 def _compiled_flex() -> Callable[..., Any]:
     torch.compiler.reset()
+    # Beyond the limit flex_attention would run uncompiled.
+    torch._dynamo.config.recompile_limit = 512
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
     return compiled
 
 
-def compiled_flex(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+def compiled_flex(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = False
+) -> Tensor:
     """FlexAttention, compiled; it has no gradient on the CPU."""
     if query.requires_grad:
         raise NotImplementedError("on the CPU it has no backward")
@@ -67,9 +71,7 @@ def compiled_flex(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
         sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         whole = attn_mask.expand(sizes).contiguous()
         block_mask = create_block_mask(lambda b, h, i, j: whole[b, h, i, j], *sizes, device="cpu")
-    output: Tensor = _compiled_flex()(
-        query, key, value, block_mask=block_mask, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    output: Tensor = _compiled_flex()(query, key, value, block_mask=block_mask, enable_gqa=enable_gqa)
     return output
 
 
@@ -99,7 +101,9 @@ def _session(heads: int) -> Any:
     return onnxruntime.InferenceSession(buffer.getvalue(), options, providers=["CPUExecutionProvider"])
 
 
-def onnx_runtime(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+def onnx_runtime(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = False
+) -> Tensor:
     """ONNX Runtime, on what torch exports for its attention."""
     if query.requires_grad or query.dtype != torch.float32:
         raise NotImplementedError("it runs float32, without gradients")
@@ -210,6 +214,8 @@ def _cell(report: Report, law: str) -> str:
     finding = report[law]
     if finding.status == "holds":
         return "kept"
+    if finding.raised:
+        return "raises"
     if finding.status == "fails":
         words = finding.detail.split("differs by ")
         return f"**broken** {words[1].split(';')[0].split(',')[0]}" if len(words) > 1 else "**broken**"

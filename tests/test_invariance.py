@@ -296,3 +296,14 @@ def test_small_attention_of_transformers_takes_the_kernels(monkeypatch: pytest.M
         exact = ch.attention(query, key, value, mask=ch.Causal()).transpose(1, 2)
     assert torch.equal(output, exact)
     assert calls == [1]
+
+
+def test_modules_of_many_kinds_can_be_compiled_in_one_process() -> None:
+    """torch.compile bounds the recompilations of a code object, which decorated forwards must not share."""
+    torch.compiler.reset()
+    for width in (2, 4, 6, 8):
+        for module in (ch.nn.FeedForward(width), ch.nn.MultiHeadAttention(width, 2), ch.nn.EncoderBlock(width, 2)):
+            compiled = torch.compile(module.eval(), backend="eager", fullgraph=True)
+            x = torch.randn(1, 3, width)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), module(x))

@@ -124,6 +124,8 @@ def eager_if_invariant(forward: Callable[_Arguments, _Result]) -> Callable[_Argu
             return eager(*args, **kwargs)
         return forward(*args, **kwargs)
 
+    # torch.compile counts recompilations of a code object, which all forwards would share.
+    eager_or_traced.__code__ = eager_or_traced.__code__.replace(co_name=forward.__qualname__)
     return eager_or_traced
 
 

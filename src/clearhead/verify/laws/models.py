@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clearhead.choices import overrides, set_overrides
 from clearhead.observe import observe
+from clearhead.sequence_sums import TreeSum
 from clearhead.statistics import Want
 from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import Broken, NotApplicable
@@ -186,17 +187,14 @@ def _check_gradients(trial: BitComparison) -> None:
 
 def _check_micro_batches(trial: BitComparison) -> None:
     def summed(size: int) -> dict[str, Tensor]:
-        """Gradients of micro-batches of ``size``, added as a binary tree, as one batch adds those of sequences."""
-        parts = []
+        """Gradients of micro-batches of ``size``, added in the order in which one batch adds those of sequences."""
+        total, names = TreeSum(), list[str]()
         for first in range(0, len(trial.equal), size):
             with _own_gradients(trial) as named:
                 _backward(trial, [*trial.equal[first : first + size]])
-                parts.append({name: part.grad.clone() for name, part in named.items() if part.grad is not None})
-        while len(parts) > 1:
-            pairs = zip(parts[::2], parts[1::2], strict=False)
-            added = [{name: one[name] + other[name] for name in one} for one, other in pairs]
-            parts = added + parts[2 * len(added) :]
-        return parts[0]
+                names = [*named]
+                total.add([None if part.grad is None else part.grad.clone() for part in named.values()])
+        return {name: grad for name, grad in zip(names, total.result(), strict=True) if grad is not None}
 
     whole = summed(len(trial.equal))
     if not whole:
@@ -264,7 +262,7 @@ MODEL_LAWS: tuple[ModelLaw, ...] = (
     ),
     ModelLaw(
         name="micro-batches",
-        says="gradients of parameters have the same bits for micro-batches of 1, 2 and 4, added as a binary tree",
+        says="gradients of parameters have the same bits for micro-batches of 1, 2 and 4, added by a TreeSum",
         check=_check_micro_batches,
     ),
     ModelLaw(name="greedy text", says="a prompt is continued alike alone and in a batch", check=_generated(None)),
