@@ -112,7 +112,8 @@ class TrainingOptions:
         weight_decay: weight decay of matrices, not of embeddings, biases or norms.
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
-        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory.
+        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory. Under
+            ``clearhead.set_invariant(True)`` parts of a power of two of sequences train the weights of one batch.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
@@ -229,7 +230,8 @@ class ClassifierOptions(_ModelOptions):
         weight_decay: weight decay of matrices, not of embeddings, biases or norms.
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
-        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory.
+        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory. Under
+            ``clearhead.set_invariant(True)`` parts of a power of two of sequences train the weights of one batch.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
@@ -300,7 +302,8 @@ class LanguageOptions(_ModelOptions):
         weight_decay: weight decay of matrices, not of embeddings, biases or norms.
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
-        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory.
+        accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory. Under
+            ``clearhead.set_invariant(True)`` parts of a power of two of sequences train the weights of one batch.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
