@@ -25,8 +25,8 @@ def set_invariant(invariant: bool) -> None:
     """Set whether a sequence's bits may depend on how it is computed, for the whole process.
 
     With ``True`` every operator on the CPU has one order of summation, a function of absolute positions alone. In
-    float32 and bfloat16, on one instruction set, a token's output from ``ch.attention``, a module of ``ch.nn`` or a
-    model after ``ch.swap`` then has the same bits
+    float32, bfloat16 and float16, on one instruction set, a token's output from ``ch.attention``, a module of ``ch.nn``
+    or a model after ``ch.swap`` then has the same bits
 
     - alone, in any batch and at any place in it, padded or packed;
     - prefilled whole, in chunks of any sizes, or decoded token by token from a KV cache;

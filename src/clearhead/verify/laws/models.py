@@ -136,8 +136,18 @@ def _upstream(output: Tensor, seed: int) -> Tensor:
     return drawn.to(output)
 
 
-def _backward(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
-    """Gradients of the states of sequences of one length, after a backward pass of one batch of them."""
+def _backward(trial: BitComparison, order: list[int]) -> None:
+    """A backward pass of one batch of sequences of one length."""
+    (call,) = rows_of(trial.lengths, order)
+    with torch.enable_grad():
+        output, _ = trial.subject.forward(trial.subject.batch(trial.sequences, call), call, None)
+        if not output.requires_grad:
+            raise NotApplicable("its output carries no gradient")
+        output.backward(torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)]))
+
+
+def _gradients_of_states(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
+    """Gradients of the first states of sequences of one length, in one batch."""
     subject, states = trial.subject, list[Tensor]()
     (call,) = rows_of(trial.lengths, order)
     batch, module = subject.batch(trial.sequences, call), subject.inputs()
@@ -154,10 +164,11 @@ def _backward(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
     handle = nullcontext() if module is None else module.register_forward_hook(keep)
     with handle, torch.enable_grad():
         output, _ = subject.forward(batch, call, None)
-        upstream = torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)])
-        output.backward(upstream)
+        if not output.requires_grad:
+            raise NotApplicable("its output carries no gradient")
+        output.backward(torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)]))
     if not states or states[0].grad is None:
-        raise NotApplicable("its output carries no gradient")
+        raise NotApplicable("its first states carry no gradient")
     parts = ((place, call.part(states[0].grad, row)) for row, place in enumerate(order))
     return {place: part for place, part in parts if part is not None}
 
@@ -178,9 +189,9 @@ def _own_gradients(trial: BitComparison) -> Iterator[dict[str, torch.nn.Paramete
 
 def _check_gradients(trial: BitComparison) -> None:
     with _own_gradients(trial):
-        whole = _backward(trial, [*trial.equal])
+        whole = _gradients_of_states(trial, [*trial.equal])
         for place in trial.equal:
-            error = difference(_backward(trial, [place])[place], whole[place])
+            error = difference(_gradients_of_states(trial, [place])[place], whole[place])
             if error is not None:
                 raise Broken(f"the gradient of a sequence's first states differs by {error:.2g} alone and in a batch")
 
