@@ -11,8 +11,8 @@ from torch import Tensor
 
 from clearhead.choices import overrides, set_overrides
 from clearhead.observe import observe
-from clearhead.sequence_sums import TreeSum
 from clearhead.statistics import Want
+from clearhead.train.gradient_order import GradientSum
 from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import Broken, NotApplicable
 from clearhead.verify.laws.invariance import difference
@@ -199,13 +199,13 @@ def _check_gradients(trial: BitComparison) -> None:
 def _check_micro_batches(trial: BitComparison) -> None:
     def summed(size: int) -> dict[str, Tensor]:
         """Gradients of micro-batches of ``size``, added in the order in which one batch adds those of sequences."""
-        total, names = TreeSum(), list[str]()
-        for first in range(0, len(trial.equal), size):
-            with _own_gradients(trial) as named:
-                _backward(trial, [*trial.equal[first : first + size]])
-                names = [*named]
-                total.add([None if part.grad is None else part.grad.clone() for part in named.values()])
-        return {name: grad for name, grad in zip(names, total.result(), strict=True) if grad is not None}
+        with _own_gradients(trial) as named:
+            with GradientSum(trial.subject.model) as total:
+                for first in range(0, len(trial.equal), size):
+                    _backward(trial, [*trial.equal[first : first + size]])
+                    total.add(counts=True)
+            total.store()
+            return {name: part.grad.clone() for name, part in named.items() if part.grad is not None}
 
     whole = summed(len(trial.equal))
     if not whole:
@@ -273,7 +273,7 @@ MODEL_LAWS: tuple[ModelLaw, ...] = (
     ),
     ModelLaw(
         name="micro-batches",
-        says="gradients of parameters have the same bits for micro-batches of 1, 2 and 4, added by a TreeSum",
+        says="gradients of parameters have the same bits for micro-batches of 1, 2 and 4, added as ch.train adds them",
         check=_check_micro_batches,
     ),
     ModelLaw(name="greedy text", says="a prompt is continued alike alone and in a batch", check=_generated(None)),
