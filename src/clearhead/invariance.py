@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -125,7 +125,8 @@ def eager_if_invariant(forward: Callable[_Arguments, _Result]) -> Callable[_Argu
         return forward(*args, **kwargs)
 
     # torch.compile counts recompilations of a code object, which all forwards would share.
-    eager_or_traced.__code__ = eager_or_traced.__code__.replace(co_name=forward.__qualname__)
+    function: Any = eager_or_traced
+    function.__code__ = function.__code__.replace(co_name=forward.__qualname__)
     return eager_or_traced
 
 
