@@ -18,7 +18,7 @@ import clearhead as ch
 from clearhead.choices import is_invariant, overrides
 from clearhead.dispatch import BACKENDS, loaded
 from clearhead.errors import UnsupportedError
-from clearhead.integrations.report import OUTSIDE
+from clearhead.integrations.report import OUTSIDE, OUTSIDE_IN_TRAINING
 from clearhead.ops.library import library
 from clearhead.projection import project
 from clearhead.sparse import routed, top_k_attention
@@ -130,10 +130,10 @@ def test_compiled_attention_follows_the_setting_of_the_call(first: bool) -> None
 
 
 def test_compiled_attention_without_the_promise_raises() -> None:
-    inputs = tensors(dtype=torch.float16)
+    inputs = tensors(dtype=torch.float64)
     compiled = _compiled(lambda *inputs: ch.attention(*inputs))
     compiled(*inputs)
-    with ch.invariant(), pytest.raises(Exception, match="has one order of sums in bfloat16, float32, not float16"):
+    with ch.invariant(), pytest.raises(Exception, match="tiled: does not have one order of sums"):
         compiled(*inputs)
 
 
@@ -183,9 +183,7 @@ def _autocast() -> None:
 
 REFUSED: dict[str, Callable[[], object]] = {
     "float64": lambda: ch.attention(*tensors(dtype=torch.float64)),
-    "float16": lambda: ch.attention(*tensors(dtype=torch.float16)),
     "float64 linear": partial(_linear, torch.float64),
-    "float16 linear": partial(_linear, torch.float16),
     "autocast": _autocast,
     "torch.func": lambda: torch.vmap(lambda x: project(x, torch.ones(4, 3)))(torch.ones(5, 2, 3)),
     "second derivative": partial(_second_derivative, lambda x: ch.attention(x, x, x)),
@@ -219,12 +217,12 @@ def test_refused_call_runs_without_the_setting(name: str) -> None:
 
 def test_named_gemm_without_the_promise_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
-    with ch.invariant(), pytest.raises(UnsupportedError, match=r"CLEARHEAD_PROJECTION must have one order of sums"):
+    with ch.invariant(), pytest.raises(UnsupportedError, match=r"must be native in invariant mode; got torch"):
         project(torch.ones(2, 3), torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_linear_layer_of_any_size_takes_the_kernels(rows: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, 5).to(dtype), torch.randn(3, 5).to(dtype)
     with ch.invariant():
@@ -243,6 +241,7 @@ def test_swap_names_what_torch_computes() -> None:
         report = ch.swap(model)
     assert [row.path for row in report.outside] == ["0", "2"]
     assert all(row.reason.startswith(OUTSIDE) for row in report.outside)
+    assert [row.path for row in report.rows if row.reason == OUTSIDE_IN_TRAINING] == ["4"]
     assert [row.path for row in report.replaced] == ["1"]
     assert OUTSIDE in str(report)
 

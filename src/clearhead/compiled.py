@@ -14,7 +14,6 @@ from torch import Tensor
 # Defines the operator of the gradients.
 from clearhead import compiled_gradients as compiled_gradients
 from clearhead.backends import native
-from clearhead.choices import is_invariant
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
 from clearhead.ops.attention import DENSE, RELATIVE, SLOPE, SOFTCAP
@@ -61,9 +60,6 @@ def attention(
         The output; None if the mask is no band of positions, there is dropout, a rule is a user's function, or an
         argument is wrong: the operators of ``torch_op`` then compute the call or raise the error.
     """
-    # Read here, so that the graph has a guard on it; the operator of torch_op raises.
-    if is_invariant() and query.dtype not in native.BACKEND.capability.invariant:
-        return None
     band = (None, None) if mask is None else band_of(mask)
     if band is None or backend not in ("auto", native.BACKEND.name) or dropout or not _has_operator():
         return None

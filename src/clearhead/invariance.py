@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,8 +25,8 @@ def set_invariant(invariant: bool) -> None:
     """Set whether a sequence's bits may depend on how it is computed, for the whole process.
 
     With ``True`` every operator on the CPU has one order of summation, a function of absolute positions alone. In
-    float32 and bfloat16, on one instruction set, a token's output from ``ch.attention``, a module of ``ch.nn`` or a
-    model after ``ch.swap`` then has the same bits
+    float32, bfloat16 and float16, on one instruction set, a token's output from ``ch.attention``, a module of ``ch.nn``
+    or a model after ``ch.swap`` then has the same bits
 
     - alone, in any batch and at any place in it, padded or packed;
     - prefilled whole, in chunks of any sizes, or decoded token by token from a KV cache;
@@ -125,7 +125,8 @@ def eager_if_invariant(forward: Callable[_Arguments, _Result]) -> Callable[_Argu
         return forward(*args, **kwargs)
 
     # torch.compile counts recompilations of a code object, which all forwards would share.
-    eager_or_traced.__code__ = eager_or_traced.__code__.replace(co_name=forward.__qualname__)
+    function: Any = eager_or_traced
+    function.__code__ = function.__code__.replace(co_name=forward.__qualname__)
     return eager_or_traced
 
 

@@ -24,7 +24,7 @@ __all__ = ["KINDS", "compare"]
 #: Around the kernels' rows and tiles; small ones are as likely as large ones.
 _LENGTHS = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 48, 63, 64, 65, 97, 128, 129, 150, 200, 257)
 _WIDTHS = (1, 3, 8, 16, 24, 32, 40, 64, 65, 80, 128)
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float16)
 #: A mask of some sequences of the batch: ``mask(rows)``.
 MaskOf = Callable[[list[int]], ch.Mask | None]
 

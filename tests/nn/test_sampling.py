@@ -101,7 +101,7 @@ def test_generated_text_does_not_depend_on_the_batch() -> None:
 
 
 def test_prompts_that_start_later_have_the_same_text() -> None:
-    """With room for two sequences at a time, the others start when those have ended."""
+    """With blocks for two sequences at a time, the others start when those have ended."""
     model, prompts = Uniform(), _prompts(4, 9, 3, 6, 5)
     cache = model.new_paged_cache(num_blocks=2, block_size=32)
     texts = model.generate(prompts, 10, seed=5, cache=cache, stop=7)

@@ -37,7 +37,7 @@ class Capability:
         gradient: whether it is differentiable.
         without_gradient: names of the statistics that it computes without a gradient; ``Want.row_weights`` may then not
             require one either. "auto" prefers another backend if the call needs gradients.
-        invariant: dtypes whose bits do not depend on how a sequence is computed under ``ch.set_invariant(True)``.
+        invariant: whether a sequence's bits do not depend on how it is computed under ``ch.set_invariant(True)``.
         requires: returns why it cannot run in this process at all, or None.
         also: returns further reasons against a problem, which depend on more than one field.
     """
@@ -51,7 +51,7 @@ class Capability:
     max_scores: int | None = None
     gradient: bool = True
     without_gradient: frozenset[str] = frozenset()
-    invariant: frozenset[torch.dtype] = frozenset()
+    invariant: bool = False
     requires: Callable[[], str | None] = lambda: None
     also: Callable[[Problem], list[str]] = lambda problem: []
 
@@ -60,16 +60,10 @@ class Capability:
         missing = self.requires()
         if missing is not None:
             return [missing]
-        return self._mismatches(problem, want) or self._variant(problem) or self.also(problem)
-
-    def _variant(self, problem: Problem) -> list[str]:
-        """Why the bits may depend on how a sequence is computed, where ``ch.set_invariant`` forbids that."""
-        dtype = problem.query.dtype
-        if not is_invariant() or dtype in self.invariant:
-            return []
-        if not self.invariant:
-            return ["does not have one order of sums (ch.set_invariant)"]
-        return [f"has one order of sums in {_dtypes(self.invariant)}, not {str(dtype)[6:]} (ch.set_invariant)"]
+        reasons = self._mismatches(problem, want)
+        if is_invariant() and not self.invariant:
+            reasons.append("does not have one order of sums (ch.set_invariant)")
+        return reasons or self.also(problem)
 
     def _mismatches(self, problem: Problem, want: Want) -> list[str]:
         reasons = []
@@ -104,19 +98,15 @@ class Capability:
         return {
             "usable": self.requires() or "yes",
             "devices": _listed(self.devices) if self.devices is not None else "any",
-            "dtypes": _dtypes(self.dtypes),
+            "dtypes": ", ".join(str(dtype)[6:] for dtype in DTYPES if dtype in self.dtypes),
             "score rules": (
                 "all" if ScoreRule in self.rules else ", ".join(rule.__name__ for rule in self.rules) or "none"
             ),
             "dropout": "yes" if self.dropout else "no",
             "gradient": "yes" if self.gradient else "no",
-            "invariant": _dtypes(self.invariant) or "no",
+            "invariant": "yes" if self.invariant else "no",
             "statistics": "all" if self.statistics == ALL_STATISTICS else ", ".join(sorted(self.statistics)) or "none",
         }
-
-
-def _dtypes(dtypes: frozenset[torch.dtype]) -> str:
-    return ", ".join(str(dtype)[6:] for dtype in DTYPES if dtype in dtypes)
 
 
 def _listed(names: frozenset[str]) -> str:

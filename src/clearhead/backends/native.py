@@ -131,8 +131,6 @@ def plain(
         return None
     if scale is not None and not isinstance(scale, float):
         return None
-    if is_invariant() and query.dtype not in BACKEND.capability.invariant:
-        return None
     if query.dtype not in DTYPES or transforms() or differentiates_forward() or traces():
         return None
     if reason() is not None:
@@ -457,7 +455,7 @@ BACKEND = Backend(
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink, ScoreFunction),
         max_head_dim=MAX_HEAD_DIM,
         without_gradient=frozenset({"row_weights", "rows"}),
-        invariant=frozenset({torch.float32, torch.bfloat16}),
+        invariant=True,
         requires=reason,
         also=_also,
     ),

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import one_of
-from clearhead.backends.native import BACKEND
-from clearhead.choices import is_invariant
 from clearhead.errors import ClearheadError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional.exact import attention, observe_attention
 from clearhead.masks import Mask
@@ -214,8 +212,6 @@ def _is_native(tensors: tuple[Tensor, Tensor, Tensor], table: PageTable) -> bool
         if not part.is_cpu:
             return False
     query = tensors[0]
-    if is_invariant() and query.dtype not in BACKEND.capability.invariant:
-        return False
     return query.dtype in DTYPES and query.dim() == 4 and query.shape[3] <= MAX_HEAD_DIM
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-__all__ = ["BEFORE", "OUTSIDE", "How", "SwapReport", "SwapRow"]
+__all__ = ["BEFORE", "OUTSIDE", "OUTSIDE_IN_TRAINING", "How", "SwapReport", "SwapRow"]
 
 How = Literal["fused", "native", "left"]
 
@@ -13,6 +13,8 @@ How = Literal["fused", "native", "left"]
 BEFORE: Final = "swapped before"
 #: The reason of a row for a module whose bits torch decides, while ``ch.set_invariant(True)`` is on.
 OUTSIDE: Final = "outside the promise of ch.set_invariant: torch computes it"
+#: That of a module whose output keeps the promise, and whose parameters' gradients torch adds.
+OUTSIDE_IN_TRAINING: Final = "outside the promise of ch.set_invariant in training: torch adds its parameters' gradients"
 
 
 @dataclass(frozen=True)

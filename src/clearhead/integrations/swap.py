@@ -22,7 +22,7 @@ from clearhead.arguments import flag
 from clearhead.choices import is_invariant
 from clearhead.errors import UnsupportedError
 from clearhead.integrations.recast import class_of, fast_of, original_of, recast
-from clearhead.integrations.report import BEFORE, OUTSIDE, SwapReport, SwapRow
+from clearhead.integrations.report import BEFORE, OUTSIDE, OUTSIDE_IN_TRAINING, SwapReport, SwapRow
 from clearhead.integrations.torch.attention import SwappedMultiheadAttention
 from clearhead.integrations.torch.layers import (
     ATTENTIONS,
@@ -71,7 +71,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     devices or of other dtypes are left; swap again after the model has moved.
 
     Under ``ch.set_invariant(True)`` linear layers and parts of any size are replaced, and the report has a row for each
-    module that torch computes, whose bits may depend on the batch (``report.outside``).
+    module that torch computes, whose bits may depend on the batch (``report.outside``). Embeddings and norms that torch
+    computes keep the bits of their output, and not those of their parameters' gradients; a row says so.
 
     Three things differ, where torch is undefined or disagrees with itself: a query that may attend to nothing gives
     0 and not NaN; the output of a ``TransformerEncoder`` at padding is 0, in training too; and ``is_causal=True``
@@ -202,9 +203,11 @@ def _outside_promise(model: nn.Module, rows: Sequence[SwapRow]) -> list[SwapRow]
         kind = class_of(module)
         if name in listed or original_of(kind) is not None or next(module.children(), None) is not None:
             continue
-        computes = next(module.parameters(), None) is not None or kind.__module__.startswith(_COMPUTE)
-        if computes and kind not in _ONE_ORDER and not kind.__module__.startswith("clearhead."):
-            named.append(SwapRow(name, kind.__name__, "left", None, OUTSIDE))
+        learns = next(module.parameters(), None) is not None
+        computes = learns or kind.__module__.startswith(_COMPUTE)
+        if computes and not kind.__module__.startswith("clearhead.") and (learns or kind not in _ONE_ORDER):
+            reason = OUTSIDE_IN_TRAINING if kind in _ONE_ORDER else OUTSIDE
+            named.append(SwapRow(name, kind.__name__, "left", None, reason))
     return named
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clearhead.arguments import flag
 from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.invariance import eager_if_invariant
+from clearhead.invariance import eager_if_invariant, is_invariant
 from clearhead.masks import Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.batch_layout import BatchLayout, Lengths
@@ -148,8 +148,13 @@ def _attentions(blocks: nn.ModuleList) -> list[MultiHeadAttention]:
 
 
 def _packable(blocks: nn.ModuleList) -> bool:
-    """Whether every block's score rules mean the same for packed sequences."""
-    return all(attention.scores.relative for attention in _attentions(blocks))
+    """Whether every block's score rules mean the same for packed sequences.
+
+    Rotary angles do but for rounding, as those of a packed row go on from one sequence to the next.
+    """
+    attentions = _attentions(blocks)
+    rotated = is_invariant() and any(attention.rotary is not None for attention in attentions)
+    return not rotated and all(attention.scores.relative for attention in attentions)
 
 
 def _last_norm(blocks: nn.ModuleList, norm: str) -> nn.Module:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from clearhead.choices import overrides, set_overrides
 from clearhead.observe import observe
-from clearhead.sequence_sums import TreeSum
 from clearhead.statistics import Want
+from clearhead.train.gradient_order import GradientSum
 from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import Broken, NotApplicable
 from clearhead.verify.laws.invariance import difference
@@ -136,8 +136,18 @@ def _upstream(output: Tensor, seed: int) -> Tensor:
     return drawn.to(output)
 
 
-def _backward(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
-    """Gradients of the states of sequences of one length, after a backward pass of one batch of them."""
+def _backward(trial: BitComparison, order: list[int]) -> None:
+    """A backward pass of one batch of sequences of one length."""
+    (call,) = rows_of(trial.lengths, order)
+    with torch.enable_grad():
+        output, _ = trial.subject.forward(trial.subject.batch(trial.sequences, call), call, None)
+        if not output.requires_grad:
+            raise NotApplicable("its output carries no gradient")
+        output.backward(torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)]))
+
+
+def _gradients_of_states(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
+    """Gradients of the first states of sequences of one length, in one batch."""
     subject, states = trial.subject, list[Tensor]()
     (call,) = rows_of(trial.lengths, order)
     batch, module = subject.batch(trial.sequences, call), subject.inputs()
@@ -154,10 +164,11 @@ def _backward(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
     handle = nullcontext() if module is None else module.register_forward_hook(keep)
     with handle, torch.enable_grad():
         output, _ = subject.forward(batch, call, None)
-        upstream = torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)])
-        output.backward(upstream)
+        if not output.requires_grad:
+            raise NotApplicable("its output carries no gradient")
+        output.backward(torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)]))
     if not states or states[0].grad is None:
-        raise NotApplicable("its output carries no gradient")
+        raise NotApplicable("its first states carry no gradient")
     parts = ((place, call.part(states[0].grad, row)) for row, place in enumerate(order))
     return {place: part for place, part in parts if part is not None}
 
@@ -178,9 +189,9 @@ def _own_gradients(trial: BitComparison) -> Iterator[dict[str, torch.nn.Paramete
 
 def _check_gradients(trial: BitComparison) -> None:
     with _own_gradients(trial):
-        whole = _backward(trial, [*trial.equal])
+        whole = _gradients_of_states(trial, [*trial.equal])
         for place in trial.equal:
-            error = difference(_backward(trial, [place])[place], whole[place])
+            error = difference(_gradients_of_states(trial, [place])[place], whole[place])
             if error is not None:
                 raise Broken(f"the gradient of a sequence's first states differs by {error:.2g} alone and in a batch")
 
@@ -188,13 +199,13 @@ def _check_gradients(trial: BitComparison) -> None:
 def _check_micro_batches(trial: BitComparison) -> None:
     def summed(size: int) -> dict[str, Tensor]:
         """Gradients of micro-batches of ``size``, added in the order in which one batch adds those of sequences."""
-        total, names = TreeSum(), list[str]()
-        for first in range(0, len(trial.equal), size):
-            with _own_gradients(trial) as named:
-                _backward(trial, [*trial.equal[first : first + size]])
-                names = [*named]
-                total.add([None if part.grad is None else part.grad.clone() for part in named.values()])
-        return {name: grad for name, grad in zip(names, total.result(), strict=True) if grad is not None}
+        with _own_gradients(trial) as named:
+            with GradientSum(trial.subject.model) as total:
+                for first in range(0, len(trial.equal), size):
+                    _backward(trial, [*trial.equal[first : first + size]])
+                    total.add(counts=True)
+            total.store()
+            return {name: part.grad.clone() for name, part in named.items() if part.grad is not None}
 
     whole = summed(len(trial.equal))
     if not whole:
@@ -262,7 +273,7 @@ MODEL_LAWS: tuple[ModelLaw, ...] = (
     ),
     ModelLaw(
         name="micro-batches",
-        says="gradients of parameters have the same bits for micro-batches of 1, 2 and 4, added by a TreeSum",
+        says="gradients of parameters have the same bits for micro-batches of 1, 2 and 4, added as ch.train adds them",
         check=_check_micro_batches,
     ),
     ModelLaw(name="greedy text", says="a prompt is continued alike alone and in a batch", check=_generated(None)),
