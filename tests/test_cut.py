@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from clearhead.cut import Region, part_of
+import clearhead as ch
+from clearhead.cut import Region, cut_mask, part_of
 from clearhead.dispatch import loaded
 from clearhead.problem import Problem
 from clearhead.statistics import Want
@@ -77,3 +79,31 @@ def test_dropout_of_a_part_is_that_of_its_place(backend: str) -> None:
             output = loaded(backend).run(part.with_tensors(part.query, part.key, ones), Want()).output
             dropped.append(output == 0.0)
     assert torch.equal(dropped[1], dropped[0][:, 1:3, 8:31, 20:40])
+
+
+class _Even(ch.Mask):
+    """A user's mask that reads no head."""
+
+    fields = ()
+    head_dependent = False
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return k_pos % 2 == 0
+
+
+class _EvenHeads(_Even):
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (k_pos + head) % 2 == 0
+
+
+def test_a_part_of_the_heads_has_the_mask_itself_unless_it_reads_them() -> None:
+    region = Region(range(2, 4), range(LENGTH), range(LENGTH))
+    masks: list[ch.Mask] = [
+        *(ch.Causal(), ch.Window(3), ch.Prefix(2), ch.Global(1), ch.Strided(2), _Even()),
+        *(ch.Padding([3, 5]), ch.Documents(lengths=[10, 30])),
+    ]
+    assert all(cut_mask(mask, region) is mask for mask in masks)
+    for mask in (_EvenHeads(), ch.MaskFunction(lambda b, h, i, j: (i >= j) & (h != 2))):
+        assert cut_mask(mask, region) is not mask
+    assert not (ch.Causal() & _Even()).head_dependent
+    assert (ch.Causal() | _EvenHeads()).head_dependent
