@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.cache import KVCache, in_one_thread, restored_on_error
+from clearhead.cache import KVCache, dropped_by, forget_first, in_one_thread, restored_on_error
 from clearhead.errors import UnsupportedError
 from clearhead.nn import LanguageModel, MultiHeadAttention
 
@@ -232,3 +232,14 @@ def test_a_language_model_reads_its_position_in_the_thread_that_appends() -> Non
     assert len({layer.length for layer in cache.layers}) == 1
     assert cache.length >= 60
     assert all("one thread at a time" in error for error in refused)
+
+
+def test_a_cache_counts_what_it_dropped_until_it_is_reset() -> None:
+    cache = KVCache()
+    with torch.no_grad():
+        cache.append(torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4))
+    forget_first(cache, 3)
+    forget_first(cache, 2)
+    assert (cache.length, dropped_by(cache)) == (4, 5)
+    cache.reset()
+    assert dropped_by(cache) == 0

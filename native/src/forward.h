@@ -9,6 +9,7 @@
 #pragma once
 
 #include "column_dot.h"
+#include "invariance.h"
 #include "prefetch.h"
 #include "segments.h"
 #include "statistics.h"
@@ -42,6 +43,7 @@ template <class M, class IO> struct Forward {
   bool whole_heads;  // a unit processes all rows of a key head and packs its keys itself
   bool masked, plain;
   bool in_place;  // keys are packed panel by panel, in the L1 cache, and values are read in place
+  bool along_rows;  // few rows' scores are sums along rows of keys: other bits, and faster where keys are in cache
   bool values_packed;  // values in the tensor have the packed layout already, and are not copied if they are finite
   bool out_of_cache;  // keys and values come from memory: they exceed the cache
   float base2;
@@ -134,6 +136,9 @@ template <class M, class IO> struct Forward {
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     in_place = blocks == 1 && can_read_in_place();
+    // Backward compares bits of the row maximum. In 16 bits, and with more rows, transposing costs nothing.
+    along_rows = __is_same(element, float) && in_place && rows <= COLUMN_DOT_ROWS && w.head_dim % VL == 0 &&
+                 !observed.ties && !clearhead::is_invariant();
     values_packed = w.page_table == nullptr && has_packed_layout<M, IO>(w.value, w.value_dim);
     const int64_t dims = w.head_dim + w.value_dim;
     out_of_cache = w.total_keys * w.kv_heads * dims * (int64_t)sizeof(element) > (dims > 128 ? RESIDENT_BYTES
@@ -166,20 +171,42 @@ template <class M, class IO> struct Forward {
     const int count = (int)(tile_end(t) - first), column = (int)(first - tile_start(t));
     const Rows keys = rows_of(w.key, b, kh, first, count, w.head_dim, d);
     pack_panels<M, IO>(keys.at, keys.stride, count, (int)w.head_dim, k, d.staged, column);
-    *bad = !values_are_clean(b, kh, t);
+    *bad = !values_are_clean(b, kh, first, tile_end(t));
     if (values_packed && !*bad) return;
     const Rows rows = rows_of(w.value, b, kh, first, count, w.value_dim, d);
     pack_rows<M, IO>(rows.at, rows.stride, count, (int)w.value_dim, v, values, column);
     if (*bad) zero_nonfinite_values(v, column, count);
   }
 
-  // Whether no value of a tile must be replaced: there is no mask, or all are finite.
-  bool values_are_clean(int64_t b, int64_t kh, int64_t t) const {
+  // Columns of a tile that rows attend to, in ascending intervals that start at whole vectors.
+  struct Runs {
+    int count = 0;
+    Interval at[MAX_TILE / PIECE];
+
+    int first() const { return at[0].low; }
+    int end() const { return at[count - 1].high; }
+    void add(int low, int high) {
+      low = low / VL * VL;
+      if (count > 0 && (int)round_up(at[count - 1].high, VL) >= low) at[count - 1].high = high;
+      else at[count++] = Interval{low, high};
+    }
+  };
+
+  // Whether no value of keys [first, last) must be replaced: there is no mask, or all are finite.
+  bool values_are_clean(int64_t b, int64_t kh, int64_t first, int64_t last) const {
     if (!masked) return true;
     bool clean = true;
-    for_pages(maximum(tile_start(t), (int64_t)0), tile_end(t), [&](int64_t first, int64_t last) {
-      clean = clean && all_finite<IO>(row_of(w.value, b, kh, first), w.value.row, last - first, (int)w.value_dim);
+    for_pages(first, last, [&](int64_t from, int64_t to) {
+      clean = clean && all_finite<IO>(row_of(w.value, b, kh, from), w.value.row, to - from, (int)w.value_dim);
     });
+    return clean;
+  }
+
+  // The same for the columns of a tile that rows attend to.
+  bool values_are_clean(int64_t b, int64_t kh, int64_t t0, const Runs& runs) const {
+    bool clean = true;
+    for (int x = 0; x < runs.count && clean; x++)
+      clean = values_are_clean(b, kh, maximum(t0 + runs.at[x].low, (int64_t)0), t0 + runs.at[x].high);
     return clean;
   }
 
@@ -307,20 +334,6 @@ template <class M, class IO> struct Forward {
     return allowed;
   }
 
-  // Columns of a tile that rows attend to, in ascending intervals that start at whole vectors.
-  struct Runs {
-    int count = 0;
-    Interval at[MAX_TILE / PIECE];
-
-    int first() const { return at[0].low; }
-    int end() const { return at[count - 1].high; }
-    void add(int low, int high) {
-      low = low / VL * VL;
-      if (count > 0 && (int)round_up(at[count - 1].high, VL) >= low) at[count - 1].high = high;
-      else at[count++] = Interval{low, high};
-    }
-  };
-
   // The union of what rows [r0, r0 + count) attend to in these pieces of a tile.
   Runs find_runs(int r0, int count, int64_t t, uint32_t pieces, const Workspace& d) const {
     Runs runs;
@@ -447,6 +460,8 @@ template <class M, class IO> struct Forward {
   // The same for all rows: keys are transposed in registers, or in panels that are packed just before.
   void multiply_keys_in_place(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
                               Workspace& d) const {
+    if constexpr (__is_same(element, float))
+      if (along_rows) return multiply_keys_along_rows(b, kh, t0, count, run, score_tile, d);
     const bool in_registers = HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS && w.head_dim * (int64_t)sizeof(element) % 16 == 0;
     for (int c = run.low, next; c < run.high; c = next) {
       const int end = (int)round_up(run.high, VL), whole = (int)(minimum(t0 + end, w.k_len) - t0);
@@ -464,10 +479,26 @@ template <class M, class IO> struct Forward {
     }
   }
 
+  void multiply_keys_along_rows(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
+                                const Workspace& d) const {
+    const int64_t distance = following_keys(0);
+    for_pages(maximum(t0 + run.low, (int64_t)0), t0 + run.high, [&](int64_t first, int64_t last) {
+      const element *key = row_of(w.key, b, kh, first), *next = nullptr;
+      if (w.page_table != nullptr) next = first + distance < w.k_len ? row_of(w.key, b, kh, first + distance) : key;
+      gemv_dot<M>(count, d.q, operands, key, w.key.row, (int)(last - first), steps / VL, score_tile.at + (first - t0),
+                  score_tile.ld, out_of_cache, next);
+    }, PAGE_PART);
+  }
+
+  // How many keys later those are that are prefetched in a pass over `keys` of them.
+  int64_t following_keys(int64_t keys) const {
+    return keys + round_up(STREAM_PREFETCH_BYTES / (w.head_dim * (int64_t)sizeof(element)), PAGE_PART);
+  }
+
   void dot_in_registers(int64_t b, int64_t kh, int64_t key, int count, int vectors, const ScoreTile& scores,
                         const Workspace& d) const {
     constexpr int64_t size = (int64_t)sizeof(element);
-    const int64_t bytes = w.head_dim * size, following = key + round_up(STREAM_PREFETCH_BYTES / bytes, PAGE_PART);
+    const int64_t bytes = w.head_dim * size, following = key + following_keys(vectors * VL);
     const void* keys[COLUMN_DOT_VECTORS];
     for (int v = 0; v < vectors; v++) keys[v] = row_of(w.key, b, kh, key + v * VL);
     // Keys in one piece may be followed by those of the next head.
@@ -480,11 +511,11 @@ template <class M, class IO> struct Forward {
 
   // Packs columns [from, to) of a tile, whole vectors of one panel, and prefetches keys that follow.
   void pack_panel(int64_t b, int64_t kh, int64_t t0, int from, int to, Workspace& d) const {
-    const int64_t bytes = w.head_dim * (int64_t)sizeof(element), ahead = prefetch_distance(bytes, VL);
+    const int64_t bytes = w.head_dim * (int64_t)sizeof(element), distance = prefetch_distance(bytes, VL);
     for (int c = from; c < to; c += VL) {
       const int64_t first = maximum(t0 + c, (int64_t)0), last = minimum(t0 + c + VL, w.k_len);
       if (out_of_cache)
-        for_pages(minimum(first + ahead, w.k_len), minimum(last + ahead, w.k_len), [&](int64_t key, int64_t end) {
+        for_pages(minimum(first + distance, w.k_len), minimum(last + distance, w.k_len), [&](int64_t key, int64_t end) {
           prefetch_rows(row_of(w.key, b, kh, key), end - key, w.key.row * (int64_t)sizeof(element), bytes, true);
         });
       const Rows keys = rows_of(w.key, b, kh, first, (int)(last - first), w.head_dim, d);
@@ -513,15 +544,15 @@ template <class M, class IO> struct Forward {
                        const RowUpdate& update, Workspace& d) const {
     float* o = d.o + (int64_t)r0 * out;
     const Weights weights = weights_of(score_tile, d.half);
-    if (runs.count > 1) memset(d.sums, 0, (size_t)count * out * sizeof(float));
     for (int x = 0; x < runs.count; x++) {
       const int from = first_value(runs.at[x], t0) / M::PACK;
       const int64_t along = row_steps<M>(runs.at[x].high) - from;
       for (int p = 0; p < values.count; p++) {
         const operand *value = here.v + p * values.size + (int64_t)from * values.ld, *a = weights.at + from;
         const int vecs = values.vectors(p, out);
-        float* to = o + p * values.ld;
-        if (runs.count > 1) gemm<M, CONTINUE>(count, vecs, along, a, weights.ld, 1, value, values.ld, d.sums + p * values.ld, out);
+        float *to = o + p * values.ld, *sums = d.sums + p * values.ld;
+        if (x > 0) gemm<M, CONTINUE>(count, vecs, along, a, weights.ld, 1, value, values.ld, sums, out);
+        else if (runs.count > 1) gemm<M, SET>(count, vecs, along, a, weights.ld, 1, value, values.ld, sums, out);
         else if (d.only_tile) gemm<M, SET>(count, vecs, along, a, weights.ld, 1, value, values.ld, to, out);
         else gemm<M, MERGE>(count, vecs, along, a, weights.ld, 1, value, values.ld, to, out, update.factors());
       }
@@ -544,12 +575,12 @@ template <class M, class IO> struct Forward {
   void multiply_values_in_place(int64_t b, int64_t kh, int64_t t0, int count, const Runs& runs, const Weights& weights,
                                 Workspace& d) const {
     const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
-    const int64_t ahead = prefetch_distance(bytes, PAGE_PART), end = t0 + runs.end();
+    const int64_t distance = prefetch_distance(bytes, PAGE_PART), end = t0 + runs.end();
     memset(d.sums, 0, (size_t)count * out * sizeof(float));
     for (int x = 0; x < runs.count; x++)
       for (int c = first_value(runs.at[x], t0), next; c < runs.at[x].high; c = next) {
         next = minimum((c / (int)PAGE_PART + 1) * (int)PAGE_PART, runs.at[x].high);
-        const int64_t key = maximum(t0 + c, (int64_t)0), following = key + ahead;
+        const int64_t key = maximum(t0 + c, (int64_t)0), following = key + distance;
         if (out_of_cache && following < end)
           prefetch_rows(row_of(w.value, b, kh, following), minimum(PAGE_PART, end - following), w.value.row * size, bytes, true);
         const element* value = row_of(w.value, b, kh, key);
@@ -623,10 +654,8 @@ template <class M, class IO> struct Forward {
   }
 
   // All rows of a block of few against one tile in place.
-  void visit_in_place(int64_t b, int64_t kh, int count, int64_t t, uint32_t pieces, Workspace& d) const {
+  void visit_in_place(int64_t b, int64_t kh, int count, int64_t t, const Runs& runs, Workspace& d) const {
     const int64_t t0 = tile_start(t);
-    const Runs runs = find_runs(0, count, t, pieces, d);
-    if (runs.count == 0) return;
     d.prefetch.step();
     const ScoreTile score_tile = scores_of(0, t, d);
     for (int x = 0; x < runs.count; x++) multiply_keys_in_place(b, kh, t0, count, runs.at[x], score_tile, d);
@@ -791,7 +820,11 @@ template <class M, class IO> struct Forward {
   void do_tile(int64_t b, int64_t kh, int64_t first, int count, int64_t t, Keys keys, bool packed, Workspace& d) const {
     const uint32_t pieces = allowed_pieces(b, kh, first, count, t);
     if (pieces == 0) return;
-    if (!packed && in_place && values_are_clean(b, kh, t)) return visit_in_place(b, kh, count, t, pieces, d);
+    if (!packed && in_place) {
+      const Runs runs = find_runs(0, count, t, pieces, d);
+      if (runs.count == 0) return;
+      if (values_are_clean(b, kh, tile_start(t), runs)) return visit_in_place(b, kh, count, t, runs, d);
+    }
     const int64_t place = packed ? t : 0;
     operand *k = keys.k + place * key_operands, *v = keys.v + place * value_operands;
     if (!packed) pack_tile(b, kh, t, k, v, keys.bad, d);
@@ -924,38 +957,44 @@ template <class M, class IO> struct Forward {
                 all_keys.bad + head * tiles};
   }
 
-  // The same with sums over queries: one sum per range of rows, added in order. As many heads at once as fit in 64 MiB.
+  // The same with sums over queries: one sum per range of rows, added in order. As many at once as fit in 64 MiB.
   void run_shared_ranges(int threads, const Keys& keys, Fault& fault) const {
     ColumnSums sizes;
-    const int64_t heads = w.batch * w.kv_heads, bytes = observed.column_sums_bytes(sizes, nullptr), all = observed.ranges * bytes;
-    const int64_t at_once = minimum(heads, maximum((int64_t)1, ((int64_t)1 << 26) / all));
-    char* buffer = column_sums_buffer(at_once * observed.ranges);
+    const int64_t heads = w.batch * w.kv_heads, bytes = observed.column_sums_bytes(sizes, nullptr);
+    const int64_t fit = maximum((int64_t)1, ((int64_t)1 << 26) / bytes), ranges = minimum(observed.ranges, fit);
+    const int64_t at_once = minimum(heads, maximum((int64_t)1, fit / observed.ranges));
+    char* buffer = column_sums_buffer(at_once * ranges);
     if (buffer == nullptr) return fault.set(CH_NO_MEMORY);
-    for (int64_t first = 0; first < heads && fault.get() == CH_OK; first += at_once)
-      run_ranges_of(first, minimum(at_once, heads - first), buffer, threads, keys, fault);
+    for (int64_t head = 0; head < heads; head += at_once)
+      for (int64_t range = 0; range < observed.ranges && fault.get() == CH_OK; range += ranges)
+        run_ranges(head, minimum(at_once, heads - head), range, minimum(ranges, observed.ranges - range), buffer, threads, keys, fault);
   }
 
-  void run_ranges_of(int64_t first, int64_t heads, char* buffer, int threads, const Keys& keys, Fault& fault) const {
+  // Some ranges of some heads; a head's come in order.
+  void run_ranges(int64_t first_head, int64_t heads, int64_t first, int64_t ranges, char* buffer, int threads,
+                  const Keys& keys, Fault& fault) const {
     ColumnSums sizes;
     const int64_t bytes = observed.column_sums_bytes(sizes, nullptr);
-    parallel_units(w, threads, heads * observed.ranges, [&](int64_t unit) {
-      int64_t at = unit % heads, head = first + at, range = observed.ranges - 1 - unit / heads;
+    // Late ones first: under a causal mask they are the longest.
+    parallel_units(w, threads, heads * ranges, [&](int64_t unit) {
+      int64_t place = unit % heads, head = first_head + place, range = ranges - 1 - unit / heads;
       Workspace d;
       if (!allocate_workspace(d, head % w.kv_heads, fault)) return;
-      do_range(head / w.kv_heads, head % w.kv_heads, range, buffer + (at * observed.ranges + range) * bytes,
+      do_range(head / w.kv_heads, head % w.kv_heads, first + range, buffer + (place * ranges + range) * bytes,
                keys_of(keys, head), true, d);
     });
     if (fault.get() != CH_OK) return;
-    parallel_units(w, threads, heads, [&](int64_t at) {
-      int64_t b = (first + at) / w.kv_heads, kh = (first + at) % w.kv_heads;
-      observed.begin_head(b, kh);
-      for (int64_t range = 0; range < observed.ranges; range++) {
+    parallel_units(w, threads, heads, [&](int64_t place) {
+      int64_t b = (first_head + place) / w.kv_heads, kh = (first_head + place) % w.kv_heads;
+      if (first == 0) observed.begin_head(b, kh);
+      for (int64_t range = 0; range < ranges; range++) {
         ColumnSums column_sums;
-        observed.column_sums_bytes(column_sums, buffer + (at * observed.ranges + range) * bytes);
-        column_sums.first = observed.side > 0 ? observed.tile_row(range * observed.range_blocks * observed.rows) : 0;
-        observed.add_range(b, kh, range, column_sums);
+        observed.column_sums_bytes(column_sums, buffer + (place * ranges + range) * bytes);
+        const int64_t first_row = (first + range) * observed.range_blocks * observed.rows;
+        column_sums.first = observed.side > 0 ? observed.tile_row(first_row) : 0;
+        observed.add_range(b, kh, first + range, column_sums);
       }
-      observed.end_head(b, kh);
+      if (first + ranges == observed.ranges) observed.end_head(b, kh);
     });
   }
 
