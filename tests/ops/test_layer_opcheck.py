@@ -162,7 +162,7 @@ def _attention_call(
     tape.integer(*((cache, 4) if cache else (0,)))
     tape.caches += [torch.randn(2, 1, 12, 8, dtype=dtype) for _ in range(2 * bool(cache))]
     tape.number(0.3, given.get("dropout", 0.0))
-    tape.integer(7, 0, 0, 0, 0)
+    tape.integer(7, 0, 0, 0, 0, 0)
     tape.mask({name: part for name, part in given.items() if name in MASKS})
     tape.rules(given)
 

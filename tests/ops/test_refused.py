@@ -143,7 +143,7 @@ def test_invalid_arguments_raise_one_line(operator: str, place: int, bad: Any, e
     assert is_one_line(str(raised.value).split("\n")[0])
 
 
-@pytest.mark.parametrize("argument", ["first_batch", "first_head", "first_key"])
+@pytest.mark.parametrize("argument", ["first_batch", "first_head", "first_key", "first_position"])
 def test_negative_place_of_a_part_raises_one_line(argument: str) -> None:
     with pytest.raises(RuntimeError, match=f"^attention: {argument} must be 0 or more; got -1") as raised:
         torch.ops.clearhead.attention_forward.default(HEADS, HEADS, HEADS, 1.0, 0, **{argument: -1})
