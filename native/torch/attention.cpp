@@ -337,7 +337,8 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
   const struct {
     const char* argument;
     int64_t place;
-  } places[] = {{"first_batch", options.first_batch}, {"first_head", options.first_head}, {"first_key", options.first_key}};
+  } places[] = {{"first_batch", options.first_batch}, {"first_head", options.first_head}, {"first_key", options.first_key},
+                {"first_position", options.first_position}};
   for (const auto& [argument, place] : places) {
     if (place < 0) fail(function, argument, "be 0 or more", std::to_string(place), "It is a place in the whole call.");
   }

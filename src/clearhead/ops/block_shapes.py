@@ -161,7 +161,8 @@ class _ListReader:
             self.tensor(), self.tensor(), self.tensor()
         self.integer()
         offset = self.integer()
-        self.integer(), self.integer(), self.integer()
+        for _ in ("first_batch", "first_head", "first_key", "first_position"):
+            self.integer()
         before, after, table = self._mask()
         self._rules()
         offset = cached if cache == 1 else offset
