@@ -102,7 +102,7 @@ class Needs:
         pieces = [(positions, piece) for positions, piece in pieces if positions.start in span]
         shape = (*mine.shape[:2], len(span), mine.shape[3])
         if 2 * sum(len(positions) for positions, _ in pieces) < len(span):
-            # New memory contains zeros and takes no time where nobody reads it.
+            # New memory contains zeros and takes no time where nothing reads it.
             whole = mine.new_zeros(shape)
             for positions, piece in pieces:
                 whole[:, :, positions.start - span.start : positions.stop - span.start] = piece
