@@ -122,22 +122,28 @@ void add(Dtype dtype, const Matrix& from, const Matrix& to) {
   if (to) dropout_add(dtype, from, 0, {}, to.data, to.data);
 }
 
-// Sums of `compute(sequence, matrices)` over sequences, in `results`: pairs of neighbours, pairs of pairs, and so on.
-// Matrices are contiguous, null if they are not requested.
+// Gradients of a weight and of a bias; contiguous, null if they are not requested.
+struct ParameterGradients {
+  Matrix weight, bias;
+};
+
+// Sums of `compute(sequence, gradients)` over sequences, in `results`: pairs of neighbours, pairs of pairs, and so on.
 template <class Compute>
-void add_sequences(Dtype dtype, int64_t sequences, const std::vector<Matrix>& results, const Compute& compute) {
+void add_sequences(Dtype dtype, int64_t sequences, const ParameterGradients& results, const Compute& compute) {
   Workspace workspace;
-  std::vector<std::vector<Matrix>> nodes = {results};  // sums of finished nodes, the largest first
+  std::vector<ParameterGradients> nodes;  // sums of finished nodes, the largest first
+  nodes.push_back(results);
   size_t count = 0;
   const auto combine_last = [&] {
     --count;
-    for (size_t which = 0; which < results.size(); ++which) add(dtype, nodes[count][which], nodes[count - 1][which]);
+    add(dtype, nodes[count].weight, nodes[count - 1].weight);
+    add(dtype, nodes[count].bias, nodes[count - 1].bias);
   };
   for (int64_t sequence = 0; sequence < sequences; ++sequence) {
     if (count == nodes.size()) {
       nodes.push_back(results);
-      for (Matrix& matrix : nodes.back())
-        if (matrix) matrix.data = workspace.take(matrix.rows * matrix.columns * size_of(dtype));
+      for (Matrix* matrix : {&nodes.back().weight, &nodes.back().bias})
+        if (*matrix) matrix->data = workspace.take(matrix->rows * matrix->columns * size_of(dtype));
     }
     compute(sequence, nodes[count++]);
     for (int64_t node = sequence; node % 2 == 1; node /= 2) combine_last();
@@ -181,9 +187,9 @@ void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Mat
   if (x.columns == 0 && bias != nullptr) return bias_gradient(dtype, grad, bias, sequences);
   if (sums_by_sequence(grad.rows, sequences)) {
     const Matrix sums = {bias, 1, grad.columns, grad.columns};
-    return add_sequences(dtype, sequences, {weight, sums}, [&](int64_t sequence, const std::vector<Matrix>& results) {
+    return add_sequences(dtype, sequences, {weight, sums}, [&](int64_t sequence, const ParameterGradients& results) {
       weight_gradient(dtype, sequence_of(grad, sequence, sequences, dtype), sequence_of(x, sequence, sequences, dtype),
-                      results[0], results[1].data, 1);
+                      results.weight, results.bias.data, 1);
     });
   }
   ch_projection work = describe<ch_projection>(dtype);
@@ -225,10 +231,10 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call, int6
   if (call.sum.columns == 0) return;
   if (sums_by_sequence(call.sum.rows, sequences)) {
     const int64_t columns = call.sum.columns;
-    const std::vector<Matrix> results = {{call.grad_weight, 1, columns, columns}, {call.grad_bias, 1, columns, columns}};
-    return add_sequences(dtype, sequences, results, [&](int64_t sequence, const std::vector<Matrix>& sums) {
+    const ParameterGradients results = {{call.grad_weight, 1, columns, columns}, {call.grad_bias, 1, columns, columns}};
+    return add_sequences(dtype, sequences, results, [&](int64_t sequence, const ParameterGradients& sums) {
       NormBackward part = part_of(dtype, call, sequence * (call.sum.rows / sequences), call.sum.rows / sequences);
-      part.grad_weight = sums[0].data, part.grad_bias = sums[1].data;
+      part.grad_weight = sums.weight.data, part.grad_bias = sums.bias.data;
       norm_backward(dtype, norm, part, 1);
     });
   }
