@@ -16,11 +16,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-__all__ = ["INTERRUPTED", "INTERRUPTED_LINE", "begin", "leave_on_interrupt", "open_streams", "raise_on_interrupt"]
+__all__ = [
+    "INTERRUPTED",
+    "INTERRUPTED_LINE",
+    "begin",
+    "end_interrupted",
+    "leave_on_interrupt",
+    "open_streams",
+    "raise_on_interrupt",
+]
 
 #: The exit status after Ctrl-C: 128 and the number of SIGINT, as shells have it.
 INTERRUPTED: Final = 130
 INTERRUPTED_LINE: Final = "clearhead: interrupted."
+_interruptions: Final[list[int]] = []
 _STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
@@ -29,7 +38,8 @@ def begin() -> None:
     if _is_command():
         open_streams()
         leave_on_interrupt()
-        atexit.register(_ignore_interrupt)
+        # Registered first, so it runs last.
+        atexit.register(_end)
 
 
 def _is_command() -> bool:
@@ -70,10 +80,24 @@ def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _ignore_interrupt() -> None:
+def end_interrupted() -> None:
+    """Let the process end with ``INTERRUPTED``, after what is registered with ``atexit``.
+
+    CPython remembers a KeyboardInterrupt that passed through ``exec`` of a text, as in the definition of a dataclass,
+    and kills itself by the signal at the end even if it was caught.
+    """
+    _interruptions.append(INTERRUPTED)
+
+
+def _end() -> None:
     """Ignore Ctrl-C while the interpreter ends: it removes handlers, and the signal would then kill the process."""
     if _may_handle():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _interruptions:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(INTERRUPTED)
 
 
 def _may_handle() -> bool:

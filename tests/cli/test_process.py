@@ -232,3 +232,19 @@ def test_interruption_at_any_moment_is_one_line(words: tuple[str, ...]) -> None:
         if process.returncode != 0:
             said = said.removeprefix("Open this address in a browser on this machine. Ctrl-C ends the lab.\n")
             assert (process.returncode, said) == (130, LINE)
+
+
+def test_interruption_within_executed_text_has_the_same_status(tmp_path: Path) -> None:
+    """CPython would end such a process by the signal, also where the exception was caught."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n\n\nclass Interrupting:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'clearhead.doctor':\n            exec('raise KeyboardInterrupt')\n\n\n"
+        "sys.meta_path.insert(0, Interrupting())\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "clearhead", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, LINE)

@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 from clearhead.command_process import (
     INTERRUPTED,
     INTERRUPTED_LINE,
+    end_interrupted,
     leave_on_interrupt,
     open_streams,
     raise_on_interrupt,
@@ -131,6 +132,7 @@ def _interrupted_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         # A second Ctrl-C may come while this one is reported.
         leave_on_interrupt()
+        end_interrupted()
         _leave(INTERRUPTED_LINE, INTERRUPTED)
 
 
