@@ -16,7 +16,7 @@ from clearhead.verify.laws.masking import as_square
 from clearhead.verify.masks import Spoken
 from clearhead.verify.subject import NAMES, Subject, Tensors
 
-__all__ = ["INVARIANCE_LAWS", "difference"]
+__all__ = ["INVARIANCE_LAWS", "difference", "threads"]
 
 
 def difference(one: Tensor, other: Tensor) -> float | None:
@@ -158,7 +158,8 @@ def _check_fixed_cache(subject: Subject, case: Case) -> None:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Inside the context, torch computes on so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -169,10 +170,10 @@ def _threads(count: int) -> Iterator[None]:
 
 def _check_threads(subject: Subject, case: Case) -> None:
     tensors = subject.draw(case)
-    with _threads(1):
+    with threads(1):
         one = subject.call(case, tensors).output.clone()
     for count in (2, 3, 7):
-        with _threads(count):
+        with threads(count):
             _require(f"the output on {count} threads", subject.call(case, tensors).output, one)
 
 

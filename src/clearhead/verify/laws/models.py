@@ -15,7 +15,7 @@ from clearhead.statistics import Want
 from clearhead.train.gradient_order import GradientSum
 from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import Broken, NotApplicable
-from clearhead.verify.laws.invariance import difference
+from clearhead.verify.laws.invariance import difference, threads
 from clearhead.verify.model_under_test import ModelCall, ModelUnderTest, Piece, chunked, rows_of
 
 __all__ = ["MODEL_LAWS", "ModelLaw"]
@@ -103,19 +103,9 @@ def _under(
     return check
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _check_threads(trial: BitComparison) -> None:
     for count in (1, 3):
-        _under(f"on {count} threads", lambda subject, count=count: _threads(count))(trial)  # type: ignore[misc]
+        _under(f"on {count} threads", lambda subject, count=count: threads(count))(trial)  # type: ignore[misc]
 
 
 @contextmanager
