@@ -360,11 +360,9 @@ template <class M, class IO> struct Forward {
   // Rows meet a tile: its maximum and that of the tiles before, the shift of the exponents of both sums to the new
   // maximum, and their factors. One of the two factors is 1.
   struct RowUpdate {
-    static constexpr int LANES = (MR + VL - 1) / VL * VL;
     float peak[MR], before[MR];
-    float old_step[LANES], step[LANES], old_factor[LANES], factor[LANES];
-
-    Factors factors() const { return Factors{old_factor, factor}; }
+    float old_step[Factors::ROWS], step[Factors::ROWS];
+    Factors factors;
   };
 
   // Sets all but `peak`, and the rows' new maxima.
@@ -377,11 +375,11 @@ template <class M, class IO> struct Forward {
       update.step[r] = now == peak ? 0.0f : (peak - now) * base2;
     }
     // Fill the rest of the vector: the exponential of arbitrary leftovers can cost hundreds of cycles.
-    for (int r = count; r < RowUpdate::LANES; r++) update.old_step[r] = update.step[r] = 0.0f;
+    for (int r = count; r < Factors::ROWS; r++) update.old_step[r] = update.step[r] = 0.0f;
     for (int r = 0; r < MR; r += VL) {
       const vf old_step = load(update.old_step + r), step = load(update.step + r);
-      store(update.old_factor + r, old_step == (vf){} ? all(1.0f) : exp2_of<5>(old_step));
-      store(update.factor + r, step == (vf){} ? all(1.0f) : exp2_of<5>(step));
+      store(update.factors.before + r, old_step == (vf){} ? all(1.0f) : exp2_of<5>(old_step));
+      store(update.factors.sums + r, step == (vf){} ? all(1.0f) : exp2_of<5>(step));
     }
   }
 
@@ -417,7 +415,7 @@ template <class M, class IO> struct Forward {
         else
           put_vector<BFloat16>(half + c, e);
       }
-    store(total, merged(load(total), all(update.old_factor[r]), sum, all(update.factor[r])));
+    store(total, merged(load(total), all(update.factors.before[r]), sum, all(update.factors.sums[r])));
   }
 
   // The same with statistics; the weights stay in float32 for the later ones.
@@ -428,7 +426,7 @@ template <class M, class IO> struct Forward {
     if (!observed.sums) {
       softmax_row<false>(s, half, r, runs, update, total, false, d.keep_mask);
     } else {
-      const TileSums tile_sums{update.peak[r], update.old_step[r], update.old_factor[r], update.step[r], update.factor[r], base2};
+      const TileSums tile_sums{update.peak[r], update.old_step[r], update.factors.before[r], update.step[r], update.factors.sums[r], base2};
       const float distance = (float)(w.query_offset + d.place[r0 + r].i - t0);
       const int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - w.corner.key - t0 : 0;
       d.statistics.template softmax_row<DEGREE>(r0 + r, s, runs, tile_sums, distance, sink_columns, total);
@@ -554,7 +552,7 @@ template <class M, class IO> struct Forward {
         if (x > 0) gemm<M, CONTINUE>(count, vecs, along, a, weights.ld, 1, value, values.ld, sums, out);
         else if (runs.count > 1) gemm<M, SET>(count, vecs, along, a, weights.ld, 1, value, values.ld, sums, out);
         else if (d.only_tile) gemm<M, SET>(count, vecs, along, a, weights.ld, 1, value, values.ld, to, out);
-        else gemm<M, MERGE>(count, vecs, along, a, weights.ld, 1, value, values.ld, to, out, update.factors());
+        else gemm<M, MERGE>(count, vecs, along, a, weights.ld, 1, value, values.ld, to, out, &update.factors);
       }
     }
     if (runs.count > 1) merge_sums<M>(r0, count, 0, update, d);
@@ -609,7 +607,7 @@ template <class M, class IO> struct Forward {
   void merge_sums(int r0, int count, int row, const RowUpdate& update, Workspace& d) const {
     for (int r = 0; r < count; r++) {
       float *o = d.o + (int64_t)(r0 + r) * out, *sums = d.sums + (int64_t)(row + r) * out;
-      const vf before = all(update.old_factor[r]), factor = all(update.factor[r]);
+      const vf before = all(update.factors.before[r]), factor = all(update.factors.sums[r]);
       for (int p = 0; p < values.count; p++, o += values.ld, sums += values.ld) {
         const int columns = values.vectors(p, out) * VL;
         if constexpr (Sums::LOAD_VECTORS == 2)
@@ -750,7 +748,7 @@ template <class M, class IO> struct Forward {
         if (!may_attend(w, d.row[r0 + r], key)) continue;
         const int64_t c = key - t0;
         float weight = M::PACK == 1 ? score_tile.at[r * score_tile.ld + c] : get_one<BFloat16>(d.half + r * tile + c);
-        weight *= update.factor[r];
+        weight *= update.factors.sums[r];
         for (int x = 0; x < w.value_dim; x++)
           if (!(d.line[x] - d.line[x] == 0.0f)) d.o[(int64_t)(r0 + r) * out + x] += weight * d.line[x];
       }
@@ -1055,7 +1053,7 @@ template <class M, class IO> struct Forward {
       meet(count, d.m, update);
       for (int r = 0; r < count; r++) {
         const float* from = partial + r * partial_floats() + 1;
-        const vf before = all(update.old_factor[r]), factor = all(update.factor[r]);
+        const vf before = all(update.factors.before[r]), factor = all(update.factors.sums[r]);
         store(d.l + r * VL, merged(load(d.l + r * VL), before, load(from), factor));
         float* o = d.o + (int64_t)r * out;
         for (int c = 0; c < out; c += VL) store(o + c, merged(load(o + c), before, load(from + VL + c), factor));

@@ -51,9 +51,11 @@ struct Bf16Dot {
 // online softmax.
 enum Update { SET, ADD, CONTINUE, MERGE };
 
-// Of each row, for MERGE: of what C has, and of the sums.
+// Of each row, for MERGE: of what C has, and of the sums; whole vectors. One pointer to both: with two of them the loop
+// would need more registers for addresses than there are.
 struct Factors {
-  const float *before, *sums;
+  static constexpr int ROWS = (MR + VL - 1) / VL * VL;
+  float before[ROWS], sums[ROWS];
 };
 
 // ROWS x VECS sums, each passed to `emit(row, vector, sum)`. They start from C where they continue it.
@@ -99,12 +101,12 @@ CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict
 template <class M, int ROWS, int VECS, Update UPDATE>
 CH_INLINE void gemm_block(int64_t steps, const typename M::operand* __restrict a, int64_t a_row, int64_t a_step,
                           const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
-                          Factors factors) {
+                          const Factors* factors) {
   const auto emit = [&](int r, int v, vf sum) CH_INLINED {
     // C is added at the end: added at the start it would lengthen the chain of roundings.
     float* at = c + r * ldc + v * VL;
     if constexpr (UPDATE == ADD) sum += load(at);
-    if constexpr (UPDATE == MERGE) sum = merged(load(at), all(factors.before[r]), sum, all(factors.sums[r]));
+    if constexpr (UPDATE == MERGE) sum = merged(load(at), all(factors->before[r]), sum, all(factors->sums[r]));
     store(at, sum);
   };
   micro_kernel<M, ROWS, VECS, UPDATE == CONTINUE>(steps, a, a_row, a_step, b, ldb, emit, c, ldc);
@@ -113,7 +115,7 @@ CH_INLINE void gemm_block(int64_t steps, const typename M::operand* __restrict a
 template <class M, int VECS, Update UPDATE>
 __attribute__((noinline)) void gemm_rows(int rows, int64_t steps, const typename M::operand* a, int64_t a_row,
                                          int64_t a_step, const typename M::right* b, int64_t ldb, float* c,
-                                         int64_t ldc, Factors factors) {
+                                         int64_t ldc, const Factors* factors) {
   switch (rows) {
     case 6: return gemm_block<M, 6, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
     case 5: return gemm_block<M, 5, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
@@ -128,7 +130,7 @@ __attribute__((noinline)) void gemm_rows(int rows, int64_t steps, const typename
 template <class M, Update UPDATE>
 CH_INLINE void gemm(int rows, int vecs, int64_t steps, const typename M::operand* a, int64_t a_row, int64_t a_step,
                     const typename M::right* b, int64_t ldb, float* c, int64_t ldc,
-                    Factors factors = {}) {
+                    const Factors* factors = nullptr) {
   if constexpr (NV == 4) {
     if (vecs == 4) return gemm_rows<M, 4, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
     if (vecs == 3) return gemm_rows<M, 3, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
