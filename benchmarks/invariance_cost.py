@@ -2,6 +2,7 @@
 
 python benchmarks/invariance_cost.py                        every suite, for an idle machine
 python benchmarks/invariance_cost.py --suite forward        one suite
+python benchmarks/invariance_cost.py --level portable       the same bits on every instruction set too
 python benchmarks/invariance_cost.py --quick                tiny sizes and three rounds, to try the script
 python benchmarks/invariance_cost.py --write                and write benchmarks/results/invariance.md
 
@@ -18,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -28,6 +30,8 @@ from clearhead.benchmark.suites import SUITES
 from clearhead.errors import UnsupportedError
 from clearhead.ops.library import isa_name
 
+#: What ``set_invariant`` takes.
+Level = bool | Literal["portable"]
 REPORT = Path(__file__).resolve().parent / "results" / "invariance.md"
 #: Seconds of a sample, and calls before the first one.
 SAMPLE, WARMUP = 0.02, 2
@@ -35,29 +39,34 @@ SAMPLE, WARMUP = 0.02, 2
 ALLOWED = {torch.float32: 1.10, torch.bfloat16: 1.15}
 
 
-def sample(call: Callable[[], object], times: int, invariant: bool) -> float:
+#: The levels of ``set_invariant`` by name.
+LEVELS: dict[str, Level] = {"true": True, "portable": "portable"}
+
+
+def sample(call: Callable[[], object], times: int, level: Level) -> float:
     """Seconds per call in one setting."""
-    ch.set_invariant(invariant)
+    ch.set_invariant(level)
     started = time.perf_counter()
     for _ in range(times):
         call()
     return (time.perf_counter() - started) / times
 
 
-def pair(call: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+def pair(call: Callable[[], object], rounds: int, level: Level) -> tuple[float, float, float]:
     """The medians without and with the setting, and the median of the rounds' ratios."""
-    for setting in (False, True):
+    settings: tuple[Level, Level] = (False, level)
+    for setting in settings:
         sample(call, WARMUP, setting)
     times = max(1, round(SAMPLE / max(1e-7, min(sample(call, 1, False), sample(call, 1, False)))))
     without, within = list[float](), list[float]()
     for turn in range(rounds):
-        for setting in (False, True) if turn % 2 else (True, False):
+        for setting in settings if turn % 2 else settings[::-1]:
             (within if setting else without).append(sample(call, times, setting))
     ratios = [one / other for one, other in zip(within, without, strict=True)]
     return statistics.median(without), statistics.median(within), statistics.median(ratios)
 
 
-def rows(suite: str, *, quick: bool, rounds: int) -> list[str]:
+def rows(suite: str, *, quick: bool, rounds: int, level: Level) -> list[str]:
     """The table's lines of a suite."""
     lines = []
     for row in SUITES[suite].rows():
@@ -68,7 +77,7 @@ def rows(suite: str, *, quick: bool, rounds: int) -> list[str]:
             if call is None:
                 continue
             try:
-                without, within, ratio = pair(call, rounds)
+                without, within, ratio = pair(call, rounds, level)
             except UnsupportedError as error:
                 lines.append(f"| {suite} | {row.title} | {name} | – | – | refused: {str(error)[:80]} |")
                 continue
@@ -85,6 +94,7 @@ def rows(suite: str, *, quick: bool, rounds: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", action="append", choices=[*SUITES], help="one of the suites; repeatable")
+    parser.add_argument("--level", choices=[*LEVELS], default="true", help="the level of set_invariant")
     parser.add_argument("--rounds", type=int, default=11, help="pairs of each row")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--write", action="store_true", help=f"write {REPORT.name}")
@@ -93,7 +103,7 @@ def main() -> None:
     lines = [
         "# Cost of one order of sums",
         "",
-        f"Made by `python benchmarks/invariance_cost.py --write` on {platform.processor() or platform.machine()} "
+        f"Made by `python benchmarks/invariance_cost.py --level {options.level} --write` on {platform.processor() or platform.machine()} "
         f"({isa_name()}), {torch.get_num_threads()} threads, torch {torch.__version__}. Times are medians in "
         "milliseconds per call; the ratio is the median over pairs. **over**: above 1.10, in bfloat16 1.15.",
         "",
@@ -101,9 +111,11 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for suite in options.suite or SUITES:
-        lines += rows(suite, quick=options.quick, rounds=3 if options.quick else options.rounds)
+        lines += rows(
+            suite, quick=options.quick, rounds=3 if options.quick else options.rounds, level=LEVELS[options.level]
+        )
     text = "\n".join([*lines, ""])
-    if options.write and not options.quick and not options.suite:
+    if options.write and not options.quick and not options.suite and options.level == "true":
         REPORT.write_text(text, encoding="utf-8")
         print(f"wrote {REPORT.name}")
     else:

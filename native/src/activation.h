@@ -12,16 +12,16 @@ namespace CH_NS {
 // loses.
 CH_INLINE void normal_of(vf x, vf& below, vf& density) {
   const vf bell = exp2_of<5>(x * x * all(-0.5f * LOG2E));
-  const vf t = all(1.0f) / (all(1.0f) + all(0.27f) * absolute(x));
+  const vf t = all(1.0f) / fused(all(0.27f), absolute(x), all(1.0f));
   vf p = all(2.891536685e-02f);
-  p = p * t + all(-1.262556515e-01f);
-  p = p * t + all(1.692920788e-01f);
-  p = p * t + all(-6.862161143e-02f);
-  p = p * t + all(1.07399781e-01f);
-  p = p * t + all(7.2240176e-02f);
-  p = p * t + all(1.017591864e-01f);
-  p = p * t + all(1.075505045e-01f);
-  p = p * t + all(1.077201811e-01f);
+  p = fused(p, t, all(-1.262556515e-01f));
+  p = fused(p, t, all(1.692920788e-01f));
+  p = fused(p, t, all(-6.862161143e-02f));
+  p = fused(p, t, all(1.07399781e-01f));
+  p = fused(p, t, all(7.2240176e-02f));
+  p = fused(p, t, all(1.017591864e-01f));
+  p = fused(p, t, all(1.075505045e-01f));
+  p = fused(p, t, all(1.077201811e-01f));
   const vf tail = bell * t * p;
   below = x < (vf){} ? tail : all(1.0f) - tail;
   density = bell * all(0.3989422804014327f);
@@ -38,19 +38,19 @@ CH_INLINE vf activation_of(int32_t kind, vf x, vf& slope) {
   if (kind == CH_GELU) {
     vf below, density;
     normal_of(x, below, density);
-    slope = below + x * density;
+    slope = fused(x, density, below);
     return x * below;
   }
   if (kind == CH_GELU_TANH) {
     // 1/2 (1 + tanh(u)) = sigmoid(2u)
     const vf twice = all(1.5957691216057308f), cubic = all(0.044715f), square = x * x;
-    const vf open = sigmoid_of(twice * x * (all(1.0f) + cubic * square));
-    slope = open + x * open * (all(1.0f) - open) * twice * (all(1.0f) + all(3.0f) * cubic * square);
+    const vf open = sigmoid_of(twice * x * fused(cubic, square, all(1.0f)));
+    slope = fused(x * open * (all(1.0f) - open) * twice, fused(all(3.0f) * cubic, square, all(1.0f)), open);
     return x * open;
   }
   if (kind == CH_SILU || kind == CH_QUICK_GELU) {
     const vf steep = all(kind == CH_SILU ? 1.0f : 1.702f), open = sigmoid_of(steep * x);
-    slope = open + steep * x * open * (all(1.0f) - open);
+    slope = fused(steep * x * open, all(1.0f) - open, open);
     return x * open;
   }
   if (kind == CH_RELU) {

@@ -177,6 +177,19 @@ template <class M, class IO> struct Backward {
     return sums.pieces + ((b * w.kv_heads + kh) * chunks.pieces + piece) * chunks.floats();
   }
 
+  template <class Other> static float dot(const element* g, const typename Other::type* o, int count) {
+    LaneSums sum;
+    int c = 0;
+    for (; c + LANES <= count; c += LANES)
+      for (int p = 0; p < PARTS; p++)
+        sum.part[p] = fused(get_vector<IO>(g + c + p * VL), get_vector<Other>(o + c + p * VL), sum.part[p]);
+    if (c == count) return sum_of(sum);
+    float rest_g[LANES], rest_o[LANES];
+    get_row<IO>(g + c, count - c, rest_g, LANES), get_row<Other>(o + c, count - c, rest_o, LANES);
+    for (int p = 0; p < PARTS; p++) sum.part[p] = fused(load(rest_g + p * VL), load(rest_o + p * VL), sum.part[p]);
+    return sum_of(sum);
+  }
+
   void write_delta(int64_t b, int64_t h) const {
     const bool unrounded = w.output32 != nullptr;
     if (!unrounded && w.output.data == nullptr) return start_delta(b, h);
@@ -184,11 +197,7 @@ template <class M, class IO> struct Backward {
       int64_t place = row_index(w, b, h, i);
       const element* g = at<IO>(w.grad_output, b, h, i);
       const float* o = unrounded ? w.output32 + place * w.value_dim : at<Float32>(w.output, b, h, i);
-      vf sum = (vf){};
-      int c = 0;
-      for (; c + VL <= w.value_dim; c += VL) sum += get_vector<IO>(g + c) * load(o + c);
-      float total = sum_of(sum);
-      for (; c < w.value_dim; c++) total += get_one<IO>(g + c) * o[c];
+      const float total = dot<Float32>(g, o, (int)w.value_dim);
       w.delta[place] = w.grad_lse != nullptr ? total - w.grad_lse[place] : total;
     }
   }
@@ -315,13 +324,13 @@ template <class M, class IO> struct Backward {
   CH_INLINE void softmax_single_tile(float* s, const float* dp, int r, int c0, int c1r, int row, Workspace& d) const {
     const vf scale = all(base2), shift = all(d.largest[row]), inv_sum = all(d.inv_sum[row]);
     const KeepMaskRows keep_mask = d.keep_mask;
-    vf sum = {}, whole = {};
-    for (int c = c0; c < c1r; c += VL) {
+    LaneSums sum, whole;
+    for_lanes(c0, c1r, [&](int64_t c, int part) CH_INLINED {
       const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * inv_sum;
-      sum += DROPS ? e * factor_of(keep_mask, r, c) * load(dp + c) : e * load(dp + c);
-      whole += e;
+      sum.part[part] = fused(DROPS ? e * factor_of(keep_mask, r, (int)c) : e, load(dp + c), sum.part[part]);
+      whole.part[part] += e;
       store(s + c, e);
-    }
+    });
     // The sum over keys excludes the sink's weight.
     const float total = w.sink == nullptr ? sum_of(whole) : 1.0f;
     d.delta[row] += total > 0.0f ? sum_of(sum) / total : sum_of(sum);
@@ -380,20 +389,20 @@ template <class M, class IO> struct Backward {
     vf by_entropy = of_row(of.grad_entropy), by_distance = of_row(of.grad_distance);
     vf by_sink = of_row(of.grad_sink);
     const float* received = of.grad_received != nullptr ? of.grad_received + (b * w.heads + h) * w.k_len : nullptr;
-    float log_inv_sum = d.inv_sum[row] > 0.0f ? __builtin_logf(d.inv_sum[row]) : 0.0f;
+    float log_inv_sum = d.inv_sum[row] > 0.0f ? log_of(d.inv_sum[row]) : 0.0f;
     vf scale = all(base2), shift = all(d.largest[row]), inv_sum = all(d.inv_sum[row]), delta = all(d.delta[row]);
     vf lowest = all(-1e4f), gap = all((float)(w.query_offset + i - t0 - c0)) - counting(), zero = {};
     int64_t sink_columns = of.grad_sink != nullptr ? of.sink_keys - t0 : 0;
     for (int c = c0; c < c1r; c += VL, gap -= all((float)VL)) {
       vf score = load(s + c), x = (score - shift) * scale, e = exp2_of<5>(x) * inv_sum;
       // -log(weight) - 1
-      vf surprise = -(vmax(x, lowest) * all(LN2) + all(log_inv_sum)) - all(1.0f);
-      vf g = by_entropy * surprise + by_distance * absolute(gap);
+      vf surprise = -fused(vmax(x, lowest), all(LN2), all(log_inv_sum)) - all(1.0f);
+      vf g = fused(by_entropy, surprise, by_distance * absolute(gap));
       if (c < sink_columns) g += first_of(by_sink, minimum((int64_t)VL, sink_columns - c));
       if (received != nullptr) g += load_received(received, t0 + c);
       vf k = dropout.on ? factor_of(d.keep_mask, r, c) : all(1.0f);
       store(s + c, e * k);
-      vf change = e * (load(dp + c) * k + g - delta);
+      vf change = e * (fused(load(dp + c), k, g) - delta);
       store(dp + c, tied ? change + (score == peak ? by_max : zero) : change);
     }
   }
@@ -549,11 +558,11 @@ template <class M, class IO> struct Backward {
       }
     }
     if (high <= low) return;
-    int left = low / VL * VL, right = (int)round_up(high, VL);
+    int left = low / LANES * LANES, right = (int)round_up(high, VL);
     for (int r0 = 0; r0 < count; r0 += MR) {
       int n = minimum(MR, count - r0);
       Interval interval = intervals[r0 / MR];
-      int c0 = interval.low / VL * VL, c1 = interval.high;
+      int c0 = interval.low / LANES * LANES, c1 = interval.high;
       if (c1 > c0) multiply_rows(r0, n, c0, c1, packed_block, d);
       const int c1r = (int)round_up(c1, VL);
       if (c1 > c0 && stores_pairs()) {

@@ -4,7 +4,7 @@
 //
 // A row's bits are a function of its own query, keys and mask. Tiles start at multiples of their size in the sequence;
 // scores add along head_dim, step by step; a tile's weights are relative to its own maximum, its sums start at 0 and
-// run from key to key (normalisers: one per lane), and tiles merge in order. Keys that a row may not attend to add
+// run from key to key (normalisers: in LANES lanes), and tiles merge in order. Keys that a row may not attend to add
 // exact zeros, so it does not matter which of them are skipped, which rows share a block, or who computes a tile.
 #pragma once
 
@@ -96,7 +96,7 @@ template <class M, class IO> struct Forward {
     float* sums;  // [rows at a time][out], of a tile in pieces
     float* o;  // [ROWS][out]
     float* m;
-    float* l;  // [ROWS][VL]
+    float* l;  // [ROWS][LANES]
     MaskRow* row;
     Place* place;
     float* diagonals;
@@ -178,7 +178,7 @@ template <class M, class IO> struct Forward {
     if (*bad) zero_nonfinite_values(v, column, count);
   }
 
-  // Columns of a tile that rows attend to, in ascending intervals that start at whole vectors.
+  // Columns of a tile that rows attend to, in ascending intervals that start at multiples of LANES.
   struct Runs {
     int count = 0;
     Interval at[MAX_TILE / PIECE];
@@ -186,7 +186,7 @@ template <class M, class IO> struct Forward {
     int first() const { return at[0].low; }
     int end() const { return at[count - 1].high; }
     void add(int low, int high) {
-      low = low / VL * VL;
+      low = low / LANES * LANES;
       if (count > 0 && (int)round_up(at[count - 1].high, VL) >= low) at[count - 1].high = high;
       else at[count++] = Interval{low, high};
     }
@@ -271,7 +271,7 @@ template <class M, class IO> struct Forward {
     d.sums = c.template take<float>(at_a_time * out);
     d.o = c.template take<float>((int64_t)ROWS * out);
     d.m = c.template take<float>(ROWS);
-    d.l = c.template take<float>((int64_t)ROWS * VL);
+    d.l = c.template take<float>((int64_t)ROWS * LANES);
     d.row = c.template take<MaskRow>(ROWS);
     d.place = c.template take<Place>(ROWS);
     d.diagonals = c.template take<float>(VL + diagonal_floats) + VL;
@@ -306,7 +306,7 @@ template <class M, class IO> struct Forward {
       if (masked || r == 0) mask_row(w, b, h, i, d.row[r]);
       else if (observed.s != nullptr) d.row[r] = d.row[0];
       d.m[r] = -INF;
-      store(d.l + r * VL, (vf){});
+      store_lanes(d.l + r * LANES, LaneSums{});
       if (const MaskRow& allowed = d.row[masked ? r : 0]; allowed.high > allowed.low) {
         interval.low = minimum(interval.low, (int)allowed.low);
         interval.high = maximum(interval.high, (int)allowed.high);
@@ -404,24 +404,24 @@ template <class M, class IO> struct Forward {
   CH_INLINE void softmax_row(float* s, uint16_t* half, int r, const Runs& runs, const RowUpdate& update, float* total,
                              bool narrow, const KeepMaskRows& keep_mask) const {
     const vf shift = all(update.peak[r] == -INF ? 0.0f : update.peak[r]), scale = all(base2);
-    vf sum = (vf){};
+    LaneSums sum;
     for (int x = 0; x < runs.count; x++)
-      for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
+      for_lanes(runs.at[x].low, runs.at[x].high, [&](int64_t c, int part) CH_INLINED {
         vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale);
-        sum += e;
+        sum.part[part] += e;
         if (DROPS) e = select_bits(keep_mask.from(r, c), e);
         if (M::PACK == 1 || !narrow)
           store(s + c, e);
         else
           put_vector<BFloat16>(half + c, e);
-      }
-    store(total, merged(load(total), all(update.factors.before[r]), sum, all(update.factors.sums[r])));
+      });
+    store_lanes(total, merged(load_lanes(total), all(update.factors.before[r]), sum, all(update.factors.sums[r])));
   }
 
   // The same with statistics; the weights stay in float32 for the later ones.
   void softmax_row_observed(int r0, int r, const ScoreTile& score_tile, uint16_t* half, const Runs& runs, int64_t t0,
                             const RowUpdate& update, Workspace& d) const {
-    float *s = score_tile.at + r * score_tile.ld, *total = d.l + (r0 + r) * VL;
+    float *s = score_tile.at + r * score_tile.ld, *total = d.l + (r0 + r) * LANES;
     d.statistics.scan_scores(observed, r0 + r, s, runs, t0, update.peak[r], update.before[r], d.m[r0 + r]);
     if (!observed.sums) {
       softmax_row<false>(s, half, r, runs, update, total, false, d.keep_mask);
@@ -679,7 +679,7 @@ template <class M, class IO> struct Forward {
     find_peaks(score_tile, runs, count, update);
     meet(count, d.m + r0, update);
     for (int r = 0; r < count; r++) {
-      float *s = score_tile.at + r * score_tile.ld, *total = d.l + (r0 + r) * VL;
+      float *s = score_tile.at + r * score_tile.ld, *total = d.l + (r0 + r) * LANES;
       uint16_t* half = d.half + (row + r) * tile;
       if (dropout.on) draw(b, r0, r, t0, runs, d);
       if (observed.s != nullptr) softmax_row_observed(r0, r, score_tile, half, runs, t0, update, d);
@@ -771,7 +771,7 @@ template <class M, class IO> struct Forward {
       }
     }
     bool empty = total == 0.0f, none = empty || largest == -INF;
-    const float log_total = w.lse != nullptr || observed.s != nullptr ? __builtin_logf(total) : 0.0f;
+    const float log_total = w.lse != nullptr || observed.s != nullptr ? log_of(total) : 0.0f;
     WeightScale weight_scale{none ? 0.0f : shrink / total, none ? -INF : shrink_log - log_total};
     if (outputs == Outputs::COLUMN_SUMS) return total == total ? weight_scale : WeightScale{total, total};
     float factor = empty ? 0.0f : shrink * dropout.factor / total;
@@ -797,7 +797,7 @@ template <class M, class IO> struct Forward {
     if (!d.only_tile) memset(d.o, 0, (size_t)count * out * sizeof(float));
     for (int64_t t = visited.low; t < visited.high; t++) do_tile(b, kh, first, count, t, keys, packed, d);
     for (int r = 0; r < count; r++) {
-      const float total = sum_of(load(d.l + r * VL));
+      const float total = sum_of(load_lanes(d.l + r * LANES));
       WeightScale weight_scale = finish(b, d.place[r].h, d.place[r].i, d.o + (int64_t)r * out, d.m[r], total);
       if (observed.s == nullptr) continue;
       d.statistics.weight_scale[r] = weight_scale;
@@ -1017,7 +1017,7 @@ template <class M, class IO> struct Forward {
   }
 
   // A row's maximum, normaliser and sums of one tile.
-  int64_t partial_floats() const { return 1 + VL + out; }
+  int64_t partial_floats() const { return 1 + LANES + out; }
 
   void do_part(int64_t b, int64_t kh, int64_t from, int64_t to, float* partial, Fault& fault) const {
     Workspace d;
@@ -1030,14 +1030,14 @@ template <class M, class IO> struct Forward {
     d.only_tile = false;
     for (int64_t t = from; t < to; t++) {
       for (int64_t r = 0; r < rows; r++) d.m[r] = -INF;
-      memset(d.l, 0, (size_t)(rows * VL) * sizeof(float));
+      memset(d.l, 0, (size_t)(rows * LANES) * sizeof(float));
       memset(d.o, 0, (size_t)(rows * out) * sizeof(float));
       if (t >= visited.low && t < visited.high) do_tile(b, kh, 0, (int)rows, t, keys, false, d);
       float* to_row = partial + t * rows * partial_floats();
       for (int64_t r = 0; r < rows; r++, to_row += partial_floats()) {
         to_row[0] = d.m[r];
-        memcpy(to_row + 1, d.l + r * VL, VL * sizeof(float));
-        memcpy(to_row + 1 + VL, d.o + r * out, (size_t)out * sizeof(float));
+        memcpy(to_row + 1, d.l + r * LANES, LANES * sizeof(float));
+        memcpy(to_row + 1 + LANES, d.o + r * out, (size_t)out * sizeof(float));
       }
     }
   }
@@ -1045,7 +1045,7 @@ template <class M, class IO> struct Forward {
   // Merges the tiles of at most MR rows, in order.
   void merge_tiles(int64_t head, int64_t r0, int count, const float* partial, Workspace& d) const {
     for (int r = 0; r < count; r++) d.m[r] = -INF;
-    memset(d.l, 0, (size_t)(count * VL) * sizeof(float));
+    memset(d.l, 0, (size_t)(count * LANES) * sizeof(float));
     memset(d.o, 0, (size_t)count * out * sizeof(float));
     RowUpdate update;
     for (int64_t t = 0; t < tiles; t++, partial += rows * partial_floats()) {
@@ -1054,14 +1054,14 @@ template <class M, class IO> struct Forward {
       for (int r = 0; r < count; r++) {
         const float* from = partial + r * partial_floats() + 1;
         const vf before = all(update.factors.before[r]), factor = all(update.factors.sums[r]);
-        store(d.l + r * VL, merged(load(d.l + r * VL), before, load(from), factor));
+        store_lanes(d.l + r * LANES, merged(load_lanes(d.l + r * LANES), before, load_lanes(from), factor));
         float* o = d.o + (int64_t)r * out;
-        for (int c = 0; c < out; c += VL) store(o + c, merged(load(o + c), before, load(from + VL + c), factor));
+        for (int c = 0; c < out; c += VL) store(o + c, merged(load(o + c), before, load(from + LANES + c), factor));
       }
     }
     const int64_t b = head / w.kv_heads, h = head % w.kv_heads * group;
     for (int r = 0; r < count; r++)
-      finish(b, h + (r0 + r) / w.q_len, (r0 + r) % w.q_len, d.o + (int64_t)r * out, d.m[r], sum_of(load(d.l + r * VL)));
+      finish(b, h + (r0 + r) / w.q_len, (r0 + r) % w.q_len, d.o + (int64_t)r * out, d.m[r], sum_of(load_lanes(d.l + r * LANES)));
   }
 
   int run() const {

@@ -28,7 +28,7 @@ struct Fp32Fma {
   static CH_INLINE Broadcast broadcast(const float* a) { return broadcast_float(a); }
   static CH_INLINE vf get(const float* b) { return load(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
-  static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return fused(a, b, sum); }
   static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) { return madd_float(sum, a, b); }
 };
 

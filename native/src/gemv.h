@@ -59,7 +59,7 @@ template <class IO> struct Widened {
   static CH_INLINE Broadcast broadcast(const float* a) { return broadcast_float(a); }
   static CH_INLINE vf get(const right* b) { return get_vector<IO>(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
-  static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return fused(a, b, sum); }
   static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) { return madd_float(sum, a, b); }
 };
 

@@ -51,7 +51,7 @@ class StateRecurrence : protected Chunk {
       const vf fade_state = all(decays ? t.fade_state[f] : 1.0f);
       for (int64_t c = 0; c < D; c += VL) {
         float* running = t.running + f * D + c;
-        store(running, load(running) * fade_state + load(t.chunk_sums + f * D + c));
+        store(running, fused(load(running), fade_state, load(t.chunk_sums + f * D + c)));
       }
     }
     if (sums) add_row(t.sums, t.chunk_feature_sums, 1.0f, F);
@@ -161,9 +161,11 @@ class LinearForward : StateRecurrence {
     float* shares = w.shares + (t.batch * w.heads + head) * w.length + t.first;
     float* to = at<Float32>(w.output, t.batch, head, t.first);
     for (int64_t i = 0; i < t.rows; i++, to += w.output.row) {
-      vf more = (vf){};
-      for (int64_t c = 0; c < F; c += VL) more += load(t.q + i * F + c) * load(sums + c);
-      for (int64_t j = 0; j <= i; j += VL) more += load(t.p + i * C + j);
+      LaneSums more;
+      for_lanes(0, F, [&](int64_t c, int part) CH_INLINED {
+        more.part[part] = fused(load(t.q + i * F + c), load(sums + c), more.part[part]);
+      });
+      for_lanes(0, i + 1, [&](int64_t j, int part) CH_INLINED { more.part[part] += load(t.p + i * C + j); });
       const float below = sum_of(more);
       const bool none = __builtin_fabsf(below) < __FLT_MIN__;
       shares[i] = none ? 0.0f : 1.0f / below;
@@ -286,7 +288,7 @@ class LinearBackward : StateRecurrence {
       for (int64_t f = 0; f < w.features; f++) t.end[f] = t.fade_state[f] * dot(before + f * D, grad_after + f * D, D);
       for (int64_t i = 0; i < t.rows; i++)
         for (int64_t x = 0; x < F; x += VL)
-          store(t.end + x, load(t.end + x) + load(t.k + i * F + x) * load(t.dk + i * F + x));
+          store(t.end + x, fused(load(t.k + i * F + x), load(t.dk + i * F + x), load(t.end + x)));
       clear(t.h, t.rows * F);
     }
     for (int64_t i = 0; normalized && i < t.rows; i++) add_row(t.dk + i * F, grad_sums_after, 1.0f, F);
@@ -303,7 +305,7 @@ class LinearBackward : StateRecurrence {
     scores(t, t.q, t.p, false);
     chunk_gemm<ADD, FROM_ON>(t.rows, D, t.rows, transposed(t.p, C), t.u, D, t.dv, D, t.height);
     for (int64_t i = 0; decays && i < t.rows * F; i += VL)
-      store(t.h + i, load(t.h + i) + load(t.q + i) * load(t.dq + i));
+      store(t.h + i, fused(load(t.q + i), load(t.dq + i), load(t.h + i)));
   }
 
   // From the gradient of the written values to those of values, rates, keys and the state.
@@ -324,8 +326,8 @@ class LinearBackward : StateRecurrence {
   void keys_and_gates(Tiles& t) const {
     if (decays) {
       for (int64_t i = 0; i < t.rows * F; i += VL) {
-        vf moved = load(t.h + i) - load(t.k + i) * load(t.dk + i);
-        if (delta) moved += load(t.k + i) * load(t.read + i);
+        vf moved = fused(-load(t.k + i), load(t.dk + i), load(t.h + i));
+        if (delta) moved = fused(load(t.k + i), load(t.read + i), moved);
         store(t.h + i, moved);
       }
       put_gates(t);
@@ -346,8 +348,8 @@ class LinearBackward : StateRecurrence {
   }
 
   float total(const float* row) const {
-    vf sum = (vf){};
-    for (int64_t c = 0; c < F; c += VL) sum += load(row + c);
+    LaneSums sum;
+    for_lanes(0, F, [&](int64_t c, int part) CH_INLINED { sum.part[part] += load(row + c); });
     return sum_of(sum);
   }
 

@@ -54,11 +54,7 @@ CH_INLINE void transpose(const float* from, int64_t ld, int64_t rows, int64_t co
 //
 // x = n ln 2 + r with |r| <= ln(2) / 2, so seven terms of the series are enough.
 CH_INLINE vf exp_nonpositive(vf x) {
-#if defined(CH_AVX512)
-  const vf low = all(-104.0f);  // half of the smallest subnormal
-#else
   const vf low = all(-87.0f);  // powers of two are built from exponent bits, which covers normal floats only
-#endif
   const vf bounded = x < low ? low : x;  // NaN propagates
 #if defined(CH_AVX512)
   const vf n = (vf)_mm512_roundscale_ps((__m512)(bounded * all(LOG2E)), 0x08);
@@ -66,17 +62,17 @@ CH_INLINE vf exp_nonpositive(vf x) {
   const vf magic = all(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
   const vf n = (bounded * all(LOG2E) + magic) - magic;
 #endif
-  const vf r = (bounded - n * all(0.693359375f)) + n * all(2.12194440e-4f);  // ln 2 in two parts
+  const vf r = fused(n, all(2.12194440e-4f), fused(-n, all(0.693359375f), bounded));  // ln 2 in two parts
   vf p = all(1.0f / 5040.0f);
-  p = p * r + all(1.0f / 720.0f);
-  p = p * r + all(1.0f / 120.0f);
-  p = p * r + all(1.0f / 24.0f);
-  p = p * r + all(1.0f / 6.0f);
-  p = p * r + all(0.5f);
-  p = p * r + all(1.0f);
-  p = p * r + all(1.0f);
+  p = fused(p, r, all(1.0f / 720.0f));
+  p = fused(p, r, all(1.0f / 120.0f));
+  p = fused(p, r, all(1.0f / 24.0f));
+  p = fused(p, r, all(1.0f / 6.0f));
+  p = fused(p, r, all(0.5f));
+  p = fused(p, r, all(1.0f));
+  p = fused(p, r, all(1.0f));
 #if defined(CH_AVX512)
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+  return (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ), (__m512)p, (__m512)n);
 #else
   const vi whole = __builtin_convertvector(bounded == bounded ? n : (vf){}, vi);
   const vf power = p * (vf)((whole + 127) << 23);
@@ -136,14 +132,14 @@ CH_INLINE bool finite_rows(const float* from, int64_t rows, int64_t columns, int
 }
 
 CH_INLINE float dot(const float* a, const float* b, int64_t ld) {
-  vf sum = (vf){};
-  for (int64_t c = 0; c < ld; c += VL) sum += load(a + c) * load(b + c);
+  LaneSums sum;
+  for_lanes(0, ld, [&](int64_t c, int part) CH_INLINED { sum.part[part] = fused(load(a + c), load(b + c), sum.part[part]); });
   return sum_of(sum);
 }
 
 // to += row * factor
 CH_INLINE void add_row(float* to, const float* row, float factor, int64_t ld) {
-  for (int64_t c = 0; c < ld; c += VL) store(to + c, load(to + c) + load(row + c) * all(factor));
+  for (int64_t c = 0; c < ld; c += VL) store(to + c, fused(load(row + c), all(factor), load(to + c)));
 }
 
 CH_INLINE void scale_row(float* to, float factor, int64_t ld) {
@@ -430,9 +426,11 @@ class Chunk {
   }
 
   float pair(const Tiles& t, const float* row, int64_t i, int64_t j) const {
-    vf sum = (vf){};
-    for (int64_t c = 0; c < F; c += VL)
-      sum += load(row + c) * load(t.k + j * F + c) * exp_nonpositive(t.gates[i * F + c] - t.gates[j * F + c]);
+    LaneSums sum;
+    for_lanes(0, F, [&](int64_t c, int part) CH_INLINED {
+      const vf fade = exp_nonpositive(t.gates[i * F + c] - t.gates[j * F + c]);
+      sum.part[part] = fused(load(row + c) * load(t.k + j * F + c), fade, sum.part[part]);
+    });
     return sum_of(sum);
   }
 
@@ -452,8 +450,8 @@ class Chunk {
           const vf both = all(d[i * C + j]);
           for (int64_t c = 0; c < F; c += VL) {
             const vf e = both * exp_nonpositive(t.gates[i * F + c] - t.gates[j * F + c]);
-            store(d_rows + i * F + c, load(d_rows + i * F + c) + e * load(t.k + j * F + c));
-            store(d_keys + j * F + c, load(d_keys + j * F + c) + e * load(rows + i * F + c));
+            store(d_rows + i * F + c, fused(e, load(t.k + j * F + c), load(d_rows + i * F + c)));
+            store(d_keys + j * F + c, fused(e, load(rows + i * F + c), load(d_keys + j * F + c)));
           }
         }
       }
@@ -472,7 +470,7 @@ class Chunk {
       for (int64_t c = 0; c < F; c += VL) {
         const int64_t at = (b + i) * F + c;
         const vf fade = exp_nonpositive(t.gates[at] - t.gates[middle + c]);
-        store(d_rows + at, load(d_rows + at) + load(t.product + i * F + c) * fade);
+        store(d_rows + at, fused(load(t.product + i * F + c), fade, load(d_rows + at)));
       }
     }
     chunk_gemm<SET>(b, F, count, transposed(d + b * C, C), t.left + b * F, F, t.product, F);
@@ -480,7 +478,7 @@ class Chunk {
       for (int64_t c = 0; c < F; c += VL) {
         const int64_t at = j * F + c;
         const vf fade = exp_nonpositive(t.gates[middle + c] - t.gates[at]);
-        store(d_keys + at, load(d_keys + at) + load(t.product + at) * fade);
+        store(d_keys + at, fused(load(t.product + at), fade, load(d_keys + at)));
       }
     }
   }
@@ -503,7 +501,7 @@ class Chunk {
         for (int64_t c = 0; c < D; c += VL) {
           vf left = load(t.r + i * D + c);
           if (b > 0) left -= load(t.o + (i - b) * D + c);
-          for (int64_t j = b; j < i; j++) left -= all(t.a[i * C + j]) * load(t.v + j * D + c);
+          for (int64_t j = b; j < i; j++) left = fused(all(-t.a[i * C + j]), load(t.v + j * D + c), left);
           store(t.r + i * D + c, left);
           store(row + c, left * all(t.rate[i]));
         }
@@ -527,14 +525,14 @@ class Chunk {
       if (end < t.rows)
         chunk_gemm<SET>(end - b, D, t.rows - end, transposed(t.a + end * C + b, C), x + end * D, D, t.o, D);
       for (int64_t i = end - 1; i >= b; i--) {
-        vf moved = (vf){};
-        for (int64_t c = 0; c < D; c += VL) {
+        LaneSums moved;
+        for_lanes(0, D, [&](int64_t c, int part) CH_INLINED {
           vf left = load(x + i * D + c);
           if (end < t.rows) left -= load(t.o + (i - b) * D + c);
-          for (int64_t j = i + 1; j < end; j++) left -= all(t.a[j * C + i]) * load(x + j * D + c);
-          moved += left * load(t.r + i * D + c);
+          for (int64_t j = i + 1; j < end; j++) left = fused(all(-t.a[j * C + i]), load(x + j * D + c), left);
+          moved.part[part] = fused(left, load(t.r + i * D + c), moved.part[part]);
           store(x + i * D + c, left * all(t.rate[i]));
-        }
+        });
         d_rate[i] = sum_of(moved);
       }
     }

@@ -18,13 +18,17 @@ template <class Term> CH_INLINE double sum_over_columns(int columns, const Term&
   double total = 0;
   for (int from = 0; from < columns; from += SUM_COLUMNS) {
     const int to = minimum(columns, from + SUM_COLUMNS);
-    vf sums[4] = {};
+    LaneSums sums[4];
     int c = from;
-    for (; c + 4 * VL <= to; c += 4 * VL)
+    for (; c + 4 * LANES <= to; c += 4 * LANES)
+#pragma GCC unroll 16
+      for (int i = 0; i < 4 * PARTS; i++) sums[i / PARTS].part[i % PARTS] += term(c + i * VL);
+    for (; c + LANES <= to; c += LANES)
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) sums[i] += term(c + i * VL);
-    for (; c + VL <= to; c += VL) sums[0] += term(c);
-    if (c < to) sums[1] += first_of(term(c), to - c);
+      for (int p = 0; p < PARTS; p++) sums[0].part[p] += term(c + p * VL);
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; p++, c += VL)
+      if (c < to) sums[1].part[p] += first_of(term(c), minimum(VL, to - c));
     total += (double)sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
   return total;
@@ -210,10 +214,10 @@ template <class IO> class NormBackward : Norm<IO> {
     for (int c = 0; c < columns; c += VL) {
       const vf normed = (load(x + c) - rests) * scales, grad = load(g + c);
       if (sums != nullptr) {
-        store(sums + c, load(sums + c) + grad * normed);
+        store(sums + c, fused(grad, normed, load(sums + c)));
         store(sums + padded + c, load(sums + padded + c) + grad);
       }
-      store(x + c, scales * (weighted(c) - means_g - normed * alongs));
+      store(x + c, scales * fused(-normed, alongs, weighted(c) - means_g));
     }
     put_grads(row, x);
   }

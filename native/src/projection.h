@@ -61,7 +61,7 @@ template <class M, class IO> class Projection {
   struct Group {
     Piece pieces[CH_MAX_TERMS];
     int count;
-    int64_t steps;  // of all pieces, each rounded up to whole vectors
+    int64_t steps;  // of all pieces, each rounded up to a multiple of LANES: that decides where a group ends
     bool first, last;
   };
 
@@ -129,7 +129,7 @@ template <class M, class IO> class Projection {
   // Steps of the largest group.
   int64_t max_group_steps(int64_t max_steps) const {
     int64_t steps = 0;
-    for (int t = 0; t < w.num_terms; t++) steps += round_up(row_steps<M>(w.terms[t].steps), VL);
+    for (int t = 0; t < w.num_terms; t++) steps += round_up(row_steps<M>(w.terms[t].steps), LANES);
     return minimum(steps, max_steps);
   }
 
@@ -195,7 +195,7 @@ template <class M, class IO> class Projection {
       const int64_t count = minimum(remaining, term_here.steps - from);
       if (count > 0) {
         group.pieces[group.count++] = Piece{&term_here, from, count, group.steps};
-        group.steps += round_up(row_steps<M>(count), VL);
+        group.steps += round_up(row_steps<M>(count), LANES);
       }
       if (from + count < term_here.steps) break;
     }

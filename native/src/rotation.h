@@ -54,8 +54,8 @@ template <class IO> class Rotating {
                                       const float* sines, vf direction) {
     const vf x = get_vector<IO>(from_x), y = get_vector<IO>(from_y);
     const vf cosine = load(cosines), sine = load(sines) * direction;
-    put_vector<IO>(to_x, x * cosine - y * sine);
-    put_vector<IO>(to_y, y * cosine + x * sine);
+    put_vector<IO>(to_x, fused(x, cosine, -(y * sine)));
+    put_vector<IO>(to_y, fused(y, cosine, x * sine));
   }
 };
 

@@ -48,11 +48,11 @@ CH_INLINE vf tanh_of(vf x) {
   // Near 0 the polynomial of Cephes (Moshier 1989, tanhf), elsewhere 1 - 2 / (exp(2x) + 1).
   vf square = x * x;
   vf p = all(-5.70498872745e-3f);
-  p = p * square + all(2.06390887954e-2f);
-  p = p * square + all(-5.37397155531e-2f);
-  p = p * square + all(1.33314422036e-1f);
-  p = p * square + all(-3.33332819422e-1f);
-  vf near = p * square * x + x;
+  p = fused(p, square, all(2.06390887954e-2f));
+  p = fused(p, square, all(-5.37397155531e-2f));
+  p = fused(p, square, all(1.33314422036e-1f));
+  p = fused(p, square, all(-3.33332819422e-1f));
+  vf near = fused(p * square, x, x);
   vf far = all(1.0f) - all(2.0f) / (exp2_of<5>(x * all(2.0f * LOG2E)) + all(1.0f));
   return square < all(0.390625f) ? near : far;
 }
@@ -83,7 +83,7 @@ inline void apply_rules(const ch_attention& w, const float* diagonals, int64_t b
       for (int c = 0; c < count; c += VL) {
         vf t = tanh_of(load(scores + c) / cap);
         store(scores + c, cap * t);
-        if (slope != nullptr) store(slope + c, one - t * t);
+        if (slope != nullptr) store(slope + c, fused(-t, t, one));
       }
     }
   }

@@ -166,7 +166,7 @@ struct TileSums {
 struct ColumnSums {
   float* lines;  // [group][lines][ld]
   float *high, *total;  // [tile rows][k_tiles]
-  float *high_now, *total_now;  // [k_tiles][VL], of the tile row in progress
+  float *high_now, *total_now;  // [k_tiles][LANES], of the tile row in progress
   int64_t first, open;  // tile row of `high`'s first line; the one in progress, or -1
 };
 
@@ -195,7 +195,7 @@ struct Statistics {
     strip = has_column_sums || s->num_rows > 0;
     if (!strip) return;
     // An odd number of cache lines, so that the rows of a group do not map to the same cache sets.
-    ld = (round_up(lead + w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
+    ld = (round_up(lead + w.k_len, LANES) / 16 + 3) / 2 * 32 + 16;
     // 4 MiB, and whole groups of rows: the grouping of rows must not depend on which statistics are requested.
     rows = (int)maximum((int64_t)MR, minimum((int64_t)max_rows, ((int64_t)1 << 20) / ld / MR * MR));
     q_tiles = side > 0 ? (w.q_len + side - 1) / side : 0;
@@ -237,8 +237,8 @@ struct Statistics {
     c.lines = allocator.take<float>(group * lines * ld);
     c.high = allocator.take<float>(range_tiles * k_tiles);
     c.total = allocator.take<float>(range_tiles * k_tiles);
-    c.high_now = allocator.take<float>(k_tiles * VL);
-    c.total_now = allocator.take<float>(k_tiles * VL);
+    c.high_now = allocator.take<float>(k_tiles * LANES);
+    c.total_now = allocator.take<float>(k_tiles * LANES);
     return allocator.next - base;
   }
 
@@ -256,11 +256,11 @@ struct Statistics {
     if (c.open < 0) return;
     int64_t at = (c.open - c.first) * k_tiles;
     for (int64_t j = 0; j < k_tiles; j++) {
-      c.high[at + j] = max_of(load(c.high_now + j * VL));
-      c.total[at + j] = sum_of(load(c.total_now + j * VL));
+      c.high[at + j] = max_of(load_lanes(c.high_now + j * LANES));
+      c.total[at + j] = sum_of(load_lanes(c.total_now + j * LANES));
     }
-    memset(c.high_now, 0, (size_t)(k_tiles * VL) * sizeof(float));
-    memset(c.total_now, 0, (size_t)(k_tiles * VL) * sizeof(float));
+    memset(c.high_now, 0, (size_t)(k_tiles * LANES) * sizeof(float));
+    memset(c.total_now, 0, (size_t)(k_tiles * LANES) * sizeof(float));
     c.open = -1;
   }
 
@@ -317,7 +317,7 @@ struct Statistics {
 
 // What one thread accumulates for a block of rows.
 struct BlockStatistics {
-  float *entropy, *distance, *mass;  // [rows][VL]
+  float *entropy, *distance, *mass;  // [rows][LANES]
   float* ties;  // [rows]
   Candidate* best;  // [rows][top_k]
   int32_t* num_candidates;  // [rows]
@@ -332,9 +332,9 @@ struct BlockStatistics {
   void carve(BumpAllocator& c, const Statistics& of) {
     if (of.s == nullptr) return;
     int64_t rows = of.rows, top = of.s->top_k;
-    entropy = c.take<float>(of.sums ? rows * VL : 0);
-    distance = c.take<float>(of.sums ? rows * VL : 0);
-    mass = c.take<float>(of.sums ? rows * VL : 0);
+    entropy = c.take<float>(of.sums ? rows * LANES : 0);
+    distance = c.take<float>(of.sums ? rows * LANES : 0);
+    mass = c.take<float>(of.sums ? rows * LANES : 0);
     ties = c.take<float>(rows);
     best = c.take<Candidate>(rows * top);
     num_candidates = c.take<int32_t>(rows);
@@ -349,7 +349,7 @@ struct BlockStatistics {
 
   void begin(const Statistics& of, int count) {
     if (of.sums) {
-      size_t bytes = (size_t)count * VL * sizeof(float);
+      size_t bytes = (size_t)count * LANES * sizeof(float);
       memset(entropy, 0, bytes), memset(distance, 0, bytes), memset(mass, 0, bytes);
     }
     memset(ties, 0, (size_t)count * sizeof(float));
@@ -381,25 +381,30 @@ struct BlockStatistics {
   CH_INLINE void softmax_row(int r, float* s, const Runs& runs, const TileSums& tile_sums, float first_distance,
                              int64_t sink_columns, float* total) const {
     const vf shift = all(tile_sums.peak == -INF ? 0.0f : tile_sums.peak), scale = all(tile_sums.base2), lowest = all(-1e4f);
-    vf sum = {}, new_entropy = {}, new_distance = {}, sink_mass = {};
+    LaneSums sum, new_entropy, new_distance, sink_mass;
     for (int x = 0; x < runs.count; x++)
-      for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
+      for_lanes(runs.at[x].low, runs.at[x].high, [&](int64_t c, int part) CH_INLINED {
         const vf exponent = (load(s + c) - shift) * scale, gap = all(first_distance - (float)c) - counting();
         const vf e = exp2_of<DEGREE>(exponent);
-        sum += e;
-        new_entropy += e * vmax(exponent, lowest);
-        new_distance += e * absolute(gap);
-        if (c < sink_columns) sink_mass += c + VL <= sink_columns ? e : first_of(e, sink_columns - c);
+        sum.part[part] += e;
+        new_entropy.part[part] = fused(e, vmax(exponent, lowest), new_entropy.part[part]);
+        new_distance.part[part] = fused(e, absolute(gap), new_distance.part[part]);
+        if (c < sink_columns) sink_mass.part[part] += c + VL <= sink_columns ? e : first_of(e, sink_columns - c);
         store(s + c, e);
-      }
-    const vf before = all(tile_sums.old_factor), factor = all(tile_sums.factor), old = load(total);
+      });
+    const vf before = all(tile_sums.old_factor), factor = all(tile_sums.factor);
+    const LaneSums old = load_lanes(total);
     // The exponents of both sums shift to the new maximum.
-    const vf old_entropy = tile_sums.old_factor == 0.0f ? (vf){} : fused(all(tile_sums.old_step), old, load(entropy + r * VL));
-    new_entropy = tile_sums.factor == 0.0f ? (vf){} : fused(all(tile_sums.step), sum, new_entropy);
-    store(total, merged(old, before, sum, factor));
-    store(entropy + r * VL, merged(old_entropy, before, new_entropy, factor));
-    store(distance + r * VL, merged(load(distance + r * VL), before, new_distance, factor));
-    store(mass + r * VL, merged(load(mass + r * VL), before, sink_mass, factor));
+    LaneSums old_entropy = load_lanes(entropy + r * LANES);
+    for (int p = 0; p < PARTS; p++) {
+      vf &one = old_entropy.part[p], &other = new_entropy.part[p];
+      one = tile_sums.old_factor == 0.0f ? (vf){} : fused(all(tile_sums.old_step), old.part[p], one);
+      other = tile_sums.factor == 0.0f ? (vf){} : fused(all(tile_sums.step), sum.part[p], other);
+    }
+    store_lanes(total, merged(old, before, sum, factor));
+    store_lanes(entropy + r * LANES, merged(old_entropy, before, new_entropy, factor));
+    store_lanes(distance + r * LANES, merged(load_lanes(distance + r * LANES), before, new_distance, factor));
+    store_lanes(mass + r * LANES, merged(load_lanes(mass + r * LANES), before, sink_mass, factor));
   }
 
   // Finishes one row: `largest` is its maximum in raw scores, `top` in natural ones, `total` its normaliser without the
@@ -416,13 +421,13 @@ struct BlockStatistics {
     }
     bool none = row_scale.factor == 0.0f;
     if (s.entropy != nullptr) {
-      float sum = LN2 * sum_of(load(entropy + r * VL)) + total * row_scale.log, entropy_value = none ? 0.0f
+      float sum = LN2 * sum_of(load_lanes(entropy + r * LANES)) + total * row_scale.log, entropy_value = none ? 0.0f
           : -row_scale.factor * sum;
       s.entropy[place] = entropy_value < 0.0f ? 0.0f : entropy_value;
     }
-    if (s.distance != nullptr) s.distance[place] = none ? 0.0f : row_scale.factor * sum_of(load(distance + r * VL));
+    if (s.distance != nullptr) s.distance[place] = none ? 0.0f : row_scale.factor * sum_of(load_lanes(distance + r * LANES));
     // A row that is NaN has no mass on keys that it may not attend to.
-    float sink_mass = s.sink != nullptr && !none ? sum_of(load(mass + r * VL)) : 0.0f;
+    float sink_mass = s.sink != nullptr && !none ? sum_of(load_lanes(mass + r * LANES)) : 0.0f;
     if (s.sink != nullptr) s.sink[place] = sink_mass == 0.0f ? 0.0f : row_scale.factor * sink_mass;
     if (s.top_k > 0) end_best(of, place, r, row, largest, base2);
   }
@@ -499,7 +504,7 @@ struct BlockStatistics {
         float* to = head_line + t * of.tile;
         for (int c = interval.low; c < interval.high; c += VL) {
           vf sum = load(to + c);
-          for (int r = 0; r < r1 - r0; r++) sum += load(from + r * of.ld + c) * f[r];
+          for (int r = 0; r < r1 - r0; r++) sum = fused(load(from + r * of.ld + c), f[r], sum);
           store(to + c, sum);
         }
       }
@@ -522,16 +527,17 @@ struct BlockStatistics {
       int64_t from = maximum(t0 + interval.low, (int64_t)0), to = minimum(t0 + interval.high, of.w.k_len);
       for (int64_t j = from / of.side; j * of.side < to; j++) {
         int64_t low = maximum(from, j * of.side), high = minimum(to, (j + 1) * of.side);
-        vf top = load(column_sums.high_now + j * VL), sum = load(column_sums.total_now + j * VL);
-        for (int64_t c = low; c < high; c += VL)
+        LaneSums top = load_lanes(column_sums.high_now + j * LANES), sum = load_lanes(column_sums.total_now + j * LANES);
+        for_lanes(0, high - low, [&](int64_t c, int part) CH_INLINED {
           for (int r = 0; r < r1 - r0; r++) {
-            vf weight = load(strip + (r0 + r) * of.ld + of.lead + c) * f[r];
-            if (c + VL > high) weight = first_of(weight, high - c);
-            top = vmax(top, weight);
-            sum += weight;
+            vf weight = load(strip + (r0 + r) * of.ld + of.lead + low + c) * f[r];
+            if (low + c + VL > high) weight = first_of(weight, high - low - c);
+            top.part[part] = vmax(top.part[part], weight);
+            sum.part[part] += weight;
           }
-        store(column_sums.high_now + j * VL, top);
-        store(column_sums.total_now + j * VL, sum);
+        });
+        store_lanes(column_sums.high_now + j * LANES, top);
+        store_lanes(column_sums.total_now + j * LANES, sum);
       }
     }
   }

@@ -1,4 +1,8 @@
 // One vector of floats in the width of the instruction set, and its operations.
+//
+// Every set with fused multiply-add computes the same bits from the same floats. Products are fused where the source
+// says so (`fused`), never by the compiler (-ffp-contract=off); sums along a row have LANES lanes whatever the width of
+// a vector (`LaneSums`); and functions use no approximation that only one set has.
 #pragma once
 
 #include <stdint.h>
@@ -22,6 +26,8 @@ constexpr int VL = 8;
 #else
 constexpr int VL = 4;
 #endif
+// Partial sums of a sum along a row: one for each column modulo LANES, in PARTS vectors.
+constexpr int LANES = 16, PARTS = LANES / VL;
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
@@ -45,6 +51,19 @@ CH_INLINE vh get_halves(const uint16_t* p) {
 CH_INLINE void put_halves(uint16_t* p, vh halves) { memcpy(p, &halves, sizeof(halves)); }
 CH_INLINE vf all(float x) { return x - (vf){}; }
 
+// a * b + c with one rounding, except in the baseline set, which has no such instruction.
+CH_INLINE vf fused(vf a, vf b, vf c) {
+#if defined(CH_AVX512)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(CH_AVX2)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(CH_NEON)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 // A value broadcast to all lanes. NEON's multiplications broadcast a lane by themselves, and a separate broadcast would
 // occupy a multiplier; left to choose, GCC emits one for every sixth row.
 #if defined(CH_NEON)
@@ -57,7 +76,7 @@ CH_INLINE vf madd_float(vf sum, Broadcast a, vf b) {
 #else
 typedef vf Broadcast;
 CH_INLINE Broadcast broadcast_float(const float* x) { return all(*x); }
-CH_INLINE vf madd_float(vf sum, Broadcast a, vf b) { return sum + a * b; }
+CH_INLINE vf madd_float(vf sum, Broadcast a, vf b) { return fused(a, b, sum); }
 #endif
 
 template <class T> CH_INLINE constexpr T minimum(T a, T b) { return a < b ? a : b; }
@@ -71,19 +90,6 @@ CH_INLINE vf vmax(vf a, vf b) {
   return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return a > b ? a : b;
-#endif
-}
-
-// a * b + c with one rounding, where the set has it. Expressions leave it to the compiler which of two products it fuses.
-CH_INLINE vf fused(vf a, vf b, vf c) {
-#if defined(CH_AVX512)
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(CH_AVX2)
-  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(CH_NEON)
-  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
 #endif
 }
 
@@ -165,84 +171,157 @@ CH_INLINE vf first_of(vf v, int64_t count, vf rest = (vf){}) {
 #endif
 }
 
+// The sum of all lanes: of each two that are half a vector apart, and so on down to one.
 CH_INLINE float sum_of(vf v) {
+#if defined(CH_AVX512) || defined(CH_AVX2)
 #if defined(CH_AVX512)
-  return _mm512_reduce_add_ps((__m512)v);
-#elif defined(CH_AVX2)
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+  const __m256 half = (__m256)v;
+#endif
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-#elif defined(CH_NEON)
-  return vaddvq_f32((float32x4_t)v);
 #else
-  float s = 0;
-  for (int i = 0; i < VL; i++) s += v[i];
-  return s;
+  return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
 }
 
+// The largest lane; never -0.
 CH_INLINE float max_of(vf v) {
 #if defined(CH_AVX512)
-  return _mm512_reduce_max_ps((__m512)v);
+  return _mm512_reduce_max_ps((__m512)v) + 0.0f;
 #elif defined(CH_AVX2)
   __m128 s = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s))) + 0.0f;
 #elif defined(CH_NEON)
-  return vmaxvq_f32((float32x4_t)v);
+  return vmaxvq_f32((float32x4_t)v) + 0.0f;
 #else
   float s = v[0];
   for (int i = 1; i < VL; i++) s = s > v[i] ? s : v[i];
-  return s;
+  return s + 0.0f;
 #endif
 }
 
-// 2**x. Relative error 1e-7 (DEGREE 5) or 4e-6 (DEGREE 4); exactly 0 for -inf, NaN for NaN.
+// The LANES partial sums of a sum along a row.
+struct LaneSums {
+  vf part[PARTS] = {};
+
+  CH_INLINE LaneSums operator+(const LaneSums& other) const {
+    LaneSums sums;
+    for (int p = 0; p < PARTS; p++) sums.part[p] = part[p] + other.part[p];
+    return sums;
+  }
+};
+
+CH_INLINE LaneSums load_lanes(const float* from) {
+  LaneSums sums;
+  for (int p = 0; p < PARTS; p++) sums.part[p] = load(from + p * VL);
+  return sums;
+}
+CH_INLINE void store_lanes(float* to, const LaneSums& sums) {
+  for (int p = 0; p < PARTS; p++) store(to + p * VL, sums.part[p]);
+}
+
+CH_INLINE LaneSums merged(LaneSums before, vf shrink, const LaneSums& tile, vf factor) {
+  for (int p = 0; p < PARTS; p++) before.part[p] = merged(before.part[p], shrink, tile.part[p], factor);
+  return before;
+}
+
+CH_INLINE float sum_of(LaneSums sums) {
+#pragma GCC unroll 2
+  for (int half = PARTS / 2; half > 0; half /= 2)
+#pragma GCC unroll 2
+    for (int p = 0; p < half; p++) sums.part[p] += sums.part[p + half];
+  return sum_of(sums.part[0]);
+}
+
+CH_INLINE float max_of(const LaneSums& lanes) {
+  vf most = lanes.part[0];
+  for (int p = 1; p < PARTS; p++) most = vmax(most, lanes.part[p]);
+  return max_of(most);
+}
+
+// Calls `body(column, part)` with each vector of columns [low, high), and the part of LANES lanes that it belongs to.
+template <class Body> CH_INLINE void for_lanes(int64_t low, int64_t high, const Body& body) {
+  int64_t c = low;
+  for (; c + LANES - VL < high; c += LANES)
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; p++) body(c + p * VL, p);
+#pragma GCC unroll 4
+  for (int p = 0; p < PARTS - 1; p++)
+    if (c + p * VL < high) body(c + p * VL, p);
+}
+
+// The natural logarithm of a float, rounded from double: libm's differs between libraries and processors.
 //
-// x is split into its floor and a fraction in [0, 1), whose power is a minimax polynomial.
+// x = 2**n (1 + f) with 1 + f near 1, whose logarithm is 2 artanh(f / (2 + f)).
+inline float log_of(float x) {
+  if (!(x > 0.0f)) return x == 0.0f ? -INF : __builtin_nanf("");
+  if (x == INF) return x;
+  uint64_t bits;
+  double wide = (double)x;
+  memcpy(&bits, &wide, sizeof(bits));
+  // The mantissa in [sqrt(1/2), sqrt(2)).
+  const int64_t exponent = (int64_t)(bits - 0x3fe6a09e667f3bcdu) >> 52;
+  bits -= (uint64_t)exponent << 52;
+  memcpy(&wide, &bits, sizeof(bits));
+  const double ratio = (wide - 1.0) / (wide + 1.0), square = ratio * ratio;
+  double series = 0.0;
+  for (int k = 15; k >= 1; k -= 2) series = series * square + 1.0 / k;
+  return (float)((double)exponent * 0.6931471805599453 + 2.0 * ratio * series);
+}
+
+// 2**x. Relative error 2e-7 (DEGREE 5) or 3e-6 (DEGREE 4); exactly 1 for 0 and 0 below -126.5, NaN for NaN. Above 127
+// sets differ: infinity or 2**127.
+//
+// x is split into the nearest integer and a rest, which is exact, whose power is a minimax polynomial.
 template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
 #if defined(CH_AVX512)
-  // The immediate 1 rounds down; the fraction of -inf is 0, and scalef of -inf is 0.
-  vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09);
+  // The rest of -inf is 0.
+  const vf f = (vf)_mm512_reduce_ps((__m512)x, 0x08), whole = x - f;
 #else
-  // Below -126 the result is not a normal float: the exponent bits 0 of -127 make it 0.
+  // Below -126.5 the exponent bits 0 of -127 make the result 0.
   const vf low = all(-127.0f), high = all(127.0f);
 #if defined(CH_AVX2)
   // NaN as the second operand propagates.
   const vf bounded = (vf)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
-  const vf floor = (vf)_mm256_floor_ps((__m256)bounded);
-  const vi whole = (vi)_mm256_cvtps_epi32((__m256)floor);
-  const vf f = bounded - floor;
+  const vf nearest = (vf)_mm256_round_ps((__m256)bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const vi whole = (vi)_mm256_cvtps_epi32((__m256)nearest);
+  const vf f = bounded - nearest;
 #elif defined(CH_NEON)
   // NaN propagates.
   const vf bounded = (vf)vminq_f32((float32x4_t)high, vmaxq_f32((float32x4_t)low, (float32x4_t)x));
-  const vi whole = (vi)vcvtmq_s32_f32((float32x4_t)bounded);
-  const vf f = bounded - (vf)vrndmq_f32((float32x4_t)bounded);
+  const vi whole = (vi)vcvtnq_s32_f32((float32x4_t)bounded);
+  const vf f = bounded - (vf)vrndnq_f32((float32x4_t)bounded);
 #else
   vf bounded = x < low ? low : x;
   bounded = bounded > high ? high : bounded;
-  vi whole = __builtin_convertvector(bounded, vi);
-  whole += __builtin_convertvector(whole, vf) > bounded;  // -1 if the conversion rounded up
-  const vf f = bounded - __builtin_convertvector(whole, vf);
+  const vf magic = all(12582912.0f), nearest = (bounded + magic) - magic;  // 1.5 * 2**23: adding it rounds
+  const vi whole = __builtin_convertvector(nearest, vi);
+  const vf f = bounded - nearest;
 #endif
 #endif
   vf p;
   if constexpr (DEGREE == 5) {
-    p = all(1.877576695e-03f);
-    p = p * f + all(8.989340626e-03f);
-    p = p * f + all(5.582631752e-02f);
-    p = p * f + all(2.401536107e-01f);
-    p = p * f + all(6.931530833e-01f);
-    p = p * f + all(9.999999404e-01f);
+    p = all(1.326472731e-03f);
+    p = fused(p, f, all(9.671512991e-03f));
+    p = fused(p, f, all(5.550733581e-02f));
+    p = fused(p, f, all(2.402224243e-01f));
+    p = fused(p, f, all(6.931470037e-01f));
+    p = fused(p, f, all(1.0f));
   } else {
-    p = all(1.353416778e-02f);
-    p = p * f + all(5.201146379e-02f);
-    p = p * f + all(2.414427549e-01f);
-    p = p * f + all(6.930038333e-01f);
-    p = p * f + all(1.000002623f);
+    p = all(9.582852945e-03f);
+    p = fused(p, f, all(5.590642616e-02f));
+    p = fused(p, f, all(2.402409911e-01f));
+    p = fused(p, f, all(6.931241751e-01f));
+    p = fused(p, f, all(1.0f));
   }
 #if defined(CH_AVX512)
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+  // Also where subnormals are not flushed, 0 as in other sets.
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)whole, (__m512)all(-127.0f), _CMP_NLE_UQ);
+  return (vf)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)whole);
 #else
   const vf power = p * (vf)((whole + 127) << 23);
 #if defined(CH_AVX2) || defined(CH_NEON)

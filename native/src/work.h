@@ -119,6 +119,19 @@ class FlushSubnormals {
  public:
   explicit FlushSubnormals(bool wanted) { __builtin_ia32_ldmxcsr(wanted ? before | FLUSH : before); }
   ~FlushSubnormals() { __builtin_ia32_ldmxcsr(before); }
+#elif defined(__aarch64__)
+  static constexpr uint64_t FLUSH = uint64_t(1) << 24;  // FPCR.FZ, as on x86: results and operands
+  const uint64_t before = get();
+  static uint64_t get() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+  }
+  static void set(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+
+ public:
+  explicit FlushSubnormals(bool wanted) { set(wanted ? before | FLUSH : before); }
+  ~FlushSubnormals() { set(before); }
 #else
  public:
   explicit FlushSubnormals(bool) {}

@@ -27,10 +27,12 @@ __all__ = [
     "LARGE_WEIGHT",
     "LARGE_WEIGHT_BFLOAT16",
     "NARROW_WEIGHT",
+    "PORTABLE",
     "SMALL",
     "SMALL_UNPREPARED",
     "TABLE",
     "TILED_ROWS",
+    "UNFUSED_ISA",
     "ChoiceRow",
     "KeyPadding",
     "Overrides",
@@ -39,6 +41,7 @@ __all__ = [
     "attention_gains_alone",
     "attention_path",
     "is_invariant",
+    "is_portable",
     "overrides",
     "padded_keys",
     "processor",
@@ -238,6 +241,10 @@ _SDPA_LEAST: Final = min(min(row.sdpa_from) for row in TABLE if row.sdpa_from is
 _ROW_OF_ISA: Final = ChoiceRow(processors="any", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), basis="CLEARHEAD_ISA is set")
 #: torch's GEMMs and attention add in an order that depends on the sizes of a call.
 _ROW_INVARIANT: Final = replace(_ROW_OF_ISA, basis="clearhead.set_invariant(True)")
+#: The level of ``set_invariant`` at which the instruction set changes no bit of float32, and the set without fused
+#: multiply-add, which rounds otherwise than the others.
+PORTABLE: Final = "portable"
+UNFUSED_ISA: Final = "baseline"
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +256,8 @@ class Overrides:
         attention: the backend that ``"auto"`` tries first.
         processor: the processor whose rows of the table apply.
         fused: False if attention with its projections, and layers, must run op by op.
-        invariant: whether a sequence's bits must not depend on how it is computed; None for ``CLEARHEAD_INVARIANT``.
+        invariant: whether a sequence's bits must not depend on how it is computed, or "portable" if they must not depend
+            on the instruction set either; None for ``CLEARHEAD_INVARIANT``.
         fused_calls: a list to which the kind of each call of the block operator is appended.
     """
 
@@ -257,7 +265,7 @@ class Overrides:
     attention: str | None = None
     processor: Processor | None = None
     fused: bool | None = None
-    invariant: bool | None = None
+    invariant: bool | str | None = None
     fused_calls: list[str] | None = None
 
 
@@ -283,7 +291,13 @@ def is_invariant() -> bool:
     it once too. ``torch.compile`` guards on the setting that it read.
     """
     chosen = _OVERRIDES.invariant
-    return _invariant_by_environment() if chosen is None else chosen
+    return bool(_invariant_by_environment() if chosen is None else chosen)
+
+
+def is_portable() -> bool:
+    """Whether a sequence's bits must not depend on the instruction set either."""
+    chosen = _OVERRIDES.invariant
+    return (_invariant_by_environment() if chosen is None else chosen) == PORTABLE
 
 
 def refuse_if_invariant(function: str, argument: str, *, got: str, then: str) -> None:
@@ -304,13 +318,14 @@ def refuse_if_invariant(function: str, argument: str, *, got: str, then: str) ->
 
 
 @constant_when_compiled
-def _invariant_by_environment() -> bool:
+def _invariant_by_environment() -> bool | str:
     return _variable_of_invariance()
 
 
 @cache
-def _variable_of_invariance() -> bool:
-    return value_of("CLEARHEAD_INVARIANT") == "1"
+def _variable_of_invariance() -> bool | str:
+    text = value_of("CLEARHEAD_INVARIANT")
+    return text if text == PORTABLE else text == "1"
 
 
 def processor() -> Processor:

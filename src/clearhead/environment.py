@@ -64,9 +64,9 @@ VARIABLES: Final = {
         ),
         Variable(
             "CLEARHEAD_INVARIANT",
-            ("0", "1").__contains__,
-            "be 0 or 1",
-            "1 computes the same bits in any batch, in chunks and token by token.",
+            ("0", "1", "portable").__contains__,
+            "be 0, 1 or portable",
+            "1 computes the same bits in any batch, in chunks and token by token; portable on any instruction set too.",
         ),
         Variable(
             "CLEARHEAD_KEEP_MEMORY",

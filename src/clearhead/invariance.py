@@ -6,22 +6,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 
 from clearhead.arguments import repr_of
-from clearhead.choices import is_invariant, overrides, refuse_if_invariant, set_overrides
+from clearhead.choices import PORTABLE, UNFUSED_ISA, is_invariant, overrides, refuse_if_invariant, set_overrides
 from clearhead.errors import UnsupportedError
-from clearhead.ops.library import library
+from clearhead.ops.library import isa_name, library
 
 __all__ = ["eager_if_invariant", "invariant", "is_invariant", "set_invariant"]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_LEVELS: Final = 'be True, False or "portable"'
 
 
-def set_invariant(invariant: bool) -> None:
+def set_invariant(invariant: bool | Literal["portable"]) -> None:
     """Set whether a sequence's bits may depend on how it is computed, for the whole process.
 
     With ``True`` every operator on the CPU has one order of summation, a function of absolute positions alone. In
@@ -37,6 +38,10 @@ def set_invariant(invariant: bool) -> None:
     ``ch.explain_dispatch`` shows the reason. ``ch.swap`` names the modules of a model that torch computes.
     ``ch.verify_model`` tests a model.
 
+    With ``"portable"`` the bits of float32 are also the same on every instruction set of the kernels that fuses
+    multiplication and addition: AVX2, AVX-512 with and without bfloat16 instructions, and NEON. Other dtypes raise. What
+    torch computes is its own: initial weights from its generator, losses, optimizer steps, sampling with a temperature.
+
     The setting is of the process, since backward runs on autograd's threads: it holds for every thread at once, and
     child processes begin with ``CLEARHEAD_INVARIANT``. The variable decides until the first call; it is read once.
     Nothing of the setting is saved with a model. A graph of ``torch.compile`` has a guard on it and is compiled again
@@ -44,13 +49,14 @@ def set_invariant(invariant: bool) -> None:
     ``torch.export`` of them raises.
 
     Args:
-        invariant: True for one order of summation, False for the fastest one of each call. The level ``"portable"``,
-            the same bits on all instruction sets, does not exist yet and raises.
+        invariant: True for one order of summation, ``"portable"`` for the same bits on all instruction sets too, False
+            for the fastest order of each call.
 
     Raises:
-        UnsupportedError: ``invariant`` is no boolean.
+        UnsupportedError: ``invariant`` is no level; or ``"portable"`` where the kernels run by the baseline set, without
+            fused multiply-add.
 
-    Cost: GEMMs and attention run on clearhead's kernels even where the table of processors names torch's or oneDNN's;
+    Cost of True and ``"portable"``, which run the same code: GEMMs and attention run on clearhead's kernels even where the table of processors names torch's or oneDNN's;
     see the page Reproducibility.
 
     >>> import torch, clearhead as ch
@@ -62,34 +68,29 @@ def set_invariant(invariant: bool) -> None:
     True
     >>> ch.set_invariant(False)
     """
-    if isinstance(invariant, str) and invariant == "portable":
-        raise UnsupportedError.about(
-            "set_invariant",
-            "invariant",
-            must="be True or False",
-            got="'portable', the same bits on all instruction sets, which is not implemented",
-            then="True keeps the bits on one instruction set; CLEARHEAD_ISA selects it.",
-        )
-    if not isinstance(invariant, bool):
+    portable = isinstance(invariant, str) and invariant == PORTABLE
+    if not (portable or isinstance(invariant, bool)):
         then = "True computes the same bits in any batch, in chunks and token by token."
-        raise UnsupportedError.about(
-            "set_invariant", "invariant", must="be True or False", got=repr_of(invariant), then=then
-        )
+        raise UnsupportedError.about("set_invariant", "invariant", must=_LEVELS, got=repr_of(invariant), then=then)
+    if portable and isa_name() == UNFUSED_ISA:
+        got = f"'portable' on the instruction set {UNFUSED_ISA}, which has no fused multiply-add"
+        then = "Use True, which keeps the bits on one instruction set."
+        raise UnsupportedError.about("set_invariant", "invariant", must=_LEVELS, got=got, then=then)
     _set(invariant)
 
 
 @contextmanager
-def invariant(invariant: bool = True) -> Iterator[None]:
+def invariant(invariant: bool | Literal["portable"] = True) -> Iterator[None]:
     """Inside the context, a sequence's bits do not depend on how it is computed; ``set_invariant`` states the promise.
 
     Contexts nest: each restores the setting that it found, also after an exception. As with ``set_invariant``, the
     setting is of the process and not of the thread. A backward pass belongs in the context too.
 
     Args:
-        invariant: True, or False to suspend an enclosing setting.
+        invariant: True, ``"portable"``, or False to suspend an enclosing setting.
 
     Raises:
-        UnsupportedError: ``invariant`` is no boolean.
+        UnsupportedError: ``set_invariant`` would raise.
 
     >>> import torch, clearhead as ch
     >>> query, key, value = torch.randn(3, 1, 2, 100, 16)
@@ -130,7 +131,7 @@ def eager_if_invariant(forward: Callable[_Arguments, _Result]) -> Callable[_Argu
     return eager_or_traced
 
 
-def _set(invariant: bool | None) -> None:
+def _set(invariant: bool | str | None) -> None:
     set_overrides(replace(overrides(), invariant=invariant))
     if (loaded := library()) is not None:
         loaded.ch_set_invariant(is_invariant())

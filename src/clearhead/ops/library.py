@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from clearhead.choices import is_invariant
+from clearhead.choices import UNFUSED_ISA, is_invariant, is_portable
 from clearhead.environment import VARIABLES, value_of
 from clearhead.ops import binary
 from clearhead.ops.fakes import register
@@ -109,13 +109,16 @@ def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
     if bound is not None:
         binary.ch_keep_memory(bound)
     binary.ch_set_invariant(is_invariant())
-    if not asked:
-        return _Loaded(binary, None, usable, binary.ch_isa_best())
-    if asked not in usable:
+    if asked and asked not in usable:
         must = f"be a set that was built and that this processor has, {' or '.join(usable)}"
         raise VARIABLES["CLEARHEAD_ISA"].error(repr(asked), must)
-    binary.ch_use_isa(built.index(asked))
-    return _Loaded(binary, None, usable, built.index(asked))
+    index = built.index(asked) if asked else binary.ch_isa_best()
+    if is_portable() and built[index] == UNFUSED_ISA:
+        must = "be 0 or 1 where the kernels have no fused multiply-add"
+        raise VARIABLES["CLEARHEAD_INVARIANT"].error(f"'portable' on the instruction set {UNFUSED_ISA}", must)
+    if asked:
+        binary.ch_use_isa(index)
+    return _Loaded(binary, None, usable, index)
 
 
 # Modules that call the operators import this one.

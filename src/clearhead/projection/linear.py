@@ -135,7 +135,8 @@ def _refuse_variant(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         return
     else:
         got = ", ".join(sorted({f"{type(part).__name__} of {str(part.dtype)[6:]} on {part.device}" for part in parts}))
-    table.refuse_if_invariant("project", "x", got=got, then="Use plain float32 or bfloat16 tensors on the CPU.")
+    dtypes = "float32" if table.is_portable() else "float32 or bfloat16"
+    table.refuse_if_invariant("project", "x", got=got, then=f"Use plain {dtypes} tensors on the CPU.")
 
 
 class _Projections(torch.autograd.Function):

@@ -106,11 +106,13 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
 
 
 def has_paths(dtype: torch.dtype) -> bool:
-    """Whether there is a choice of paths for a dtype, or in invariant mode the kernels'.
+    """Whether there is a choice of paths for a dtype, or in invariant mode the kernels': for portable bits in float32.
 
     >>> has_paths(torch.float32), has_paths(torch.float64)
     (True, False)
     """
+    if table.is_portable():
+        return dtype is torch.float32
     return dtype in DTYPES or (dtype is torch.float16 and table.is_invariant())
 
 
