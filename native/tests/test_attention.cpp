@@ -5,6 +5,7 @@
 #include "cases.h"
 #include "observed.h"
 #include "program.h"
+#include "sets_agree.h"
 
 // AddressSanitizer's; not every compiler ships its header.
 extern "C" size_t __sanitizer_get_current_allocated_bytes(void);
@@ -61,6 +62,28 @@ void one_case(uint64_t number) {
   Observed observed(call, random);
   for (int isa : usable_sets())
     on_new_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
+}
+
+// Forward, statistics and backward.
+int sets_agree() {
+  SetsAgree agree("attention");
+  for (uint64_t number = 3000; number < 3180; ++number) {
+    const Case c = draw(number);
+    if (c.dtype != CH_FLOAT32) continue;
+    const Expected right = Reference(c).r;
+    Random random(number + 1000003);
+    Call call(c, random);
+    Observed observed(call, random);
+    agree.add(describe(number, c), [&](int isa) {
+      expect_done(call.forward(isa, 1), "forward");
+      observed.run(isa, 1, right, "statistics");
+      expect_done(call.backward(), "backward");
+      SetsAgree::Bits bits = call.results();
+      for (std::vector<uint8_t>& statistic : observed.results()) bits.push_back(std::move(statistic));
+      return bits;
+    });
+  }
+  return agree.end(0x0);
 }
 
 // Two heads of 90 keys; the caller sets each row's interval.
@@ -349,6 +372,7 @@ void concurrent_callers() {
 
 int main(int arguments, char** argument) {
   const test::Program program = {"attention", 1, 240, test::one_case, {
+      {"sets", test::sets_agree},
       {"containment", test::containment},
       {"output-gradients", test::nonfinite_output_gradients},
       {"padding", test::nan_padding},

@@ -1,6 +1,7 @@
 // The linear attention family against the recurrence: every instruction set of this processor, with 1, 2 and 5 threads.
 #include "linear_containment.h"
 #include "program.h"
+#include "sets_agree.h"
 
 namespace test {
 
@@ -44,6 +45,23 @@ void one_case(uint64_t number) {
       if (failures != before) return;
     }
   }
+}
+
+int sets_agree() {
+  SetsAgree agree("linear attention");
+  for (uint64_t number = 3000; number < 3042; ++number) {
+    const LinearCase c = draw_linear(number);
+    Random random(number + 1000003);
+    LinearCall call(c, random);
+    agree.add(describe(number, c), [&](int isa) {
+      expect_done(call.forward(isa, 1), "forward");
+      SetsAgree::Bits bits = call.forward_bits(true);
+      expect_done(call.backward(isa, 1), "backward");
+      for (std::vector<uint8_t>& gradient : call.backward_bits()) bits.push_back(std::move(gradient));
+      return bits;
+    });
+  }
+  return agree.end(0x0);
 }
 
 // Exponentials far below 0 are 0: a feature of elu, and decays, also if their sum would be -inf.
@@ -110,6 +128,7 @@ void tiny_scales() {
 
 int main(int arguments, char** argument) {
   const test::Program program = {"linear attention", 0, 126, test::one_case, {
+      {"sets", test::sets_agree},
       {"containment", test::linear_containment},
       {"extremes", test::extremes},
       {"scales", test::tiny_scales},

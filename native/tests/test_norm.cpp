@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "activation_reference.h"
+#include "sets_agree.h"
 #include "spoiled.h"
 
 namespace test {
@@ -443,6 +444,28 @@ int every_size() {
   return cases;
 }
 
+int sets_agree() {
+  static const int64_t sizes[][2] = {{1, 1}, {3, 15}, {9, 16}, {4, 31}, {7, 129}, {1, 1000}, {3, 4097}, {70, 96}};
+  SetsAgree agree("norm");
+  uint64_t number = 3000;
+  for (int kind : KINDS)
+    for (const auto& size : sizes)
+      for (int draw = 0; draw < 3; ++draw) {
+        Random random(++number);
+        const NormCase c = draw_norm(random, CH_FLOAT32, kind, size[0], size[1], draw);
+        ForwardCall forward(c, random);
+        BackwardCall backward(c, random);
+        agree.add(describe(c), [&](int isa) {
+          expect(forward.run(isa, 1), CH_OK, "norm");
+          expect(backward.run(isa, 1), CH_OK, "gradient of a norm");
+          SetsAgree::Bits bits = forward.bits();
+          for (std::vector<uint8_t>& gradient : backward.bits()) bits.push_back(std::move(gradient));
+          return bits;
+        });
+      }
+  return agree.end(0x0);
+}
+
 // A mean that is large against the spread is subtracted first, in backward as well: the difference of squares would
 // cancel.
 int large_means() {
@@ -712,7 +735,7 @@ int norm_tests() {
   huge_values();
   containment();
   no_rows();
-  return every_size() + large_means() + bad_descriptions();
+  return sets_agree() + every_size() + large_means() + bad_descriptions();
 }
 
 }  // namespace test

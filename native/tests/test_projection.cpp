@@ -3,6 +3,7 @@
 
 #include "program.h"
 #include "projection_call.h"
+#include "sets_agree.h"
 
 namespace test {
 
@@ -46,6 +47,21 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
 
 void drawn_case(uint64_t number) {
   one_case(draw_projection(number), number + 1000003, "projection case " + std::to_string(number), {1, 2, 5});
+}
+
+int sets_agree() {
+  SetsAgree agree("projection");
+  for (uint64_t number = 3000; number < 3264; ++number) {
+    const ProjectionCase c = draw_projection(number);
+    if (c.dtype != CH_FLOAT32) continue;
+    Random random(number + 1000003);
+    ProjectionCall call(c, random);
+    agree.add(describe(c, usable_sets().front(), 1), [&](int isa) {
+      expect(call.run(isa, 1), CH_OK, "projection");
+      return call.bits();
+    });
+  }
+  return agree.end(0x0);
 }
 
 // More than is packed at a time (2^22 elements of right, or of one panel): panels come in several passes, each with all
@@ -300,6 +316,7 @@ void containment() {
 
 int main(int arguments, char** argument) {
   const test::Program program = {"projection", 0, 264, test::drawn_case, {
+      {"sets", test::sets_agree},
       {"passes", test::several_passes},
       {"few-rows", test::very_few_rows},
       {"among-others", test::rows_among_others},

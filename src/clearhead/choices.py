@@ -40,6 +40,7 @@ __all__ = [
     "SdpaFrom",
     "attention_gains_alone",
     "attention_path",
+    "covers",
     "is_invariant",
     "is_portable",
     "overrides",
@@ -298,6 +299,15 @@ def is_portable() -> bool:
     """Whether a sequence's bits must not depend on the instruction set either."""
     chosen = _OVERRIDES.invariant
     return (_invariant_by_environment() if chosen is None else chosen) == PORTABLE
+
+
+def covers(dtype: torch.dtype) -> bool:
+    """Whether the level of ``set_invariant`` covers a dtype of the kernels: ``"portable"`` covers float32 alone.
+
+    >>> covers(torch.bfloat16)
+    True
+    """
+    return dtype is torch.float32 or not is_portable()
 
 
 def refuse_if_invariant(function: str, argument: str, *, got: str, then: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 # Defines the operator of the gradients.
 from clearhead import compiled_gradients as compiled_gradients
 from clearhead.backends import native
+from clearhead.choices import covers
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
 from clearhead.ops.attention import DENSE, RELATIVE, SLOPE, SOFTCAP
@@ -105,7 +106,9 @@ def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
             return False
         if part.dtype is not query.dtype or part.shape[0] != query.shape[0] or not 1 <= part.shape[3] <= MAX_HEAD_DIM:
             return False
-    if query.dtype not in DTYPES or key.shape[3] != query.shape[3] or key.shape[1:3] != value.shape[1:3]:
+    if query.dtype not in DTYPES or not covers(query.dtype):
+        return False
+    if key.shape[3] != query.shape[3] or key.shape[1:3] != value.shape[1:3]:
         return False
     return key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
 

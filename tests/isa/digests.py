@@ -1,4 +1,4 @@
-"""Digests of random calls on one instruction set: ``python -m tests.isa.digests 0 40`` prints one line per seed.
+"""Digests of random calls on one instruction set: ``python -m tests.isa.digests 0 40`` prints a line per seed.
 
 A process has one set, which ``CLEARHEAD_ISA`` names, so a test starts this program once for each and compares the
 lines. Numbers are drawn as integers and scaled: torch's normal distribution rounds otherwise with other instructions.
@@ -10,6 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from random import Random
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.nn.norm import normed
 from clearhead.ops.kinds import NormKind
+from clearhead.ops.library import isa_name
 from clearhead.projection import ACTIVATIONS, project, project_activate_project
 
 __all__ = ["KINDS", "digest"]
@@ -206,14 +208,16 @@ def digest(seed: int) -> str:
     return f"{seed} {kind} {words}: {' '.join(parts)}"
 
 
-def main() -> None:
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    level = sys.argv[3] if len(sys.argv) > 3 else "portable"
+def main(arguments: list[str]) -> None:
+    """Print the set and torch's, then the digests of ``count`` seeds from ``first`` on: ``first count [level]``."""
+    first, count = map(int, arguments[:2])
+    level: Literal["portable"] | bool = "portable" if arguments[2:3] != ["off"] else False
+    print(isa_name(), torch.backends.cpu.get_cpu_capability())
     torch.set_num_threads(1)
-    with ch.invariant("portable" if level == "portable" else True):
+    with ch.invariant(level):
         for seed in range(first, first + count):
             print(digest(seed))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from clearhead.choices import is_invariant, is_portable
+from clearhead.choices import covers, is_invariant
 from clearhead.masks.base import does_as
 from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
@@ -63,7 +63,7 @@ class Capability:
         reasons = self._mismatches(problem, want)
         if is_invariant() and not self.invariant:
             reasons.append("does not have one order of sums (ch.set_invariant)")
-        elif is_portable() and problem.query.dtype is not torch.float32:
+        elif not covers(problem.query.dtype):
             reasons.append("has the same bits on all instruction sets in float32 only (ch.set_invariant('portable'))")
         return reasons or self.also(problem)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from clearhead.backends.capability import Backend, Capability, RowGrads
 from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.recorded import is_recorded, recorded_attention
-from clearhead.choices import attention_path, is_invariant
+from clearhead.choices import attention_path, covers, is_invariant
 from clearhead.cut import pulled
 from clearhead.masks import Causal
 from clearhead.ops.attention import (
@@ -131,7 +131,9 @@ def plain(
         return None
     if scale is not None and not isinstance(scale, float):
         return None
-    if query.dtype not in DTYPES or transforms() or differentiates_forward() or traces():
+    if query.dtype not in DTYPES or not covers(query.dtype):
+        return None
+    if transforms() or differentiates_forward() or traces():
         return None
     if reason() is not None:
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import one_of
+from clearhead.choices import covers
 from clearhead.errors import ClearheadError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional.exact import attention, observe_attention
 from clearhead.masks import Mask
@@ -212,7 +213,7 @@ def _is_native(tensors: tuple[Tensor, Tensor, Tensor], table: PageTable) -> bool
         if not part.is_cpu:
             return False
     query = tensors[0]
-    return query.dtype in DTYPES and query.dim() == 4 and query.shape[3] <= MAX_HEAD_DIM
+    return query.dtype in DTYPES and covers(query.dtype) and query.dim() == 4 and query.shape[3] <= MAX_HEAD_DIM
 
 
 def _needs_gradient(tensors: tuple[Tensor, Tensor, Tensor], scores: tuple[ScoreRule, ...]) -> bool:

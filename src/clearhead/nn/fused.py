@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from clearhead.backends import native
 from clearhead.batch_part import first_row, origin_of
-from clearhead.choices import SMALL, attention_path, is_invariant, overrides
+from clearhead.choices import SMALL, attention_path, covers, is_invariant, overrides
 from clearhead.dispatch import choose
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
@@ -249,7 +249,8 @@ def _run(tokens: Tokens, tape: Tape, recompute: Recompute | None) -> Tensor | No
 
 def _is_plain(tokens: Tokens, spec: Projections | Stack) -> bool:
     """Whether the operator may read the tensors; it checks dtypes, sizes and strides itself."""
-    if tokens[0].dtype not in DTYPES or not unrecorded() or library() is None:
+    dtype = tokens[0].dtype
+    if dtype not in DTYPES or not covers(dtype) or not unrecorded() or library() is None:
         return False
     return {*map(type, tokens), *map(type, spec.tape.tensors)} <= _TYPES
 

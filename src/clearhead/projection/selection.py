@@ -111,9 +111,7 @@ def has_paths(dtype: torch.dtype) -> bool:
     >>> has_paths(torch.float32), has_paths(torch.float64)
     (True, False)
     """
-    if table.is_portable():
-        return dtype is torch.float32
-    return dtype in DTYPES or (dtype is torch.float16 and table.is_invariant())
+    return table.covers(dtype) and (dtype in DTYPES or (dtype is torch.float16 and table.is_invariant()))
 
 
 def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
