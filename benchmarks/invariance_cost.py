@@ -103,7 +103,8 @@ def main() -> None:
     lines = [
         "# Cost of one order of sums",
         "",
-        f"Made by `python benchmarks/invariance_cost.py --level {options.level} --write` on {platform.processor() or platform.machine()} "
+        f"Made by `python benchmarks/invariance_cost.py --level {options.level} --write` on "
+        f"{platform.processor() or platform.machine()} "
         f"({isa_name()}), {torch.get_num_threads()} threads, torch {torch.__version__}. Times are medians in "
         "milliseconds per call; the ratio is the median over pairs. **over**: above 1.10, in bfloat16 1.15.",
         "",

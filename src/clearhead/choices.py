@@ -257,8 +257,8 @@ class Overrides:
         attention: the backend that ``"auto"`` tries first.
         processor: the processor whose rows of the table apply.
         fused: False if attention with its projections, and layers, must run op by op.
-        invariant: whether a sequence's bits must not depend on how it is computed, or "portable" if they must not depend
-            on the instruction set either; None for ``CLEARHEAD_INVARIANT``.
+        invariant: whether a sequence's bits must not depend on how it is computed, or "portable" if they must not
+            depend on the instruction set either; None for ``CLEARHEAD_INVARIANT``.
         fused_calls: a list to which the kind of each call of the block operator is appended.
     """
 

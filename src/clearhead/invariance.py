@@ -39,8 +39,8 @@ def set_invariant(invariant: bool | Literal["portable"]) -> None:
     ``ch.verify_model`` tests a model.
 
     With ``"portable"`` the bits of float32 are also the same on every instruction set of the kernels that fuses
-    multiplication and addition: AVX2, AVX-512 with and without bfloat16 instructions, and NEON. Other dtypes raise. What
-    torch computes is its own: initial weights from its generator, losses, optimizer steps, sampling with a temperature.
+    multiplication and addition: AVX2, AVX-512 with and without bfloat16 instructions, and NEON. Other dtypes raise.
+    What torch computes is its own: initial weights from its generator, losses and optimizer steps.
 
     The setting is of the process, since backward runs on autograd's threads: it holds for every thread at once, and
     child processes begin with ``CLEARHEAD_INVARIANT``. The variable decides until the first call; it is read once.
@@ -53,11 +53,11 @@ def set_invariant(invariant: bool | Literal["portable"]) -> None:
             for the fastest order of each call.
 
     Raises:
-        UnsupportedError: ``invariant`` is no level; or ``"portable"`` where the kernels run by the baseline set, without
-            fused multiply-add.
+        UnsupportedError: ``invariant`` is no level; or it is ``"portable"``, and the kernels run by the baseline set,
+            which has no fused multiply-add.
 
-    Cost of True and ``"portable"``, which run the same code: GEMMs and attention run on clearhead's kernels even where the table of processors names torch's or oneDNN's;
-    see the page Reproducibility.
+    Cost of True and ``"portable"``, which run the same code: GEMMs and attention run on clearhead's kernels even where
+    the table of processors names torch's or oneDNN's; see the page Reproducibility.
 
     >>> import torch, clearhead as ch
     >>> layer, x = torch.nn.Linear(64, 64), torch.randn(8, 64)

@@ -114,13 +114,13 @@ def _statistics(draw: Draw) -> tuple[str, list[Tensor]]:
     results = torch.ops.clearhead.attention_forward.default(
         query, key, value, width**-0.5, _STATISTICS, statistic_sizes=sizes, **options
     )
-    seen: list[Tensor] = []
+    statistics: list[Tensor] = []
     want = ch.Want(received=True, heatmap=random.choice((8, 16)), entropy=True)
     observed = ch.observe_attention(query, key, value, want=want)
     for field in ("received", "entropy", "heatmap_mean", "heatmap_max"):
         part = getattr(observed, field, None)
-        seen += [part] if isinstance(part, Tensor) else []
-    return f"{length} x {width}, {options}, {len(seen)} observed", [*results, *seen]
+        statistics += [part] if isinstance(part, Tensor) else []
+    return f"{length} x {width}, {options}, {len(statistics)} observed", [*results, *statistics]
 
 
 def _linear(draw: Draw) -> tuple[str, list[Tensor]]:
@@ -141,12 +141,13 @@ def _feedforward(draw: Draw) -> tuple[str, list[Tensor]]:
     hidden, activation = random.choice((*_WIDTHS, 256)), random.choice([*ACTIVATIONS])
     first, gate = draw.tensor(hidden, width, spread=3.0), draw.tensor(hidden, width)
     x, last = draw.tensor(rows, width, spread=4.0), draw.tensor(width, hidden)
-    gates = {"gate": (gate.requires_grad_(), None)} if random.random() < 0.5 else {}
-    leaves = [x.requires_grad_(), first.requires_grad_(), last.requires_grad_(), *([gate] if gates else [])]
-    output = project_activate_project(x, first, None, last, None, activation=activation, **gates)
+    gated = random.random() < 0.5
+    leaves = [each.requires_grad_() for each in (x, first, last, *([gate] if gated else []))]
+    gate_layer = (gate, None) if gated else None
+    output = project_activate_project(x, first, None, last, None, activation=activation, gate=gate_layer)
     assert output is not None
     gradients = torch.autograd.grad(output, leaves, draw.tensor(*output.shape))
-    return f"{activation}, {rows} rows, {width} over {hidden}, {len(gates)} gates", [output.detach(), *gradients]
+    return f"{activation}, {rows} rows, {width} over {hidden}, {'gated' if gated else 'plain'}", [output.detach(), *gradients]
 
 
 def _norm(draw: Draw) -> tuple[str, list[Tensor]]:
@@ -176,12 +177,14 @@ def _model(draw: Draw) -> tuple[str, list[Tensor]]:
     ids = torch.randint(0, 61, (2, random.randint(3, 40)), generator=draw.generator)
     with torch.no_grad():
         text = model.generate(ids, 12, temperature=0.0)
+        sampled = model.generate(ids, 12, temperature=0.8, top_k=random.choice((None, 20)), seed=random.randrange(99))
         scored = model(ids, lengths=[ids.shape[1], ids.shape[1] // 2 + 1])
     assert isinstance(text, Tensor)
+    assert isinstance(sampled, Tensor)
     model.train()
     logits = model(ids)
     gradients = torch.autograd.grad(logits, [*model.parameters()], draw.tensor(*logits.shape))
-    return f"{options}, {tuple(ids.shape)} ids", [text, scored, logits.detach(), *gradients]
+    return f"{options}, {tuple(ids.shape)} ids", [text, sampled, scored, logits.detach(), *gradients]
 
 
 #: Kinds of calls by name: each gives words and the tensors whose bits are compared.

@@ -41,8 +41,8 @@ def differing(first: int, count: int, level: str = "portable") -> list[str]:
     expected, wrong = lines(*_SETS[0], str(first), str(count), level), list[str]()
     assert len(expected) == count
     for isa, torch_isa in _SETS[1:]:
-        found = lines(isa, torch_isa, str(first), str(count), level)
-        wrong += [f"{isa}: {one}" for one, other in zip(found, expected, strict=True) if one != other]
+        here = lines(isa, torch_isa, str(first), str(count), level)
+        wrong += [f"{isa}: {one}" for one, other in zip(here, expected, strict=True) if one != other]
     return wrong
 
 

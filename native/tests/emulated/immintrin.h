@@ -22,7 +22,7 @@ typedef short __m512bh __attribute__((vector_size(64), may_alias));
 typedef uint16_t __mmask16;
 typedef uint32_t __mmask32;
 
-enum { _CMP_GE_OQ = 0x1d, _CMP_GT_OQ = 0x1e, _MM_FROUND_TO_NEAREST_INT = 0 };
+enum { _CMP_NLT_UQ = 0x15, _CMP_NLE_UQ = 0x16, _CMP_GE_OQ = 0x1d, _CMP_GT_OQ = 0x1e, _MM_FROUND_TO_NEAREST_INT = 0 };
 
 namespace emulated {
 
@@ -219,6 +219,11 @@ CH_EMULATED __m512i _mm512_cvtepu16_epi32(__m256i v) {
 
 CH_EMULATED __m128 _mm_add_ps(__m128 a, __m128 b) { return a + b; }
 CH_EMULATED __m256 _mm256_add_ps(__m256 a, __m256 b) { return a + b; }
+CH_EMULATED __m128 _mm_add_ss(__m128 a, __m128 b) { return __m128{a[0] + b[0], a[1], a[2], a[3]}; }
+// The upper half of b, then that of a.
+CH_EMULATED __m128 _mm_movehl_ps(__m128 a, __m128 b) { return __m128{b[2], b[3], a[2], a[3]}; }
+CH_EMULATED __m128 _mm_movehdup_ps(__m128 v) { return __m128{v[1], v[1], v[3], v[3]}; }
+CH_EMULATED float _mm_cvtss_f32(__m128 v) { return v[0]; }
 // The second operand if one is NaN.
 CH_EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -227,21 +232,20 @@ CH_EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
 CH_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 
 // Halves first, then their halves, as compilers do it: no single instruction.
-CH_EMULATED float _mm512_reduce_add_ps(__m512 v) {
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) v[i] += v[i + half];
-  return v[0];
-}
 CH_EMULATED float _mm512_reduce_max_ps(__m512 v) {
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
   return v[0];
 }
 
-// Ordered comparisons: false if one is NaN.
+// If one is NaN, ordered comparisons are false and the others, of "not", are true.
 CH_EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
   __mmask16 mask = 0;
-  for (int i = 0; i < 16; i++) mask |= (__mmask16)((how == _CMP_GT_OQ ? a[i] > b[i] : a[i] >= b[i]) << i);
+  for (int i = 0; i < 16; i++) {
+    const bool holds = how == _CMP_GT_OQ ? a[i] > b[i] : how == _CMP_GE_OQ ? a[i] >= b[i]
+                       : how == _CMP_NLT_UQ ? !(a[i] < b[i]) : !(a[i] <= b[i]);
+    mask |= (__mmask16)(holds << i);
+  }
   return mask;
 }
 
@@ -264,6 +268,13 @@ CH_EMULATED __m512 _mm512_scalef_ps(__m512 v, __m512 power) {
     else if (fabsf(p) == __builtin_inff()) v[i] *= p > 0 ? p : 0.0f;
     else v[i] = ldexpf(v[i], (int)fmaxf(-1000.0f, fminf(1000.0f, floorf(p))));
   }
+  return v;
+}
+
+// 0 where the mask is not set.
+CH_EMULATED __m512 _mm512_maskz_scalef_ps(__mmask16 mask, __m512 v, __m512 power) {
+  const __m512 scaled = _mm512_scalef_ps(v, power);
+  for (int i = 0; i < 16; i++) v[i] = mask >> i & 1 ? scaled[i] : 0.0f;
   return v;
 }
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.arguments import FARTHEST, number, repr_of, seed_of, whole, whole_number
+from clearhead.choices import is_portable
 from clearhead.errors import ShapeError
 from clearhead.nn.embedding import check_ids, widened
 from clearhead.shapes import Float, Int
@@ -24,6 +25,9 @@ __all__ = ["Sampler", "as_token", "check_prompt", "evaluating", "extend"]
 _COLDEST: Final = 1e-30
 #: Bytes of a sequence's key, and of a drawn number, which float64 holds.
 _KEY_BYTES, _DRAWN_BYTES = 16, 6
+#: Where ``_exponential`` is 0, and ln 2 as two numbers: the first one times an exponent is exact.
+_LEAST_EXPONENT: Final = -700.0
+_LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
 
 
 class Sampler:
@@ -94,7 +98,8 @@ class Sampler:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
         # On the CPU, in float64, the cumulative sums are the same for every batch and device.
-        sums = logits.softmax(dim=-1).to(device="cpu", dtype=torch.float64).cumsum(dim=-1)
+        weights = _exponential(logits) if is_portable() else logits.softmax(dim=-1)
+        sums = weights.to(device="cpu", dtype=torch.float64).cumsum(dim=-1)
         drawn = torch.tensor([_uniform(key, step) for key, step in zip(sequences, steps, strict=True)])
         # The first token whose sum is larger: never one without weight.
         token = torch.searchsorted(sums, drawn[:, None].to(torch.float64) * sums[:, -1:], right=True)
@@ -106,6 +111,23 @@ class Sampler:
         if not math.isfinite(total):
             must, then = "be finite", "Look for NaN in the model's weights: its training may have diverged."
             raise ShapeError.about(self.function, "logits", must=must, got=repr(total), then=then)
+
+
+def _exponential(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """``e**x`` in float64, for ``x`` up to 0, by additions and multiplications alone.
+
+    IEEE 754 prescribes how these round; torch's exponential rounds as the processor's instructions do.
+    """
+    x = x.to(torch.float64)
+    bounded = x.clamp(min=_LEAST_EXPONENT)
+    whole = torch.round(bounded * (1.0 / math.log(2.0)))
+    # ln 2 in two parts: the first product is exact.
+    rest = (bounded - whole * _LN2_HIGH) - whole * _LN2_LOW
+    series = torch.ones_like(rest)
+    for term in range(14, 0, -1):
+        series = series * rest * (1.0 / term) + 1.0
+    power = (whole.to(torch.int64) + 1023 << 52).view(torch.float64)
+    return torch.where(x < _LEAST_EXPONENT, 0.0, series * power)
 
 
 def _uniform(sequence: bytes, step: int) -> float:
