@@ -147,7 +147,8 @@ def _feedforward(draw: Draw) -> tuple[str, list[Tensor]]:
     output = project_activate_project(x, first, None, last, None, activation=activation, gate=gate_layer)
     assert output is not None
     gradients = torch.autograd.grad(output, leaves, draw.tensor(*output.shape))
-    return f"{activation}, {rows} rows, {width} over {hidden}, {'gated' if gated else 'plain'}", [output.detach(), *gradients]
+    words = f"{activation}, {rows} rows, {width} over {hidden}, {'gated' if gated else 'plain'}"
+    return words, [output.detach(), *gradients]
 
 
 def _norm(draw: Draw) -> tuple[str, list[Tensor]]:
