@@ -179,13 +179,31 @@ def _model(draw: Draw) -> tuple[str, list[Tensor]]:
     with torch.no_grad():
         text = model.generate(ids, 12, temperature=0.0)
         sampled = model.generate(ids, 12, temperature=0.8, top_k=random.choice((None, 20)), seed=random.randrange(99))
+        in_pages = model.generate([ids[0], ids[1, : ids.shape[1] // 2 + 1]], 6, temperature=0.0)
         scored = model(ids, lengths=[ids.shape[1], ids.shape[1] // 2 + 1])
     assert isinstance(text, Tensor)
     assert isinstance(sampled, Tensor)
     model.train()
     logits = model(ids)
     gradients = torch.autograd.grad(logits, [*model.parameters()], draw.tensor(*logits.shape))
-    return f"{options}, {tuple(ids.shape)} ids", [text, sampled, scored, logits.detach(), *gradients]
+    return f"{options}, {tuple(ids.shape)} ids", [text, sampled, *in_pages, scored, logits.detach(), *gradients]
+
+
+def _swapped(draw: Draw) -> tuple[str, list[Tensor]]:
+    """An encoder of torch that runs on the kernels: outputs under padding, and every gradient."""
+    random = draw.random
+    activation, first = random.choice(("gelu", "relu")), random.random() < 0.5
+    layer = nn.TransformerEncoderLayer(40, 4, 72, 0.0, activation=activation, batch_first=True, norm_first=first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    draw.fill(model)
+    assert not ch.swap(model).outside
+    x, length = draw.tensor(2, random.randint(2, 90), 40), random.randint(1, 2)
+    hidden = torch.arange(x.shape[1]) >= torch.tensor([[x.shape[1]], [length]])
+    with torch.no_grad():
+        padded = model.eval()(x, src_key_padding_mask=hidden)[:, :length]
+    output = model.train()(x.requires_grad_())
+    gradients = torch.autograd.grad(output, [x, *model.parameters()], draw.tensor(*output.shape))
+    return f"{activation}, norm first {first}, {tuple(x.shape)}", [padded, output.detach(), *gradients]
 
 
 #: Kinds of calls by name: each gives words and the tensors whose bits are compared.
@@ -196,6 +214,7 @@ KINDS: dict[str, Callable[[Draw], tuple[str, list[Tensor]]]] = {
     "feedforward": _feedforward,
     "norm": _norm,
     "model": _model,
+    "swapped": _swapped,
 }
 
 
