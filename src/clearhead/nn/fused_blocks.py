@@ -14,16 +14,16 @@ from clearhead.masks.parts import band_of
 from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock, cache_views
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.fused import fused_layers
-from clearhead.nn.reading import cached_reading
+from clearhead.nn.reading import cached_reading, no_gradients_if_frozen
 from clearhead.nn.spec import Stack
 from clearhead.paged_step import PagedLayer
 from clearhead.shapes import Float
 
-__all__ = ["fused_blocks"]
+__all__ = ["MOST_ELEMENTS", "fused_blocks"]
 
 #: Elements of a call's tokens up to which blocks are one operator. In larger calls Python's share is small, and an
 #: interrupt would wait for all blocks.
-_MOST: Final = 2**17
+MOST_ELEMENTS: Final = 2**17
 
 
 def fused_blocks(
@@ -44,8 +44,18 @@ def fused_blocks(
         The output; None where a gradient may be wanted, a part is hooked or observed, the call is large, or a mask is
         not a band.
     """
+    with no_gradients_if_frozen(blocks, tokens):
+        return _fused_blocks(blocks, tokens, masks, caches)
+
+
+def _fused_blocks(
+    blocks: nn.ModuleList,
+    tokens: Sequence[Tensor],
+    masks: Sequence[Mask | None],
+    caches: Sequence[Sequence[KVCache | PagedLayer | None]],
+) -> Tensor | None:
     x, *memory = tokens
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() > _MOST or len(blocks) < 2:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() > MOST_ELEMENTS or len(blocks) < 2:
         return None
     if any(mask is not None and band_of(mask) is None for mask in masks):
         return None
