@@ -93,6 +93,23 @@ def test_frozen_modules_have_the_same_bits(kind: str) -> None:
         equal(results(module, call, gradients=False), before)
 
 
+@pytest.mark.parametrize("kind", [ch.nn.Encoder, ch.nn.Decoder])
+@pytest.mark.parametrize("layers", [2, 5])
+def test_every_layer_of_a_stack_is_in_its_operator(kind: Any, layers: int) -> None:
+    stack, x = kind(WIDTH, HEADS, layers, feedforward_dim=40).eval(), torch.randn(2, 7, WIDTH)
+    with torch.no_grad():
+        before = x
+        for block in stack.blocks:
+            before = block(before)
+        before = stack.norm(before)
+        for frozen_now in (False, True):
+            if frozen_now:
+                ch.freeze(stack)
+            with fused_calls() as kinds:
+                assert torch.equal(stack(x), before)
+            assert kinds == ["stack"]
+
+
 @pytest.mark.parametrize("name", GENERATING)
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "lookup"]

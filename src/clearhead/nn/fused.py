@@ -149,7 +149,7 @@ def fused_layers(
     if attended is None:
         return None
     tape = stack.tape.copy()
-    seeds = _write_calls(tape, stack, attended, caches or (None,) * len(attended), angles, tokens[0].shape)
+    seeds = _write_calls(tape, stack, attended, caches or (None,) * len(masks), angles, tokens[0].shape)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles)
