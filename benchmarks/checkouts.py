@@ -2,6 +2,7 @@
 
 python benchmarks/checkouts.py ../before .                  two folders, each with its library built (make native)
 python benchmarks/checkouts.py ../before . --isa avx2       on another instruction set
+python benchmarks/checkouts.py ../before . --only decoding  calls whose name contains a text
 python benchmarks/checkouts.py ../before . --rounds 3       fewer pairs
 
 Each checkout runs in a process of its own, with one thread. A round times a call in both, one after the other, and the
@@ -122,12 +123,13 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="folder of a checkout")
     parser.add_argument("after", type=Path, help="folder of another one")
     parser.add_argument("--isa", default="", help="instruction set of both, as in CLEARHEAD_ISA")
+    parser.add_argument("--only", default="", help="a text that the names of calls contain")
     parser.add_argument("--rounds", type=int, default=11, help="pairs of each call")
     options = parser.parse_args()
     folders = [options.before.resolve(), options.after.resolve()]
     checkouts = [Checkout(folder, options.isa) for folder in folders]
     print("| call | before | after | ratio |\n|---|---|---|---|")
-    for name in checkouts[0].names:
+    for name in (each for each in checkouts[0].names if options.only in each):
         seconds: list[list[float]] = [[], []]
         for turn in range(options.rounds):
             for place in (0, 1) if turn % 2 else (1, 0):

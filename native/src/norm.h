@@ -12,9 +12,10 @@ namespace CH_NS {
 // Columns that are summed in float32.
 constexpr int SUM_COLUMNS = 1024;
 
-// The sum over columns of term(c), which returns a vector of terms from column c on; columns beyond the last count as
-// 0.
+// The sum over columns of term(c, sum), which adds a vector of terms from column c on to a sum; columns beyond the last
+// count as 0.
 template <class Term> CH_INLINE double sum_over_columns(int columns, const Term& term) {
+  const auto add = [&](vf& sum, int c) CH_INLINED { sum = term(c, sum); };
   double total = 0;
   for (int from = 0; from < columns; from += SUM_COLUMNS) {
     const int to = minimum(columns, from + SUM_COLUMNS);
@@ -22,13 +23,13 @@ template <class Term> CH_INLINE double sum_over_columns(int columns, const Term&
     int c = from;
     for (; c + 4 * LANES <= to; c += 4 * LANES)
 #pragma GCC unroll 16
-      for (int i = 0; i < 4 * PARTS; i++) sums[i / PARTS].part[i % PARTS] += term(c + i * VL);
+      for (int i = 0; i < 4 * PARTS; i++) add(sums[i / PARTS].part[i % PARTS], c + i * VL);
     for (; c + LANES <= to; c += LANES)
 #pragma GCC unroll 4
-      for (int p = 0; p < PARTS; p++) sums[0].part[p] += term(c + p * VL);
+      for (int p = 0; p < PARTS; p++) add(sums[0].part[p], c + p * VL);
 #pragma GCC unroll 4
     for (int p = 0; p < PARTS; p++, c += VL)
-      if (c < to) sums[1].part[p] += first_of(term(c), minimum(VL, to - c));
+      if (c < to) sums[1].part[p] += first_of(term(c, (vf){}), minimum(VL, to - c));
     total += (double)sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
   return total;
@@ -125,12 +126,15 @@ template <class IO> class NormForward : Norm<IO> {
     read_sum(row, line);
     const double count = (double)columns;
     const bool centred = w.kind == CH_NORM_LAYER;
-    const float mean = centred ? (float)(sum_over_columns(columns, [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
+    const float mean = centred ? (float)(sum_over_columns(columns, [&](int c, vf sum) CH_INLINED { return sum + load(line + c); }) / count) : 0;
     const vf means = all(mean);
-    double square = sum_over_columns(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
+    double square = sum_over_columns(columns, [&](int c, vf sum) CH_INLINED {
+      const vf difference = load(line + c) - means;
+      return fused(difference, difference, sum);
+    });
     // The mean is rounded: for values close to it the residual matters.
     double rest = 0;
-    if (centred) rest = sum_over_columns(columns, [&](int c) CH_INLINED { return load(line + c) - means; }) / count;
+    if (centred) rest = sum_over_columns(columns, [&](int c, vf sum) CH_INLINED { return sum + (load(line + c) - means); }) / count;
     square = square / count - rest * rest;
     const float scale = (float)(1.0 / __builtin_sqrt((square < 0 ? 0.0 : square) + w.epsilon));
     if (w.moments != nullptr) w.moments[2 * row] = mean, w.moments[2 * row + 1] = scale;
@@ -204,12 +208,12 @@ template <class IO> class NormBackward : Norm<IO> {
     const double count = (double)columns, scale = (double)w.moments[2 * row + 1];
     double rest = 0, mean_g = 0;
     for (int c = 0; c < columns; c += VL) store(x + c, load(x + c) - means);
-    if (centred) rest = sum_over_columns(columns, [&](int c) CH_INLINED { return load(x + c); }) / count;
+    if (centred) rest = sum_over_columns(columns, [&](int c, vf sum) CH_INLINED { return sum + load(x + c); }) / count;
     const vf rests = all((float)rest);
     const auto weighted = [&](int c) CH_INLINED { return w.weight == nullptr ? load(g + c) : load(g + c) * load(weight + c); };
-    if (centred) mean_g = sum_over_columns(columns, weighted) / count;
+    if (centred) mean_g = sum_over_columns(columns, [&](int c, vf sum) CH_INLINED { return sum + weighted(c); }) / count;
     const double along =
-        scale * sum_over_columns(columns, [&](int c) CH_INLINED { return weighted(c) * (load(x + c) - rests); }) / count;
+        scale * sum_over_columns(columns, [&](int c, vf sum) CH_INLINED { return fused(weighted(c), load(x + c) - rests, sum); }) / count;
     const vf means_g = all((float)mean_g), alongs = all((float)along);
     for (int c = 0; c < columns; c += VL) {
       const vf normed = (load(x + c) - rests) * scales, grad = load(g + c);
