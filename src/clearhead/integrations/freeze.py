@@ -20,7 +20,13 @@ __all__ = ["freeze", "unfreeze"]
 
 #: The parameters of each frozen module that took gradients before.
 _LEARNED: Final[WeakKeyDictionary[nn.Module, Sequence[str]]] = WeakKeyDictionary()
-_STACKS: Final = (Decoder, Encoder)
+#: Stacks of layers, and the attribute that has these.
+_STACKS: Final = {
+    Decoder: "blocks",
+    Encoder: "blocks",
+    nn.TransformerEncoder: "layers",
+    nn.TransformerDecoder: "layers",
+}
 _MODULES: Final = "clearhead.nn."
 
 
@@ -28,10 +34,10 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
     """Read a model once, for inference: a call no longer looks for what may have changed since the last one.
 
     All layers of a decoder or an encoder become one operator for calls of up to 2^17 elements (tokens times width), as
-    in decoding: of ``ch.nn.Encoder``, ``ch.nn.Decoder`` and what is made of them, and in a swapped model of Hugging
-    Face transformers of each list of layers that differ in their weights only. A trial compares the layers as one with
-    the layers one by one, bitwise. Calls that ask for hidden states or attention weights, observers and hooks
-    get the layers one by one, with the same bits.
+    in decoding: of ``ch.nn.Encoder``, ``ch.nn.Decoder`` and what is made of them, of torch's stacks that were swapped,
+    and in a swapped model of transformers of each list of layers that differ in their weights only. There a trial
+    compares the layers as one with the layers one by one, bitwise. Calls that ask for hidden states or attention
+    weights, observers and hooks get the layers one by one, with the same bits.
 
     With ``pack`` such an operator reads copies of the weights that are laid out as its GEMM reads them, where otherwise
     each call lays them out: faster up to some hundred rows, for twice the memory of the weights. The sums then have the
@@ -116,12 +122,14 @@ def unfreeze(model: nn.Module) -> SwapReport:
 
 
 def _stacks(model: nn.Module) -> list[SwapRow]:
-    """A row for each stack of clearhead's blocks."""
-    stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, _STACKS)]
-    return [
-        SwapRow(name, type(module).__name__, "fused", None, f"{len(module.blocks)} blocks are one operator")
-        for name, module in stacks
-    ]
+    """A row for each stack of clearhead's blocks, and of torch's layers that were swapped."""
+    rows = []
+    for path, module in model.named_modules():
+        name = _STACKS.get(original_of(class_of(module)) or type(module))
+        if name is not None and _is_ours(module):
+            reason = f"{len(getattr(module, name))} {name} are one operator"
+            rows.append(SwapRow(path, type(module).__name__, "fused", None, reason))
+    return rows
 
 
 def _is_ours(module: nn.Module) -> bool:
