@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from transformers import DynamicCache
 
 import clearhead as ch
-from clearhead.testing import fused_calls
+from clearhead.testing import choices, forbid_fused, fused_calls
 from tests.net.calls import equal, hooked, observed, results
 from tests.net.changes import CHANGES
 from tests.net.families import FAMILIES, TOKENS, TRANSFORMERS_4
@@ -141,6 +141,24 @@ def test_a_token_is_one_call() -> None:
             with fused_calls() as kinds:
                 model(ids[:, :1], past_key_values=cache)
             assert kinds == ["stack"]
+
+
+def test_caches_of_several_lengths_are_read_as_they_are() -> None:
+    stack, x = ch.nn.Decoder(WIDTH, HEADS, 3).eval(), torch.randn(2, 7, WIDTH)
+
+    def run() -> Tensor:
+        cache = stack.new_cache()
+        stack(x[:, :5], cache=cache)
+        # The blocks after the first one forget a token.
+        for each in cache.layers[1:]:
+            each.truncate(4)
+        output: Tensor = stack(x[:, 5:6], cache=cache)
+        return output
+
+    with torch.no_grad(), forbid_fused():
+        before = run()
+    ch.freeze(stack)
+    torch.testing.assert_close(run(), before)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
