@@ -195,16 +195,16 @@ def test_a_cache_that_was_cropped_or_reordered_is_read_as_it_is_now() -> None:
     torch.testing.assert_close(run(model), run(plain), rtol=FAR, atol=FAR)
 
 
+@pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "bart"])
-def test_states_and_weights_between_layers_are_those_of_the_layers(name: str) -> None:
+def test_states_and_weights_between_layers_are_those_of_the_layers(name: str, wanted: str) -> None:
     family = FAMILIES[name]
     model, call = family.swapped(), family.call(TOKENS, "none")
-    wanted = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
-        before = model(**call.arguments, **wanted)
+        before = model(**call.arguments, **{wanted: True})
         ch.freeze(model)
         plain = [model(**call.arguments), model(**call.arguments)]
-        after = model(**call.arguments, **wanted)
+        after = model(**call.arguments, **{wanted: True})
     for field in ("hidden_states", "attentions", "decoder_hidden_states", "decoder_attentions"):
         given = getattr(before, field, None)
         if given is not None:
