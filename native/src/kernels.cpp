@@ -15,12 +15,19 @@
 namespace CH_NS {
 namespace {
 
-// Work is Forward or Backward, with bf16 dot-product instructions if the set has them for this dtype, else in float32.
+// How the set multiplies bfloat16: in tiles, by bf16 dot-product instructions, or in float32.
+#if defined(CH_AMX)
+typedef AmxTile Bf16Gemm;
+#elif defined(CH_BF16DOT)
+typedef Bf16Dot Bf16Gemm;
+#else
+typedef Fp32Fma Bf16Gemm;
+#endif
+
+// Work is Forward or Backward.
 template <template <class, class> class Work, class IO> int run(const ch_attention& call) {
   const Task w(call);
-#if defined(CH_BF16DOT)
   if constexpr (__is_same(IO, BFloat16)) return Work<Bf16Dot, IO>(w).run();
-#endif
   return Work<Fp32Fma, IO>(w).run();
 }
 
@@ -35,11 +42,7 @@ template <template <class, class> class Work> int run_dtype(const ch_attention* 
 int run_projection(const ch_projection* w) {
   switch (w->dtype) {
     case CH_FLOAT32: return Projection<Fp32Fma, Float32>(*w).run();
-#if defined(CH_BF16DOT)
-    case CH_BFLOAT16: return Projection<Bf16Dot, BFloat16>(*w).run();
-#else
-    case CH_BFLOAT16: return Projection<Fp32Fma, BFloat16>(*w).run();
-#endif
+    case CH_BFLOAT16: return Projection<Bf16Gemm, BFloat16>(*w).run();
     default: return Projection<Fp32Fma, Float16>(*w).run();
   }
 }
@@ -53,11 +56,8 @@ template <template <class> class Work, class Description> int run_each(const Des
   }
 }
 
-double rate([[maybe_unused]] int dtype, int threads) {
-#if defined(CH_BF16DOT)
-  if (dtype == CH_BFLOAT16) return rate_of<Bf16Dot>(threads);
-#endif
-  return rate_of<Fp32Fma>(threads);
+double rate(int dtype, int threads) {
+  return dtype == CH_BFLOAT16 ? rate_of<Bf16Gemm>(threads) : rate_of<Fp32Fma>(threads);
 }
 
 template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run(); }

@@ -93,11 +93,13 @@ template <class Description> CH_INLINE int threads_for(const Description& w, dou
 template <class Body> void parallel(int threads, int64_t units, const Body& body) {
   if (threads > units) threads = (int)units;
   if (threads <= 1) {
+    const TileScope scope;
     for (int64_t u = 0; u < units; u++) body(u);
     return;
   }
 #pragma omp parallel num_threads(threads)
   {
+    const TileScope scope;
     bool is_master = false;
 #pragma omp master
     is_master = true;
