@@ -1,5 +1,5 @@
 // Forward: blocks of rows loop over tiles of keys with an online softmax (Milakov and Gimelshein 2018; FlashAttention,
-// Dao et al. 2022, algorithm 1), 6 rows at a time from the first GEMM to the second, so that scores stay in the L1
+// Dao et al. 2022, algorithm 1), 6 or 16 rows at a time from the first GEMM to the second, so that scores stay in the L1
 // cache. The grouped heads of a key head are additional rows and share its keys.
 //
 // A row's bits are a function of its own query, keys and mask. Tiles start at multiples of their size in the sequence;
@@ -9,6 +9,7 @@
 #pragma once
 
 #include "column_dot.h"
+#include "few_rows.h"
 #include "invariance.h"
 #include "prefetch.h"
 #include "segments.h"
@@ -23,8 +24,6 @@ constexpr int64_t RESIDENT_BYTES = 4 << 20, RESIDENT_BYTES_SHORT = 24 << 20;
 // Keys of a page that are read in place together; a page has a multiple of it, otherwise its rows are copied.
 constexpr int64_t PAGE_PART = 16;
 constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is reused while it is in cache
-// Up to so many rows read keys and values in place: each is used once or twice, and a packed tile would leave the L1 cache.
-constexpr int FEW_ROWS = 2 * MR;
 // Heads per thread from which heads alone occupy the threads.
 constexpr int MANY_HEADS = 8;
 constexpr int MAX_TILE = 512;
@@ -33,6 +32,13 @@ constexpr int PIECE = 64;  // keys of a piece of a tile; those that a table forb
 template <class M, class IO> struct Forward {
   typedef typename M::operand operand;
   typedef typename IO::type element;
+  static constexpr bool TILES = in_tiles<M>();
+  static constexpr int MR = M::HEIGHT;
+  // Up to so many rows read keys and values in place: each is used once or twice, and a packed tile would leave the L1
+  // cache.
+  static constexpr int FEW_ROWS = TILES ? MR : 2 * MR;
+  // Keys whose values are multiplied together in place.
+  static constexpr int VALUE_PART = maximum((int)PAGE_PART, M::PACK * M::BLOCK);
 
   const Task& w;
   int tile;  // keys of a tile
@@ -89,6 +95,7 @@ template <class M, class IO> struct Forward {
   // A thread's workspace.
   struct Workspace {
     operand* q;  // [ROWS][operands]
+    operand* q_columns;  // [operands][VL], in place: B of keys as A
     operand* panel;  // of keys, in place
     operand* value_rows;  // pairs of rows of a piece, in place
     float* scores;  // [rows at a time][tile]
@@ -118,7 +125,7 @@ template <class M, class IO> struct Forward {
 
   explicit Forward(const Task& work, Outputs what = Outputs::ALL)
       : w(work), tile(tile_size(work)), values(work.value_dim, row_steps<M>(tile)), outputs(what),
-        lead(work.first_position % tile), observed(work, what, tile, lead, ROWS) {
+        lead(work.first_position % tile), observed(work, what, tile, lead, ROWS, MR) {
     group = w.heads / w.kv_heads;
     rows = group * w.q_len;
     blocks = (rows + observed.rows - 1) / observed.rows;
@@ -175,6 +182,7 @@ template <class M, class IO> struct Forward {
     if (values_packed && !*bad) return;
     const Rows rows = rows_of(w.value, b, kh, first, count, w.value_dim, d);
     pack_rows<M, IO>(rows.at, rows.stride, count, (int)w.value_dim, v, values, column);
+    if (TILES) pad_blocks<M>(v, values, column, column + count);
     if (*bad) zero_nonfinite_values(v, column, count);
   }
 
@@ -263,6 +271,7 @@ template <class M, class IO> struct Forward {
   int64_t workspace_bytes(Workspace& d, char* base) const {
     BumpAllocator c{base};
     d.q = c.template take<operand>((int64_t)ROWS * operands);
+    d.q_columns = c.template take<operand>(in_place && TILES ? (int64_t)VL * operands : 0);
     const int64_t at_a_time = in_place ? FEW_ROWS : MR;
     d.panel = c.template take<operand>(in_place ? (int64_t)PW * operands : 0);
     d.value_rows = c.template take<operand>(in_place && M::PACK == 2 ? value_piece().operands() : 0);
@@ -313,6 +322,8 @@ template <class M, class IO> struct Forward {
       }
     }
     if (observed.s != nullptr) d.statistics.begin(observed, count);
+    for (int o = 0; TILES && in_place && o < operands; o += VL)
+      transpose_block((const uint32_t*)d.q + o, operands, (uint32_t*)d.q_columns + o * VL, VL, count);
     return interval;
   }
 
@@ -392,7 +403,7 @@ template <class M, class IO> struct Forward {
     for (int r = 0; r < MR; r++) maxima[r] = load(score_tile.at + r * score_tile.ld + runs.first());
     for (int x = 0; x < runs.count; x++)
       for (int c = runs.at[x].low; c < runs.at[x].high; c += VL)
-#pragma GCC unroll 6
+#pragma GCC unroll 16
         for (int r = 0; r < MR; r++) maxima[r] = vmax(maxima[r], load(score_tile.at + r * score_tile.ld + c));
     for (int r = 0; r < count; r++) update.peak[r] = max_of(maxima[r]);
   }
@@ -462,7 +473,9 @@ template <class M, class IO> struct Forward {
                               Workspace& d) const {
     if constexpr (__is_same(element, float))
       if (along_rows) return multiply_keys_along_rows(b, kh, t0, count, run, score_tile, d);
-    const bool in_registers = HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS && w.head_dim * (int64_t)sizeof(element) % 16 == 0;
+    if (TILES && w.head_dim % (M::PACK * M::BLOCK) == 0) return multiply_keys_as_left(b, kh, t0, run, score_tile, d);
+    const bool in_registers = !TILES && HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS &&
+                              w.head_dim * (int64_t)sizeof(element) % 16 == 0;
     for (int c = run.low, next; c < run.high; c = next) {
       const int end = (int)round_up(run.high, VL), whole = (int)(minimum(t0 + end, w.k_len) - t0);
       if (in_registers && t0 + c >= 0 && c + VL <= whole) {
@@ -477,6 +490,29 @@ template <class M, class IO> struct Forward {
         gemm<M, SET>(minimum(MR, count - r0), (next - c) / VL, steps, d.q + (int64_t)r0 * operands, operands, 1,
                      d.panel + c % PW, PW, score_tile.at + r0 * score_tile.ld + c, score_tile.ld);
     }
+  }
+
+  // The same in tiles: keys in place are A and queries B, and the tiles of scores are transposed.
+  void multiply_keys_as_left(int64_t b, int64_t kh, int64_t t0, Interval run, const ScoreTile& score_tile,
+                             const Workspace& d) const {
+#if defined(CH_AMX)
+    const int64_t row_bytes = w.key.row * (int64_t)sizeof(element), bytes = w.head_dim * (int64_t)sizeof(element);
+    for (int c = run.low, next; c < run.high; c = next) {
+      const bool both = t0 + c >= 0 && c + VL < run.high && w.page_table == nullptr;
+      next = c + (both ? 2 * VL : VL);
+      const int64_t first = maximum(t0 + c, (int64_t)0), last = minimum(t0 + next, w.k_len), following = first + following_keys(0);
+      const element* key = row_of(w.key, b, kh, first);
+      UpcomingLines upcoming(following < w.k_len ? row_of(w.key, b, kh, following) : key, row_bytes, bytes,
+                             minimum((int64_t)next - c, w.k_len - following));
+      alignas(64) float sums[2 * VL * VL];
+      multiply_rows_in_place((int)(last - first), operands / VL, (const char*)key, row_bytes, (const uint32_t*)d.q_columns,
+                             upcoming, sums + (first - t0 - c) * VL);
+      for (int from = c; from < next; from += VL)
+        transpose_block((const uint32_t*)sums + (from - c) * VL, VL, (uint32_t*)score_tile.at + from, score_tile.ld);
+    }
+#else
+    (void)b, (void)kh, (void)t0, (void)run, (void)score_tile, (void)d;
+#endif
   }
 
   void multiply_keys_along_rows(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
@@ -535,6 +571,18 @@ template <class M, class IO> struct Forward {
     return Weights{(const operand*)half, tile / M::PACK};
   }
 
+  // Zeros the weights of a run's blocks of keys outside of the run, for `count` rows from `row` of the workspace on.
+  void pad_weights(int row, int count, const Runs& runs, Workspace& d) const {
+    constexpr int WIDTH = M::PACK * M::BLOCK;
+    for (int x = 0; x < runs.count; x++) {
+      const int from = runs.at[x].low, to = (int)round_up(runs.at[x].high, VL);
+      for (int r = row; r < row + count; r++) {
+        if (from % WIDTH) put_halves(d.half + r * tile + from - VL, (vh){});
+        if (to % WIDTH) put_halves(d.half + r * tile + to, (vh){});
+      }
+    }
+  }
+
   // The first column of a run with a value: columns before the first key have none.
   CH_INLINE int first_value(Interval run, int64_t t0) const {
     return maximum(run.low, (int)maximum(-t0, (int64_t)0) / M::PACK * M::PACK);
@@ -545,7 +593,7 @@ template <class M, class IO> struct Forward {
     float* o = d.o + (int64_t)r0 * out;
     const Weights weights = weights_of(score_tile, d.half);
     for (int x = 0; x < runs.count; x++) {
-      const int from = first_value(runs.at[x], t0) / M::PACK;
+      const int from = first_value(runs.at[x], t0) / (M::PACK * M::BLOCK) * M::BLOCK;
       const int64_t along = row_steps<M>(runs.at[x].high) - from;
       for (int p = 0; p < values.count; p++) {
         const operand *value = here.v + p * values.size + (int64_t)from * values.ld, *a = weights.at + from;
@@ -569,25 +617,32 @@ template <class M, class IO> struct Forward {
   };
   typedef typename Choice<M::PACK == 1 && !__is_same(element, float), M>::type Reader;
 
-  Panels value_piece() const { return Panels(w.value_dim, row_steps<M>(PAGE_PART)); }
+  Panels value_piece() const { return Panels(w.value_dim, row_steps<M>(VALUE_PART)); }
 
   // A few keys at a time, all rows over all columns; the sums continue from one to the next.
   void multiply_values_in_place(int64_t b, int64_t kh, int64_t t0, int count, const Runs& runs, const Weights& weights,
                                 Workspace& d) const {
     const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
-    const int64_t distance = prefetch_distance(bytes, PAGE_PART), end = t0 + runs.end();
+    const int64_t distance = prefetch_distance(bytes, VALUE_PART), end = t0 + runs.end();
     memset(d.sums, 0, (size_t)count * out * sizeof(float));
     for (int x = 0; x < runs.count; x++)
       for (int c = first_value(runs.at[x], t0), next; c < runs.at[x].high; c = next) {
-        next = minimum((c / (int)PAGE_PART + 1) * (int)PAGE_PART, runs.at[x].high);
+        next = minimum((c / VALUE_PART + 1) * VALUE_PART, runs.at[x].high);
         const int64_t key = maximum(t0 + c, (int64_t)0), following = key + distance;
         if (out_of_cache && following < end)
-          prefetch_rows(row_of(w.value, b, kh, following), minimum(PAGE_PART, end - following), w.value.row * size, bytes, true);
+          for_pages(following, minimum(following + VALUE_PART, end), [&](int64_t from, int64_t to) {
+            prefetch_rows(row_of(w.value, b, kh, from), to - from, w.value.row * size, bytes, true);
+          });
         const element* value = row_of(w.value, b, kh, key);
+        if (TILES) c = c / VALUE_PART * VALUE_PART;
         const Weights here{weights.at + c / M::PACK, weights.ld};
         if constexpr (M::PACK == 2) {
-          pack_rows<M, IO>(value, w.value.row, (int)(t0 + next - key), (int)w.value_dim, d.value_rows, value_piece(), (int)(key - t0 - c));
           const Panels packed = value_piece();
+          for_pages(key, t0 + next, [&](int64_t from, int64_t to) {
+            pack_rows<M, IO>(row_of(w.value, b, kh, from), w.value.row, (int)(to - from), (int)w.value_dim, d.value_rows, packed,
+                             (int)(from - t0 - c));
+          });
+          if (TILES) pad_blocks<M>(d.value_rows, packed, (int)(key - t0 - c), next - c);
           for (int p = 0; p < values.count; p++)
             add_values(count, p, row_steps<M>(next - c), here, d.value_rows + p * packed.size, packed.ld, d);
         } else {
@@ -649,6 +704,7 @@ template <class M, class IO> struct Forward {
     RowUpdate update;
     score_tile = weigh(b, kh, r0, count, t, runs, score_tile, 0, update, d);
     if (outputs == Outputs::COLUMN_SUMS) return;
+    if (TILES) pad_weights(0, count, runs, d);
     multiply_values(t0, r0, count, runs, here, score_tile, update, d);
     if (here.bad) add_nonfinite_values(b, kh, r0, count, t0, runs, score_tile, update, d);
   }
@@ -669,6 +725,7 @@ template <class M, class IO> struct Forward {
       if (r0 == 0) weights = weighed;
     }
     if (outputs == Outputs::COLUMN_SUMS) return;
+    if (TILES) pad_weights(0, count, runs, d);
     multiply_values_in_place(b, kh, t0, count, runs, weights_of(weights, d.half), d);
     for (int r0 = 0; r0 < count; r0 += MR) merge_sums<Reader>(r0, minimum(MR, count - r0), r0, update[r0 / MR], d);
   }

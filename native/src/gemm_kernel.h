@@ -52,6 +52,9 @@ struct Bf16Dot {
 struct AmxTile : Bf16Dot {
   static constexpr int HEIGHT = TILE_ROWS, BLOCK = TILE_OPERANDS;
 };
+constexpr int MAX_HEIGHT = TILE_ROWS;
+#else
+constexpr int MAX_HEIGHT = MR;
 #endif
 
 // Whether M multiplies in tiles. The steps of A are then contiguous.
