@@ -18,19 +18,18 @@ namespace {
 // How the set multiplies bfloat16: in tiles, by bf16 dot-product instructions, or in float32.
 #if defined(CH_AMX)
 typedef AmxTile Bf16Gemm;
-typedef Fp32Fma Bf16Backward;
 #elif defined(CH_BF16DOT)
-typedef Bf16Dot Bf16Gemm, Bf16Backward;
+typedef Bf16Dot Bf16Gemm;
 #else
-typedef Fp32Fma Bf16Gemm, Bf16Backward;
+typedef Fp32Fma Bf16Gemm;
 #endif
 
 // Work is Forward or Backward.
-template <template <class, class> class Work, class Bf16> int run_dtype(const ch_attention* call) {
+template <template <class, class> class Work> int run_dtype(const ch_attention* call) {
   const Task w(*call);
   switch (w.dtype) {
     case CH_FLOAT32: return Work<Fp32Fma, Float32>(w).run();
-    case CH_BFLOAT16: return Work<Bf16, BFloat16>(w).run();
+    case CH_BFLOAT16: return Work<Bf16Gemm, BFloat16>(w).run();
     default: return Work<Fp32Fma, Float16>(w).run();
   }
 }
@@ -60,7 +59,7 @@ template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run()
 
 }  // namespace
 
-extern const clearhead::Kernels kernels = {rate, run_dtype<Forward, Bf16Gemm>, run_dtype<Backward, Bf16Backward>, run_linear<LinearForward>,
+extern const clearhead::Kernels kernels = {rate, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
                                            run_each<Appending>, run_each<Rotating>};
