@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from clearhead.choices import is_invariant
+from clearhead.choices import ask_kernels, is_invariant
 from clearhead.environment import VARIABLES, value_of
 from clearhead.ops import binary
 from clearhead.ops.fakes import register
@@ -120,3 +120,4 @@ def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
 
 # Modules that call the operators import this one.
 register()
+ask_kernels(isa_names)
