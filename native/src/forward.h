@@ -37,6 +37,8 @@ template <class M, class IO> struct Forward {
   // Up to so many rows read keys and values in place: each is used once or twice, and a packed tile would leave the L1
   // cache.
   static constexpr int FEW_ROWS = TILES ? MR : 2 * MR;
+  // Up to so many rows multiply values in place by vectors instead of tiles, which would have to be packed.
+  static constexpr int LANE_ROWS = 4;
   // Keys whose values are multiplied together in place.
   static constexpr int VALUE_PART = maximum((int)PAGE_PART, M::PACK * M::BLOCK);
 
@@ -49,6 +51,7 @@ template <class M, class IO> struct Forward {
   bool whole_heads;  // a unit processes all rows of a key head and packs its keys itself
   bool masked, plain;
   bool in_place;  // keys are packed panel by panel, in the L1 cache, and values are read in place
+  bool in_lanes;  // values are multiplied by vectors, in the order of sums of tiles, which flush subnormals
   bool along_rows;  // few rows' scores are sums along rows of keys: other bits, and faster where keys are in cache
   bool values_packed;  // values in the tensor have the packed layout already, and are not copied if they are finite
   bool out_of_cache;  // keys and values come from memory: they exceed the cache
@@ -100,6 +103,7 @@ template <class M, class IO> struct Forward {
     operand* value_rows;  // pairs of rows of a piece, in place
     float* scores;  // [rows at a time][tile]
     uint16_t* half;  // the same, weights in bfloat16
+    float* rounded;  // [LANE_ROWS][tile], these as floats
     float* sums;  // [rows at a time][out], of a tile in pieces
     float* o;  // [ROWS][out]
     float* m;
@@ -146,6 +150,8 @@ template <class M, class IO> struct Forward {
     // Backward compares bits of the row maximum. In 16 bits, and with more rows, transposing costs nothing.
     along_rows = __is_same(element, float) && in_place && rows <= COLUMN_DOT_ROWS && w.head_dim % VL == 0 &&
                  !observed.ties && !clearhead::is_invariant();
+    in_lanes = TILES && in_place && rows <= LANE_ROWS && flushes_subnormals(w) &&
+               (w.page_table == nullptr || w.page_size % VALUE_PART == 0);
     values_packed = w.page_table == nullptr && has_packed_layout<M, IO>(w.value, w.value_dim);
     const int64_t dims = w.head_dim + w.value_dim;
     out_of_cache = w.total_keys * w.kv_heads * dims * (int64_t)sizeof(element) > (dims > 128 ? RESIDENT_BYTES
@@ -277,6 +283,7 @@ template <class M, class IO> struct Forward {
     d.value_rows = c.template take<operand>(in_place && M::PACK == 2 ? value_piece().operands() : 0);
     d.scores = c.template take<float>(at_a_time * tile);
     d.half = c.template take<uint16_t>(at_a_time * tile);
+    d.rounded = c.template take<float>(in_lanes ? LANE_ROWS * tile : 0);
     d.sums = c.template take<float>(at_a_time * out);
     d.o = c.template take<float>((int64_t)ROWS * out);
     d.m = c.template take<float>(ROWS);
@@ -634,6 +641,11 @@ template <class M, class IO> struct Forward {
             prefetch_rows(row_of(w.value, b, kh, from), to - from, w.value.row * size, bytes, true);
           });
         const element* value = row_of(w.value, b, kh, key);
+        if constexpr (TILES)
+          if (in_lanes) {
+            add_values_in_lanes(count, value, (int)(key - t0), next, d);
+            continue;
+          }
         if (TILES) c = c / VALUE_PART * VALUE_PART;
         const Weights here{weights.at + c / M::PACK, weights.ld};
         if constexpr (M::PACK == 2) {
@@ -649,6 +661,48 @@ template <class M, class IO> struct Forward {
           for (int p = 0; p < values.count; p++) add_values(count, p, next - c, here, value + p * values.ld, w.value.row, d);
         }
       }
+  }
+
+  // The same by vectors, for keys [from, to) of the tile, which are in one block: like a tile, a sum of the even and one
+  // of the odd keys.
+  void add_values_in_lanes(int count, const element* value, int from, int to, Workspace& d) const {
+    for (int p = 0; p < values.count; p++) {
+      const element* columns = value + p * values.ld;
+      float* sums = d.sums + p * values.ld;
+      switch (values.vectors(p, out)) {
+        case 4: lane_rows<LANE_ROWS, 4>(count, columns, from, to, sums, d); break;
+        case 3: lane_rows<LANE_ROWS, 3>(count, columns, from, to, sums, d); break;
+        case 2: lane_rows<LANE_ROWS, 2>(count, columns, from, to, sums, d); break;
+        default: lane_rows<LANE_ROWS, 1>(count, columns, from, to, sums, d);
+      }
+    }
+  }
+  template <int ROWS, int VECS>
+  CH_INLINE void lane_rows(int count, const element* value, int from, int to, float* sums, const Workspace& d) const {
+    if constexpr (ROWS > 1)
+      if (count < ROWS) return lane_rows<ROWS - 1, VECS>(count, value, from, to, sums, d);
+    lane_block<ROWS, VECS>(value, from, to, sums, d);
+  }
+  template <int ROWS, int VECS>
+  __attribute__((noinline)) void lane_block(const element* value, int from, int to, float* sums, const Workspace& d) const {
+    typedef Widened<IO> Lanes;
+    const int64_t ldv = w.value.row;
+    const int even = from + from % 2, odd = from + 1 - from % 2;
+    vf total[ROWS][VECS];
+    micro_kernel<Lanes, ROWS, VECS>((to - even + 1) / 2, d.rounded + even, tile, 2, value + (even - from) * ldv, 2 * ldv,
+                                    [&](int r, int v, vf sum) CH_INLINED { total[r][v] = sum; });
+    micro_kernel<Lanes, ROWS, VECS>((to - odd + 1) / 2, d.rounded + odd, tile, 2, value + (odd - from) * ldv, 2 * ldv,
+                                    [&](int r, int v, vf sum) CH_INLINED {
+                                      float* at = sums + r * out + v * VL;
+                                      store(at, load(at) + (total[r][v] + sum));
+                                    });
+  }
+
+  // Rounded weights of rows as floats.
+  void widen_weights(int count, const Runs& runs, Workspace& d) const {
+    for (int r = 0; r < count; r++)
+      for (int c = runs.first(); c < runs.end(); c += VL)
+        store(d.rounded + r * tile + c, get_vector<BFloat16>(d.half + r * tile + c));
   }
 
   // Adds `along` steps of one panel's columns to the sums of all rows.
@@ -725,7 +779,8 @@ template <class M, class IO> struct Forward {
       if (r0 == 0) weights = weighed;
     }
     if (outputs == Outputs::COLUMN_SUMS) return;
-    if (TILES) pad_weights(0, count, runs, d);
+    if (in_lanes) widen_weights(count, runs, d);
+    else if (TILES) pad_weights(0, count, runs, d);
     multiply_values_in_place(b, kh, t0, count, runs, weights_of(weights, d.half), d);
     for (int r0 = 0; r0 < count; r0 += MR) merge_sums<Reader>(r0, minimum(MR, count - r0), r0, update[r0 / MR], d);
   }

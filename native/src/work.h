@@ -130,9 +130,12 @@ class FlushSubnormals {
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 };
 
-// `parallel` for units of attention. An extreme scale can make subnormal products matter, so they are not flushed then.
+// An extreme scale can make subnormal products matter, so they are not flushed then.
+CH_INLINE bool flushes_subnormals(const ch_attention& w) { return w.scale <= 1e6 && w.scale >= -1e6; }
+
+// `parallel` for units of attention.
 template <class Body> void parallel_units(const Task& w, int threads, int64_t units, const Body& body) {
-  const bool flushes = w.scale <= 1e6 && w.scale >= -1e6;
+  const bool flushes = flushes_subnormals(w);
   parallel(threads, units, [&](int64_t u) {
     const FlushSubnormals here(flushes);
     body(u);
