@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from clearhead import choices
 from clearhead.choices import TABLE, Processor, row_for
 from clearhead.errors import UnsupportedError
 from clearhead.nn import MultiHeadAttention
+from clearhead.ops.library import isa_names
 from clearhead.projection import KINDS, choice, gemm_path
 from clearhead.projection.paths import PATHS
 from clearhead.testing import choices as named
@@ -48,6 +50,7 @@ EXPECTED = {
     ("Emerald Rapids without AMX", BF16): ("native", "native", "native", "onednn", "native", None),
     ("Xeon with AMX", F32): ("native", "native", "native", "torch", "native", None),
     ("Xeon with AMX", BF16): ("onednn", "torch", "torch", "onednn", "native", (128, 512)),
+    ("Xeon with AMX and kernels for it", BF16): ("native", "native", "native", "native", "native", None),
     ("Xeon with AMX", F16): (None, None, None, None, None, None),
     ("Xeon with half-precision AMX", F16): (None, None, None, None, None, (128, 512)),
     ("x86 of 2008", F32): ("torch", "torch", "torch", "torch", "torch", (64, 64)),
@@ -55,6 +58,13 @@ EXPECTED = {
     ("Neoverse V1", BF16): ("torch", "torch", "torch", "torch", "torch", (64, 64)),
     ("nothing", F32): ("torch", "torch", "torch", "torch", "torch", (64, 64)),
 }
+
+
+def _described(name: str) -> Processor:
+    """The processor of a name; whether the kernels can run their set for AMX is no flag of it."""
+    kernels = " and kernels for it"
+    here = Processor.from_cpuinfo(CPUINFO[name.removesuffix(kernels)])
+    return replace(here, features=here.features | {"amx_kernels"}) if name.endswith(kernels) else here
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +77,7 @@ def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_onednn
 @pytest.mark.parametrize(("name", "dtype"), EXPECTED, ids=str)
 def test_each_processor_takes_its_row(name: str, dtype: torch.dtype) -> None:
-    here = Processor.from_cpuinfo(CPUINFO[name])
+    here = _described(name)
     *paths, sdpa_from = EXPECTED[name, dtype]
     with processor(here.vendor, here.features):
         assert row_for(dtype).sdpa_from == sdpa_from
@@ -83,10 +93,15 @@ def test_every_row_applies_to_a_processor() -> None:
     """A row that no case above reaches would be a row without a test."""
     reached = set()
     for name, dtype in EXPECTED:
-        here = Processor.from_cpuinfo(CPUINFO[name])
+        here = _described(name)
         with processor(here.vendor, here.features):
             reached.add(row_for(dtype))
     assert reached == set(TABLE)
+
+
+def test_kernels_in_tiles_are_a_feature_where_they_can_run() -> None:
+    here = choices.processor().features
+    assert ("amx_kernels" in here) == ("amx_bf16" in here and "amx" in isa_names())
 
 
 def test_a_feature_needs_all_its_flags() -> None:

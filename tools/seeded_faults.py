@@ -30,7 +30,12 @@ MISSED, NOT_TRIED, INTERRUPTED = 1, 2, 130
 LONGEST = 600
 #: Instruction sets, widest first, as in native/src/entry.cpp: the name, its word in /proc/cpuinfo, and the vendor whose
 #: processors use the next one.
-SETS = (("avx512bf16", "avx512_bf16", "GenuineIntel"), ("avx512", "avx512f", None), ("avx2", "avx2", None))
+SETS = (
+    ("amx", "amx_bf16", None),
+    ("avx512bf16", "avx512_bf16", "GenuineIntel"),
+    ("avx512", "avx512f", None),
+    ("avx2", "avx2", None),
+)
 #: pytest's exit codes.
 PASSED, FAILED = 0, 1
 #: An editable install puts its finder before the path in every new process.

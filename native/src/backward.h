@@ -14,7 +14,11 @@ namespace CH_NS {
 template <class M, class IO> struct Backward {
   typedef typename M::operand operand;
   typedef typename IO::type element;
+  static constexpr bool TILES = in_tiles<M>();
+  static constexpr int MR = M::HEIGHT;
   static constexpr int BLOCK = 96;
+  // Rows or keys that a sum along them adds together; none are added outside of whole ones.
+  static constexpr int WIDTH = maximum(VL, M::PACK * M::BLOCK);
   // Bytes of packed queries and gradients that a thread caches if those of a head fit: every tile of keys reads them.
   static constexpr int64_t MAX_CACHED_BYTES = int64_t(1) << 23;
 
@@ -34,7 +38,7 @@ template <class M, class IO> struct Backward {
   const ch_statistics* observed;  // null if no statistic has a gradient
   const bool of_queries, of_keys;  // which gradients are computed
 
-  // A block of queries and of output gradients, packed as A rows and as B.
+  // A block of queries and of output gradients, packed as A rows and as B; in tiles as A rows and as their transpose.
   struct PackedBlock {
     const operand *q, *g, *qb, *gb;
   };
@@ -52,6 +56,7 @@ template <class M, class IO> struct Backward {
     operand* packed_keys;  // rows of B
     const operand* key_rows;  // these, or the tensor's rows in place
     float *sums_k, *sums_v;  // [tile][out], [tile][v_out]
+    float *columns_k, *columns_v;  // their transposes, in which tiles accumulate
     Target dk, dv;  // of the current tile: the buffers above, or the result tensors
     float *s, *dp;  // [MR][tile], for bf16 dot products only
     float* slope;  // [MR][tile]
@@ -141,6 +146,8 @@ template <class M, class IO> struct Backward {
     d.packed_keys = c.template take<operand>(keys.operands());
     d.sums_k = c.template take<float>((int64_t)tile * out);
     d.sums_v = c.template take<float>((int64_t)tile * v_out);
+    d.columns_k = c.template take<float>(TILES ? (int64_t)tile * out : 0);
+    d.columns_v = c.template take<float>(TILES ? (int64_t)tile * v_out : 0);
     d.s = c.template take<float>(single ? 0 : (int64_t)MR * tile);
     d.dp = c.template take<float>(single ? 0 : (int64_t)MR * tile);
     d.slope = c.template take<float>((int64_t)MR * tile);
@@ -232,12 +239,13 @@ template <class M, class IO> struct Backward {
     const bool in_place = has_packed_layout<M, IO>(w.key, w.head_dim);
     d.key_rows = in_place ? (const operand*)key : d.packed_keys;
     if (!in_place) pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.packed_keys, keys);
+    if (TILES) pad_blocks<M>(d.packed_keys, keys, 0, count);
     d.first_rows = !masked;
     d.dk = target_of(w.grad_key, b, kh, t0, w.head_dim, d.sums_k, out);
     d.dv = target_of(w.grad_value, b, kh, t0, w.value_dim, d.sums_v, v_out);
     if (!masked) return;
-    memset(d.sums_k, 0, (size_t)count * out * sizeof(float));
-    memset(d.sums_v, 0, (size_t)count * v_out * sizeof(float));
+    memset(TILES ? d.columns_k : d.sums_k, 0, (size_t)(TILES ? tile : count) * out * sizeof(float));
+    memset(TILES ? d.columns_v : d.sums_v, 0, (size_t)(TILES ? tile : count) * v_out * sizeof(float));
   }
 
   // The buffer that a tile's gradients accumulate in: the workspace, or the result if a single GEMM computes them.
@@ -255,10 +263,31 @@ template <class M, class IO> struct Backward {
     operand* const second = panels_as_rows(panels) ? to : to + (int64_t)BLOCK * ld;
     if (!is_packed) {
       for (int r = 0; r < count; r++) get_operands<M, IO>(from + r * t.row, (int)dim, to + (int64_t)r * ld, ld);
-      if (second != to) pack_rows<M, IO>(from, t.row, count, (int)dim, second, panels);
+      if (TILES) pack_transposed(from, t.row, count, (int)dim, second);
+      else if (second != to) pack_rows<M, IO>(from, t.row, count, (int)dim, second, panels);
     }
     b = second;
     return to;
+  }
+
+  // `count` rows as pairs, transposed: [column][BLOCK / PACK], zero-padded to a whole block of steps.
+  static void pack_transposed(const element* from, int64_t stride, int count, int dim, operand* to) {
+#if defined(CH_AMX)
+    constexpr int LD = BLOCK / M::PACK;
+    alignas(64) uint32_t staged[VL * VL];
+    for (int step = 0; step < row_steps<M>(count); step += VL)
+      for (int column = 0; column < dim; column += VL) {
+        for (int i = 0; i < VL; i++) {
+          const int row = M::PACK * (step + i);
+          const uint16_t* one = (const uint16_t*)from + row * stride + column;
+          if (row < count) pair_row(one, row + 1 < count ? one + stride : nullptr, minimum(VL, dim - column), staged + i * VL, VL);
+          else memset(staged + i * VL, 0, VL * sizeof(*staged));
+        }
+        transpose_block(staged, VL, (uint32_t*)to + column * LD + step, LD);
+      }
+#else
+    (void)from, (void)stride, (void)count, (void)dim, (void)to;
+#endif
   }
 
   PackedBlock load_block(int64_t b, int64_t h, int64_t block, int count, Workspace& d) const {
@@ -558,7 +587,8 @@ template <class M, class IO> struct Backward {
       }
     }
     if (high <= low) return;
-    int left = low / LANES * LANES, right = (int)round_up(high, VL);
+    constexpr int LEFT = maximum(LANES, WIDTH);
+    int left = low / LEFT * LEFT, right = (int)round_up(high, WIDTH);
     for (int r0 = 0; r0 < count; r0 += MR) {
       int n = minimum(MR, count - r0);
       Interval interval = intervals[r0 / MR];
@@ -574,20 +604,22 @@ template <class M, class IO> struct Backward {
       }
       if (c1 <= c0) continue;
       if (single_tile) memcpy(w.delta + row_index(w, b, h, first + r0), d.delta + r0, (size_t)n * sizeof(float));
+      const int start = c0 / WIDTH * WIDTH;
       for (int p = 0; p < keys.count && of_queries; p++)
-        gemm_accumulate(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0),
-                        d.dr + ((int64_t)r0 * tile + c0) / M::PACK,
-                        tile / M::PACK, 1, d.key_rows + p * keys.size + (int64_t)(c0 / M::PACK) * keys.ld, keys.ld,
+        gemm_accumulate(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - start),
+                        d.dr + ((int64_t)r0 * tile + start) / M::PACK,
+                        tile / M::PACK, 1, d.key_rows + p * keys.size + (int64_t)(start / M::PACK) * keys.ld, keys.ld,
                         dq + (first + r0) * out + p * keys.ld, out);
     }
-    if (of_keys) add_key_gradients(intervals, count, low, high, packed_block, d);
+    if (TILES && of_keys) add_key_gradients_in_tiles(intervals, count, left, right, packed_block, d);
+    else if (of_keys) add_key_gradients(intervals, count, low, high, packed_block, d);
     d.first_rows = false;
   }
 
   CH_INLINE void gemm_accumulate(bool first, int rows, int vecs, int64_t along, const operand* a, int64_t a_row,
                                  int64_t a_step, const operand* b, int64_t ldb, float* c, int64_t ldc) const {
     if (first) gemm<M, SET>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
-    else gemm<M, ADD>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
+    else gemm<M, TILES ? CONTINUE : ADD>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
   }
 
   // Gradients of keys and values [low, high): each small group of keys takes the rows that attend to one of them.
@@ -612,6 +644,44 @@ template <class M, class IO> struct Backward {
                         packed_block.qb + p * queries.size + skipped * queries.ld, queries.ld,
                             d.dk.at + j * d.dk.ld + p * queries.ld, d.dk.ld);
     }
+  }
+
+  // The same in tiles, for columns [left, right) that `visit` has stored: the transposed gradients are the transposed
+  // block times the weights, whose pairs of rows are the layout of B.
+  void add_key_gradients_in_tiles(const Interval* intervals, int count, int left, int right, const PackedBlock& packed_block,
+                                  Workspace& d) const {
+    constexpr int LD = BLOCK / M::PACK;
+    const int stored = (int)row_steps<M>(count), padded = (int)round_up(stored, M::BLOCK);
+    for (int pair = stored; pair < padded; pair++) {
+      memset(d.p + (int64_t)pair * tile + left, 0, (size_t)(right - left) * sizeof(*d.p));
+      memset(d.ds + (int64_t)pair * tile + left, 0, (size_t)(right - left) * sizeof(*d.ds));
+    }
+    for (int j = left, next; j < right; j = next) {
+      next = minimum(j + PW, right);
+      int from = count, to = 0;
+      for (int r0 = 0; r0 < count; r0 += MR) {
+        const Interval interval = intervals[r0 / MR];
+        if (interval.low >= next || interval.high <= j) continue;
+        from = minimum(from, r0);
+        to = minimum(r0 + MR, count);
+      }
+      if (to <= from) continue;
+      const int skipped = from / M::PACK / M::BLOCK * M::BLOCK, vecs = (next - j) / VL;
+      const int64_t along = row_steps<M>(to) - skipped, at = (int64_t)skipped * tile + j;
+      for (int c = 0; c < v_out; c += MR)
+        gemm_accumulate(d.first_rows, MR, vecs, along, packed_block.gb + c * LD + skipped, LD, 1, d.p + at, tile,
+                        d.columns_v + c * tile + j, tile);
+      for (int c = 0; c < out; c += MR)
+        gemm_accumulate(d.first_rows, MR, vecs, along, packed_block.qb + c * LD + skipped, LD, 1, d.ds + at, tile,
+                        d.columns_k + c * tile + j, tile);
+    }
+  }
+
+  // The gradients of keys or values of a tile from their transposes.
+  void transpose_gradients(const float* columns, int key_count, int dim, float* to) const {
+    for (int j = 0; j < key_count; j += VL)
+      for (int c = 0; c < dim; c += VL)
+        transpose_block((const uint32_t*)columns + c * tile + j, tile, (uint32_t*)to + j * dim + c, dim);
   }
 
   void find_intervals(int64_t b, int64_t kh, Workspace& d) const {
@@ -703,6 +773,10 @@ template <class M, class IO> struct Backward {
           visit(b, h0 + g, block, t0, key_count, d, d.diagonal + g * diagonals * length,
                 diagonal_grads + g * chunks.diagonal_size, sums.at + g * rows);
         }
+      if (TILES && of_keys) {
+        transpose_gradients(d.columns_k, key_count, out, d.sums_k);
+        transpose_gradients(d.columns_v, key_count, v_out, d.sums_v);
+      }
       for (int j = 0; j < key_count && of_keys; j++) {
         put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk.at + j * d.dk.ld, (float)w.scale);
         if (d.dv.at != d.sums_v) continue;

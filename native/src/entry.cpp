@@ -1,6 +1,13 @@
 // The library as a whole: its instruction sets and which of them this processor has, forks, error messages. The calls
 // are in *_entry.cpp.
 #include <pthread.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -21,6 +28,9 @@
   namespace set {                             \
   extern const clearhead::Kernels kernels;    \
   }
+#ifdef CH_WITH_AMX
+CH_DECLARE(amx)
+#endif
 #ifdef CH_WITH_AVX512BF16
 CH_DECLARE(avx512bf16)
 #endif
@@ -62,6 +72,33 @@ struct Set {
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
 [[maybe_unused]] bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// Asks the operating system for tile registers, which a process has only with its permission; it is kept by all threads
+// and by child processes.
+bool permits_amx() {
+#if defined(__linux__)
+  constexpr int TILE_DATA = 18;  // the state component: Intel 64, volume 1, section 13.5.14
+  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+
+[[maybe_unused]] bool has_amx() {
+  static int answer = -1;
+  if (const int known = __atomic_load_n(&answer, __ATOMIC_RELAXED); known >= 0) return known == 1;
+  unsigned eax, ebx, ecx, edx;
+  // CPUID's bits for AMX-BF16 and AMX-TILE, and XCR0's for the configuration and the data of tiles.
+  constexpr unsigned AMX = 1u << 22 | 1u << 24, OSXSAVE = 1u << 27, TILE_STATE = 3u << 17;
+  bool usable = has_avx512bf16() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & AMX) == AMX &&
+                __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & OSXSAVE) != 0;
+  if (usable) {
+    asm("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+    usable = (eax & TILE_STATE) == TILE_STATE && permits_amx();
+  }
+  __atomic_store_n(&answer, usable ? 1 : 0, __ATOMIC_RELAXED);
+  return usable;
+}
 #endif
 #if defined(__aarch64__)
 [[maybe_unused]] bool has_neon() { return true; }  // part of the architecture
@@ -85,6 +122,9 @@ struct Set {
 bool always() { return true; }
 
 const Set sets[] = {
+#ifdef CH_WITH_AMX
+    {"amx", CH_WITH_AMX, &amx::kernels},
+#endif
 #ifdef CH_WITH_AVX512BF16
     // Intel's processors multiply bfloat16 by VDPBF16PS at half the rate of float32 (docs/adr/0004-choices-by-table.md).
     // Hypervisors hide AMX and change the model number, so the row names the vendor.

@@ -1,5 +1,5 @@
 // Forward: blocks of rows loop over tiles of keys with an online softmax (Milakov and Gimelshein 2018; FlashAttention,
-// Dao et al. 2022, algorithm 1), 6 rows at a time from the first GEMM to the second, so that scores stay in the L1
+// Dao et al. 2022, algorithm 1), 6 or 16 rows at a time from the first GEMM to the second, so that scores stay in the L1
 // cache. The grouped heads of a key head are additional rows and share its keys.
 //
 // A row's bits are a function of its own query, keys and mask. Tiles start at multiples of their size in the sequence;
@@ -9,6 +9,7 @@
 #pragma once
 
 #include "column_dot.h"
+#include "few_rows.h"
 #include "invariance.h"
 #include "prefetch.h"
 #include "segments.h"
@@ -23,8 +24,6 @@ constexpr int64_t RESIDENT_BYTES = 4 << 20, RESIDENT_BYTES_SHORT = 24 << 20;
 // Keys of a page that are read in place together; a page has a multiple of it, otherwise its rows are copied.
 constexpr int64_t PAGE_PART = 16;
 constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is reused while it is in cache
-// Up to so many rows read keys and values in place: each is used once or twice, and a packed tile would leave the L1 cache.
-constexpr int FEW_ROWS = 2 * MR;
 // Heads per thread from which heads alone occupy the threads.
 constexpr int MANY_HEADS = 8;
 constexpr int MAX_TILE = 512;
@@ -33,6 +32,15 @@ constexpr int PIECE = 64;  // keys of a piece of a tile; those that a table forb
 template <class M, class IO> struct Forward {
   typedef typename M::operand operand;
   typedef typename IO::type element;
+  static constexpr bool TILES = in_tiles<M>();
+  static constexpr int MR = M::HEIGHT;
+  // Up to so many rows read keys and values in place: each is used once or twice, and a packed tile would leave the L1
+  // cache.
+  static constexpr int FEW_ROWS = TILES ? MR : 2 * MR;
+  // Up to so many rows multiply values in place by vectors instead of tiles, which would have to be packed.
+  static constexpr int LANE_ROWS = 4;
+  // Keys whose values are multiplied together in place.
+  static constexpr int VALUE_PART = maximum((int)PAGE_PART, M::PACK * M::BLOCK);
 
   const Task& w;
   int tile;  // keys of a tile
@@ -43,6 +51,7 @@ template <class M, class IO> struct Forward {
   bool whole_heads;  // a unit processes all rows of a key head and packs its keys itself
   bool masked, plain;
   bool in_place;  // keys are packed panel by panel, in the L1 cache, and values are read in place
+  bool in_lanes;  // values are multiplied by vectors, in the order of sums of tiles, which flush subnormals
   bool along_rows;  // few rows' scores are sums along rows of keys: other bits, and faster where keys are in cache
   bool values_packed;  // values in the tensor have the packed layout already, and are not copied if they are finite
   bool out_of_cache;  // keys and values come from memory: they exceed the cache
@@ -89,10 +98,12 @@ template <class M, class IO> struct Forward {
   // A thread's workspace.
   struct Workspace {
     operand* q;  // [ROWS][operands]
+    operand* q_columns;  // [operands][VL], in place: B of keys as A
     operand* panel;  // of keys, in place
     operand* value_rows;  // pairs of rows of a piece, in place
     float* scores;  // [rows at a time][tile]
     uint16_t* half;  // the same, weights in bfloat16
+    float* rounded;  // [LANE_ROWS][tile], these as floats
     float* sums;  // [rows at a time][out], of a tile in pieces
     float* o;  // [ROWS][out]
     float* m;
@@ -118,7 +129,7 @@ template <class M, class IO> struct Forward {
 
   explicit Forward(const Task& work, Outputs what = Outputs::ALL)
       : w(work), tile(tile_size(work)), values(work.value_dim, row_steps<M>(tile)), outputs(what),
-        lead(work.first_position % tile), observed(work, what, tile, lead, ROWS) {
+        lead(work.first_position % tile), observed(work, what, tile, lead, ROWS, MR) {
     group = w.heads / w.kv_heads;
     rows = group * w.q_len;
     blocks = (rows + observed.rows - 1) / observed.rows;
@@ -139,6 +150,8 @@ template <class M, class IO> struct Forward {
     // Backward compares bits of the row maximum. In 16 bits, and with more rows, transposing costs nothing.
     along_rows = __is_same(element, float) && in_place && rows <= COLUMN_DOT_ROWS && w.head_dim % VL == 0 &&
                  !observed.ties && !clearhead::is_invariant();
+    in_lanes = TILES && in_place && rows <= LANE_ROWS && flushes_subnormals(w) &&
+               (w.page_table == nullptr || w.page_size % VALUE_PART == 0);
     values_packed = w.page_table == nullptr && has_packed_layout<M, IO>(w.value, w.value_dim);
     const int64_t dims = w.head_dim + w.value_dim;
     out_of_cache = w.total_keys * w.kv_heads * dims * (int64_t)sizeof(element) > (dims > 128 ? RESIDENT_BYTES
@@ -175,6 +188,7 @@ template <class M, class IO> struct Forward {
     if (values_packed && !*bad) return;
     const Rows rows = rows_of(w.value, b, kh, first, count, w.value_dim, d);
     pack_rows<M, IO>(rows.at, rows.stride, count, (int)w.value_dim, v, values, column);
+    if (TILES) pad_blocks<M>(v, values, column, column + count);
     if (*bad) zero_nonfinite_values(v, column, count);
   }
 
@@ -263,11 +277,13 @@ template <class M, class IO> struct Forward {
   int64_t workspace_bytes(Workspace& d, char* base) const {
     BumpAllocator c{base};
     d.q = c.template take<operand>((int64_t)ROWS * operands);
+    d.q_columns = c.template take<operand>(in_place && TILES ? (int64_t)VL * operands : 0);
     const int64_t at_a_time = in_place ? FEW_ROWS : MR;
     d.panel = c.template take<operand>(in_place ? (int64_t)PW * operands : 0);
     d.value_rows = c.template take<operand>(in_place && M::PACK == 2 ? value_piece().operands() : 0);
     d.scores = c.template take<float>(at_a_time * tile);
     d.half = c.template take<uint16_t>(at_a_time * tile);
+    d.rounded = c.template take<float>(in_lanes ? LANE_ROWS * tile : 0);
     d.sums = c.template take<float>(at_a_time * out);
     d.o = c.template take<float>((int64_t)ROWS * out);
     d.m = c.template take<float>(ROWS);
@@ -313,6 +329,8 @@ template <class M, class IO> struct Forward {
       }
     }
     if (observed.s != nullptr) d.statistics.begin(observed, count);
+    for (int o = 0; TILES && in_place && o < operands; o += VL)
+      transpose_block((const uint32_t*)d.q + o, operands, (uint32_t*)d.q_columns + o * VL, VL, count);
     return interval;
   }
 
@@ -390,7 +408,7 @@ template <class M, class IO> struct Forward {
     for (int r = 0; r < MR; r++) maxima[r] = load(score_tile.at + r * score_tile.ld + runs.first());
     for (int x = 0; x < runs.count; x++)
       for (int c = runs.at[x].low; c < runs.at[x].high; c += VL)
-#pragma GCC unroll 6
+#pragma GCC unroll 16
         for (int r = 0; r < MR; r++) maxima[r] = vmax(maxima[r], load(score_tile.at + r * score_tile.ld + c));
     for (int r = 0; r < count; r++) update.peak[r] = max_of(maxima[r]);
   }
@@ -460,7 +478,9 @@ template <class M, class IO> struct Forward {
                               Workspace& d) const {
     if constexpr (__is_same(element, float))
       if (along_rows) return multiply_keys_along_rows(b, kh, t0, count, run, score_tile, d);
-    const bool in_registers = HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS && w.head_dim * (int64_t)sizeof(element) % 16 == 0;
+    if (TILES && w.head_dim % (M::PACK * M::BLOCK) == 0) return multiply_keys_as_left(b, kh, t0, run, score_tile, d);
+    const bool in_registers = !TILES && HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS &&
+                              w.head_dim * (int64_t)sizeof(element) % 16 == 0;
     for (int c = run.low, next; c < run.high; c = next) {
       const int end = (int)round_up(run.high, VL), whole = (int)(minimum(t0 + end, w.k_len) - t0);
       if (in_registers && t0 + c >= 0 && c + VL <= whole) {
@@ -475,6 +495,29 @@ template <class M, class IO> struct Forward {
         gemm<M, SET>(minimum(MR, count - r0), (next - c) / VL, steps, d.q + (int64_t)r0 * operands, operands, 1,
                      d.panel + c % PW, PW, score_tile.at + r0 * score_tile.ld + c, score_tile.ld);
     }
+  }
+
+  // The same in tiles: keys in place are A and queries B, and the tiles of scores are transposed.
+  void multiply_keys_as_left(int64_t b, int64_t kh, int64_t t0, Interval run, const ScoreTile& score_tile,
+                             const Workspace& d) const {
+#if defined(CH_AMX)
+    const int64_t row_bytes = w.key.row * (int64_t)sizeof(element), bytes = w.head_dim * (int64_t)sizeof(element);
+    for (int c = run.low, next; c < run.high; c = next) {
+      const bool both = t0 + c >= 0 && c + VL < run.high && w.page_table == nullptr;
+      next = c + (both ? 2 * VL : VL);
+      const int64_t first = maximum(t0 + c, (int64_t)0), last = minimum(t0 + next, w.k_len), following = first + following_keys(0);
+      const element* key = row_of(w.key, b, kh, first);
+      UpcomingLines upcoming(following < w.k_len ? row_of(w.key, b, kh, following) : key, row_bytes, bytes,
+                             minimum((int64_t)next - c, w.k_len - following));
+      alignas(64) float sums[2 * VL * VL];
+      multiply_rows_in_place((int)(last - first), operands / VL, (const char*)key, row_bytes, (const uint32_t*)d.q_columns,
+                             upcoming, sums + (first - t0 - c) * VL);
+      for (int from = c; from < next; from += VL)
+        transpose_block((const uint32_t*)sums + (from - c) * VL, VL, (uint32_t*)score_tile.at + from, score_tile.ld);
+    }
+#else
+    (void)b, (void)kh, (void)t0, (void)run, (void)score_tile, (void)d;
+#endif
   }
 
   void multiply_keys_along_rows(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
@@ -533,6 +576,18 @@ template <class M, class IO> struct Forward {
     return Weights{(const operand*)half, tile / M::PACK};
   }
 
+  // Zeros the weights of a run's blocks of keys outside of the run, for `count` rows from `row` of the workspace on.
+  void pad_weights(int row, int count, const Runs& runs, Workspace& d) const {
+    constexpr int WIDTH = M::PACK * M::BLOCK;
+    for (int x = 0; x < runs.count; x++) {
+      const int from = runs.at[x].low, to = (int)round_up(runs.at[x].high, VL);
+      for (int r = row; r < row + count; r++) {
+        if (from % WIDTH) put_halves(d.half + r * tile + from - VL, (vh){});
+        if (to % WIDTH) put_halves(d.half + r * tile + to, (vh){});
+      }
+    }
+  }
+
   // The first column of a run with a value: columns before the first key have none.
   CH_INLINE int first_value(Interval run, int64_t t0) const {
     return maximum(run.low, (int)maximum(-t0, (int64_t)0) / M::PACK * M::PACK);
@@ -543,7 +598,7 @@ template <class M, class IO> struct Forward {
     float* o = d.o + (int64_t)r0 * out;
     const Weights weights = weights_of(score_tile, d.half);
     for (int x = 0; x < runs.count; x++) {
-      const int from = first_value(runs.at[x], t0) / M::PACK;
+      const int from = first_value(runs.at[x], t0) / (M::PACK * M::BLOCK) * M::BLOCK;
       const int64_t along = row_steps<M>(runs.at[x].high) - from;
       for (int p = 0; p < values.count; p++) {
         const operand *value = here.v + p * values.size + (int64_t)from * values.ld, *a = weights.at + from;
@@ -567,31 +622,85 @@ template <class M, class IO> struct Forward {
   };
   typedef typename Choice<M::PACK == 1 && !__is_same(element, float), M>::type Reader;
 
-  Panels value_piece() const { return Panels(w.value_dim, row_steps<M>(PAGE_PART)); }
+  Panels value_piece() const { return Panels(w.value_dim, row_steps<M>(VALUE_PART)); }
 
   // A few keys at a time, all rows over all columns; the sums continue from one to the next.
   void multiply_values_in_place(int64_t b, int64_t kh, int64_t t0, int count, const Runs& runs, const Weights& weights,
                                 Workspace& d) const {
     const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
-    const int64_t distance = prefetch_distance(bytes, PAGE_PART), end = t0 + runs.end();
+    const int64_t distance = prefetch_distance(bytes, VALUE_PART), end = t0 + runs.end();
     memset(d.sums, 0, (size_t)count * out * sizeof(float));
     for (int x = 0; x < runs.count; x++)
       for (int c = first_value(runs.at[x], t0), next; c < runs.at[x].high; c = next) {
-        next = minimum((c / (int)PAGE_PART + 1) * (int)PAGE_PART, runs.at[x].high);
+        next = minimum((c / VALUE_PART + 1) * VALUE_PART, runs.at[x].high);
         const int64_t key = maximum(t0 + c, (int64_t)0), following = key + distance;
         if (out_of_cache && following < end)
-          prefetch_rows(row_of(w.value, b, kh, following), minimum(PAGE_PART, end - following), w.value.row * size, bytes, true);
+          for_pages(following, minimum(following + VALUE_PART, end), [&](int64_t from, int64_t to) {
+            prefetch_rows(row_of(w.value, b, kh, from), to - from, w.value.row * size, bytes, true);
+          });
         const element* value = row_of(w.value, b, kh, key);
+        if constexpr (TILES)
+          if (in_lanes) {
+            add_values_in_lanes(count, value, (int)(key - t0), next, d);
+            continue;
+          }
+        if (TILES) c = c / VALUE_PART * VALUE_PART;
         const Weights here{weights.at + c / M::PACK, weights.ld};
         if constexpr (M::PACK == 2) {
-          pack_rows<M, IO>(value, w.value.row, (int)(t0 + next - key), (int)w.value_dim, d.value_rows, value_piece(), (int)(key - t0 - c));
           const Panels packed = value_piece();
+          for_pages(key, t0 + next, [&](int64_t from, int64_t to) {
+            pack_rows<M, IO>(row_of(w.value, b, kh, from), w.value.row, (int)(to - from), (int)w.value_dim, d.value_rows, packed,
+                             (int)(from - t0 - c));
+          });
+          if (TILES) pad_blocks<M>(d.value_rows, packed, (int)(key - t0 - c), next - c);
           for (int p = 0; p < values.count; p++)
             add_values(count, p, row_steps<M>(next - c), here, d.value_rows + p * packed.size, packed.ld, d);
         } else {
           for (int p = 0; p < values.count; p++) add_values(count, p, next - c, here, value + p * values.ld, w.value.row, d);
         }
       }
+  }
+
+  // The same by vectors, for keys [from, to) of the tile, which are in one block: like a tile, a sum of the even and one
+  // of the odd keys.
+  void add_values_in_lanes(int count, const element* value, int from, int to, Workspace& d) const {
+    for (int p = 0; p < values.count; p++) {
+      const element* columns = value + p * values.ld;
+      float* sums = d.sums + p * values.ld;
+      switch (values.vectors(p, out)) {
+        case 4: lane_rows<LANE_ROWS, 4>(count, columns, from, to, sums, d); break;
+        case 3: lane_rows<LANE_ROWS, 3>(count, columns, from, to, sums, d); break;
+        case 2: lane_rows<LANE_ROWS, 2>(count, columns, from, to, sums, d); break;
+        default: lane_rows<LANE_ROWS, 1>(count, columns, from, to, sums, d);
+      }
+    }
+  }
+  template <int ROWS, int VECS>
+  CH_INLINE void lane_rows(int count, const element* value, int from, int to, float* sums, const Workspace& d) const {
+    if constexpr (ROWS > 1)
+      if (count < ROWS) return lane_rows<ROWS - 1, VECS>(count, value, from, to, sums, d);
+    lane_block<ROWS, VECS>(value, from, to, sums, d);
+  }
+  template <int ROWS, int VECS>
+  __attribute__((noinline)) void lane_block(const element* value, int from, int to, float* sums, const Workspace& d) const {
+    typedef Widened<IO> Lanes;
+    const int64_t ldv = w.value.row;
+    const int even = from + from % 2, odd = from + 1 - from % 2;
+    vf total[ROWS][VECS];
+    micro_kernel<Lanes, ROWS, VECS>((to - even + 1) / 2, d.rounded + even, tile, 2, value + (even - from) * ldv, 2 * ldv,
+                                    [&](int r, int v, vf sum) CH_INLINED { total[r][v] = sum; });
+    micro_kernel<Lanes, ROWS, VECS>((to - odd + 1) / 2, d.rounded + odd, tile, 2, value + (odd - from) * ldv, 2 * ldv,
+                                    [&](int r, int v, vf sum) CH_INLINED {
+                                      float* at = sums + r * out + v * VL;
+                                      store(at, load(at) + (total[r][v] + sum));
+                                    });
+  }
+
+  // Rounded weights of rows as floats.
+  void widen_weights(int count, const Runs& runs, Workspace& d) const {
+    for (int r = 0; r < count; r++)
+      for (int c = runs.first(); c < runs.end(); c += VL)
+        store(d.rounded + r * tile + c, get_vector<BFloat16>(d.half + r * tile + c));
   }
 
   // Adds `along` steps of one panel's columns to the sums of all rows.
@@ -647,6 +756,7 @@ template <class M, class IO> struct Forward {
     RowUpdate update;
     score_tile = weigh(b, kh, r0, count, t, runs, score_tile, 0, update, d);
     if (outputs == Outputs::COLUMN_SUMS) return;
+    if (TILES) pad_weights(0, count, runs, d);
     multiply_values(t0, r0, count, runs, here, score_tile, update, d);
     if (here.bad) add_nonfinite_values(b, kh, r0, count, t0, runs, score_tile, update, d);
   }
@@ -667,6 +777,8 @@ template <class M, class IO> struct Forward {
       if (r0 == 0) weights = weighed;
     }
     if (outputs == Outputs::COLUMN_SUMS) return;
+    if (in_lanes) widen_weights(count, runs, d);
+    else if (TILES) pad_weights(0, count, runs, d);
     multiply_values_in_place(b, kh, t0, count, runs, weights_of(weights, d.half), d);
     for (int r0 = 0; r0 < count; r0 += MR) merge_sums<Reader>(r0, minimum(MR, count - r0), r0, update[r0 / MR], d);
   }

@@ -4,10 +4,10 @@
 // broadcast, so its strides are free: a transposed A costs nothing. B is a panel, with `ldb` operands from step to
 // step. 6 rows of 4 vectors are 24 sums in flight, which covers two FMA units of latency four and leaves registers for
 // a step of B. An operand is a float, or with CH_BF16DOT a pair of bfloat16 along the steps for the bf16 dot-product
-// instructions.
+// instructions. With CH_AMX the same operands are multiplied in tiles (amx_tile.h).
 #pragma once
 
-#include "bf16_dot.h"
+#include "amx_tile.h"
 
 namespace CH_NS {
 
@@ -20,11 +20,12 @@ constexpr int MR = 6;  // rows at a time
 constexpr int PW = NV * VL;  // columns of a panel
 
 // Multiply-add of float32 operands: lane by lane, or with one operand broadcast. PACK is the number of elements per
-// operand, LOAD_VECTORS the number of vectors of B per load.
+// operand, LOAD_VECTORS the number of vectors of B per load, HEIGHT the number of rows at a time, BLOCK the number of
+// operands that a sum adds together: its steps start at a multiple of it and are zero-padded to one.
 struct Fp32Fma {
   typedef float operand;
   typedef float right;
-  static constexpr int PACK = 1, LOAD_VECTORS = 1;
+  static constexpr int PACK = 1, LOAD_VECTORS = 1, HEIGHT = MR, BLOCK = 1;
   static CH_INLINE Broadcast broadcast(const float* a) { return broadcast_float(a); }
   static CH_INLINE vf get(const float* b) { return load(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
@@ -37,7 +38,7 @@ struct Fp32Fma {
 struct Bf16Dot {
   typedef uint32_t operand;
   typedef uint32_t right;
-  static constexpr int PACK = 2, LOAD_VECTORS = 1;
+  static constexpr int PACK = 2, LOAD_VECTORS = 1, HEIGHT = MR, BLOCK = 1;
   static CH_INLINE Broadcast broadcast(const uint32_t* a) { return broadcast_pair(a); }
   static CH_INLINE vf get(const uint32_t* b) { return (vf)*(const vu_any*)b; }
   static CH_INLINE vf row(const uint32_t* a) { return get(a); }
@@ -45,6 +46,19 @@ struct Bf16Dot {
   static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) { return bf16_dot_broadcast(sum, a, b); }
 };
 #endif
+
+#if defined(CH_AMX)
+// The same operands in tiles.
+struct AmxTile : Bf16Dot {
+  static constexpr int HEIGHT = TILE_ROWS, BLOCK = TILE_OPERANDS;
+};
+constexpr int MAX_HEIGHT = TILE_ROWS;
+#else
+constexpr int MAX_HEIGHT = MR;
+#endif
+
+// Whether M multiplies in tiles. The steps of A are then contiguous.
+template <class M> constexpr bool in_tiles() { return M::BLOCK > 1; }
 
 // How the sums are combined with C. CONTINUE starts from C, so that a sum in several calls has the bits of one in a
 // single call; C then has the vectors in the order in which M loads them, until `put_in_order`. MERGE adds a tile of an
@@ -126,11 +140,35 @@ __attribute__((noinline)) void gemm_rows(int rows, int64_t steps, const typename
   }
 }
 
-// At most MR rows and NV vectors of columns.
+#if defined(CH_AMX)
+// The same in tiles: A and B are readable and zero-padded up to a whole block of steps.
+template <Update UPDATE>
+CH_INLINE void gemm_in_tiles(int rows, int vecs, int64_t steps, const uint32_t* a, int64_t a_row, const uint32_t* b,
+                             int64_t ldb, float* c, int64_t ldc, const Factors* factors) {
+  const int64_t blocks = (steps + TILE_OPERANDS - 1) / TILE_OPERANDS;
+  set_tile_rows(rows);
+  if constexpr (UPDATE == SET || UPDATE == CONTINUE)
+    return multiply_tiles<UPDATE == CONTINUE>(vecs, blocks, a, a_row, b, ldb, c, ldc);
+  alignas(64) float sums[TILE_ROWS * PW];
+  multiply_tiles<false>(vecs, blocks, a, a_row, b, ldb, sums, PW);
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < vecs; v++) {
+      float* at = c + r * ldc + v * VL;
+      const vf sum = load(sums + r * PW + v * VL);
+      if constexpr (UPDATE == ADD) store(at, sum + load(at));
+      else store(at, merged(load(at), all(factors->before[r]), sum, all(factors->sums[r])));
+    }
+}
+#endif
+
+// At most M::HEIGHT rows and NV vectors of columns.
 template <class M, Update UPDATE>
 CH_INLINE void gemm(int rows, int vecs, int64_t steps, const typename M::operand* a, int64_t a_row, int64_t a_step,
                     const typename M::right* b, int64_t ldb, float* c, int64_t ldc,
                     const Factors* factors = nullptr) {
+#if defined(CH_AMX)
+  if constexpr (in_tiles<M>()) return gemm_in_tiles<UPDATE>(rows, vecs, steps, a, a_row, b, ldb, c, ldc, factors);
+#endif
   if constexpr (NV == 4) {
     if (vecs == 4) return gemm_rows<M, 4, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
     if (vecs == 3) return gemm_rows<M, 3, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);

@@ -37,9 +37,9 @@ template <class IO> struct Widened {
   typedef float operand;
   typedef typename IO::type right;
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-  static constexpr int PACK = 1, LOAD_VECTORS = __is_same(IO, BFloat16) ? 2 : 1;
+  static constexpr int PACK = 1, LOAD_VECTORS = __is_same(IO, BFloat16) ? 2 : 1, HEIGHT = MR, BLOCK = 1;
 #else
-  static constexpr int PACK = 1, LOAD_VECTORS = 1;
+  static constexpr int PACK = 1, LOAD_VECTORS = 1, HEIGHT = MR, BLOCK = 1;
 #endif
   static CH_INLINE void get_two(const right* b, vf& even, vf& odd) {
     const vu words = *(const vu_any*)b;

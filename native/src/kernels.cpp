@@ -15,20 +15,22 @@
 namespace CH_NS {
 namespace {
 
-// Work is Forward or Backward, with bf16 dot-product instructions if the set has them for this dtype, else in float32.
-template <template <class, class> class Work, class IO> int run(const ch_attention& call) {
-  const Task w(call);
-#if defined(CH_BF16DOT)
-  if constexpr (__is_same(IO, BFloat16)) return Work<Bf16Dot, IO>(w).run();
+// How the set multiplies bfloat16: in tiles, by bf16 dot-product instructions, or in float32.
+#if defined(CH_AMX)
+typedef AmxTile Bf16Gemm;
+#elif defined(CH_BF16DOT)
+typedef Bf16Dot Bf16Gemm;
+#else
+typedef Fp32Fma Bf16Gemm;
 #endif
-  return Work<Fp32Fma, IO>(w).run();
-}
 
-template <template <class, class> class Work> int run_dtype(const ch_attention* w) {
-  switch (w->dtype) {
-    case CH_FLOAT32: return run<Work, Float32>(*w);
-    case CH_BFLOAT16: return run<Work, BFloat16>(*w);
-    default: return run<Work, Float16>(*w);
+// Work is Forward or Backward.
+template <template <class, class> class Work> int run_dtype(const ch_attention* call) {
+  const Task w(*call);
+  switch (w.dtype) {
+    case CH_FLOAT32: return Work<Fp32Fma, Float32>(w).run();
+    case CH_BFLOAT16: return Work<Bf16Gemm, BFloat16>(w).run();
+    default: return Work<Fp32Fma, Float16>(w).run();
   }
 }
 
@@ -36,11 +38,7 @@ template <template <class, class> class Work> int run_dtype(const ch_attention* 
 template <class Use> auto with_projection(int dtype, const Use& use) {
   switch (dtype) {
     case CH_FLOAT32: return use.template operator()<Projection<Fp32Fma, Float32>>();
-#if defined(CH_BF16DOT)
-    case CH_BFLOAT16: return use.template operator()<Projection<Bf16Dot, BFloat16>>();
-#else
-    case CH_BFLOAT16: return use.template operator()<Projection<Fp32Fma, BFloat16>>();
-#endif
+    case CH_BFLOAT16: return use.template operator()<Projection<Bf16Gemm, BFloat16>>();
     default: return use.template operator()<Projection<Fp32Fma, Float16>>();
   }
 }
@@ -66,11 +64,8 @@ template <template <class> class Work, class Description> int run_each(const Des
   }
 }
 
-double rate([[maybe_unused]] int dtype, int threads) {
-#if defined(CH_BF16DOT)
-  if (dtype == CH_BFLOAT16) return rate_of<Bf16Dot>(threads);
-#endif
-  return rate_of<Fp32Fma>(threads);
+double rate(int dtype, int threads) {
+  return dtype == CH_BFLOAT16 ? rate_of<Bf16Gemm>(threads) : rate_of<Fp32Fma>(threads);
 }
 
 template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run(); }

@@ -372,6 +372,17 @@ void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim
   }
 }
 
+// Zeros the rest of the blocks of steps in which packed rows [first, end) start and end: 0 * NaN is NaN.
+template <class M> void pad_blocks(typename M::operand* to, const Panels& panels, int first, int end) {
+  const int start = first / M::PACK, stop = (end + M::PACK - 1) / M::PACK;
+  const auto clear = [&](int from, int until) {
+    for (int p = 0; p < panels.count && until > from; p++)
+      memset(to + p * panels.size + from * panels.ld, 0, (size_t)((until - from) * panels.ld) * sizeof(*to));
+  };
+  clear(start / M::BLOCK * M::BLOCK, start);
+  clear(stop, (int)round_up(stop, M::BLOCK));
+}
+
 // B rows of a GEMM along `count` rows.
 template <class M> CH_INLINE int64_t row_steps(int64_t count) { return (count + M::PACK - 1) / M::PACK; }
 

@@ -10,21 +10,21 @@ namespace CH_NS {
 // The GEMM kernel with operands and sums in L1.
 template <class M> struct PeakLoop {
   static constexpr int STEPS = 64;
-  alignas(64) typename M::operand a[MR * STEPS] = {}, b[STEPS * PW] = {};
-  alignas(64) float c[MR * PW];
+  alignas(64) typename M::operand a[M::HEIGHT * STEPS] = {}, b[STEPS * PW] = {};
+  alignas(64) float c[M::HEIGHT * PW];
 
   int64_t nanoseconds_of(int times) {
     timespec start, stop;
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (int i = 0; i < times; i++) {
-      gemm<M, SET>(MR, NV, STEPS, a, STEPS, 1, b, PW, c, PW);
+      gemm<M, SET>(M::HEIGHT, NV, STEPS, a, STEPS, 1, b, PW, c, PW);
       // Keep the compiler from dropping the loop, whose sums are unused.
       asm volatile("" : : "r"(c) : "memory");
     }
     clock_gettime(CLOCK_MONOTONIC, &stop);
     return (stop.tv_sec - start.tv_sec) * 1000000000 + (stop.tv_nsec - start.tv_nsec);
   }
-  static double operations_of(int times) { return 2.0 * MR * PW * STEPS * M::PACK * times; }
+  static double operations_of(int times) { return 2.0 * M::HEIGHT * PW * STEPS * M::PACK * times; }
 };
 
 // Operations per second of `threads` threads: the best of several rounds, each timed by its slowest thread.
@@ -37,6 +37,7 @@ template <class M> double rate_of(int threads) {
     int64_t slowest = 1;  // at least 1: it is a divisor
 #pragma omp parallel num_threads(threads) reduction(max : slowest)
     {
+      const TileScope scope;
       PeakLoop<M> loop;
       slowest = loop.nanoseconds_of(times);
     }

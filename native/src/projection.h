@@ -16,13 +16,15 @@
 
 namespace CH_NS {
 
-// M multiplies operands (Fp32Fma or Bf16Dot); IO is the dtype in memory.
+// M multiplies operands (Fp32Fma, Bf16Dot or AmxTile); IO is the dtype in memory.
 template <class M, class IO> class Projection {
   typedef typename M::operand operand;
   typedef typename IO::type type;
 
-  // Operands of a stretch: its panel and rows stay in L2 while a tile accumulates.
-  static constexpr int64_t DEPTH = 512;
+  static constexpr int MR = M::HEIGHT;
+  static constexpr bool TILES = in_tiles<M>();
+  // Operands of a stretch: its panel and rows stay in L2 while a tile accumulates; for matrix tiles in L1.
+  static constexpr int64_t DEPTH = TILES ? 128 : 512;
   // Steps that are packed at a time: for weights, whose steps are channels, and for tokens.
   static constexpr int64_t STEPS = 4096, TRANSPOSED_STEPS = 2048;
   // Prefetch distance in steps for a transposed left, whose steps are far apart: with a row stride of a power of two
@@ -32,7 +34,7 @@ template <class M, class IO> class Projection {
   static constexpr int64_t BLOCK = 12 * MR, PACKED_OPERANDS = int64_t(1) << 22;
   // Rows up to which each thread packs the panels it multiplies by: measured on AVX2, 1.25 to 3 times as fast up to
   // here; beyond, left comes from the last-level cache once per panel.
-  static constexpr int64_t MAX_FEW_ROWS = 8 * BLOCK;
+  static constexpr int64_t MAX_FEW_ROWS = 576;
 
   // Rows up to which right is read in place, once for all rows of left (GEMV): packing would take longer than the
   // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
@@ -44,7 +46,8 @@ template <class M, class IO> class Projection {
   // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.03 times as long as
   // dot products, which do not run for them. One row takes 0.9 to 1.1 times as long, more rows up to 1.2 times, and 16
   // bits, where the transpose adds more to the work, 0.8 to 1.5 times.
-  static constexpr int64_t MAX_ACROSS_ROWS = VL == 16 ? (__is_same(IO, Float32) ? 16 : 24) : 8;
+  static constexpr int64_t MAX_ACROSS_ROWS = TILES ? MR : VL == 16 ? (__is_same(IO, Float32) ? 16 : 24) : 8;
+  // In tiles, rows of right in place are A, and left is B: nothing is transposed but left.
   static constexpr bool REPLACES_DOT = VL == 16 && __is_same(IO, Float32);
   // The same if right's rows are steps (axpy), and the columns that are accumulated at a time, whose sums stay in
   // cache.
@@ -87,10 +90,10 @@ template <class M, class IO> class Projection {
     const bool invariant = clearhead::is_invariant();
     // Independent of the threads: dot products add in another order than panels do.
     const bool replaces_dot = REPLACES_DOT && w.rows > 1 && w.rows <= ACROSS_ROWS;
-    uses_across = one_term && w.right_transposed && (invariant ? w.rows <= MAX_ACROSS_ROWS : replaces_dot) &&
+    uses_across = one_term && w.right_transposed && (invariant || TILES ? w.rows <= MAX_ACROSS_ROWS : replaces_dot) &&
                   w.terms[0].steps % (operands_across<M, IO>() * M::PACK) == 0;
-    uses_dot = one_term && !invariant && !uses_across && can_use_dot();
-    uses_axpy = one_term && !w.right_transposed && w.rows <= AXPY_ROWS;
+    uses_dot = one_term && !invariant && !TILES && !uses_across && can_use_dot();
+    uses_axpy = one_term && !TILES && !w.right_transposed && w.rows <= AXPY_ROWS;
     few_rows = in_place() || (w.rows <= MAX_FEW_ROWS && num_panels >= 2 * threads && !w.left_transposed);
     block = few_rows ? block_of(w.rows, 1) : block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
@@ -154,7 +157,7 @@ template <class M, class IO> class Projection {
       if (M::PACK == 1) return false;
       for (int t = 0; t < w.num_terms; t++) {
         const ch_term& term = w.terms[t];
-        if (term.steps % M::PACK || term.left_row % M::PACK || (uintptr_t)term.left % sizeof(operand)) return false;
+        if (term.steps % (M::PACK * M::BLOCK) || term.left_row % M::PACK || (uintptr_t)term.left % sizeof(operand)) return false;
       }
     }
     return true;
@@ -241,8 +244,10 @@ template <class M, class IO> class Projection {
         pack_panels<M, IO>(right + column * piece.term->right_row + piece.from, piece.term->right_row, columns,
                            (int)piece.count, to, staged);
       } else {
+        const Panels panels(PW, group.steps);
         pack_rows<M, IO>(right + piece.from * piece.term->right_row + column, piece.term->right_row, (int)piece.count,
-                         columns, to, Panels(PW, group.steps));
+                         columns, to, panels);
+        if (TILES) pad_blocks<M>(to, panels, 0, (int)piece.count);
       }
     }
     return true;
@@ -257,12 +262,16 @@ template <class M, class IO> class Projection {
     Fault fault;
     parallel(threads, parts, [&](int64_t part) {
       const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
-      float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + left_floats) * sizeof(float));
+      const int64_t columns_floats = TILES && uses_across ? group.steps * VL : 0;
+      float* tile = (float*)scratch(clearhead::SLOT_COLUMNS,
+                                    (size_t)(block * PW + left_floats + columns_floats) * sizeof(float) + 64);
       const int64_t panel = in_place() || panels != nullptr ? 0 : group.steps * PW;
       operand* panel_tile = (operand*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(operand) + 64);
       if (tile == nullptr || panel_tile == nullptr) return fault.set(CH_NO_MEMORY);
       operand* left = (operand*)(tile + block * PW);
       if (!left_in_place) pack_left(group, 0, w.rows, left, false);
+      operand* left_columns = left + round_up(left_floats, VL);
+      if (columns_floats > 0) pack_left_columns(group, left, left_columns);
       if constexpr (M::PACK == 1 && Widened<IO>::LOAD_VECTORS == 2)
         for (int64_t row = 0; row < w.rows && uses_dot; row++)
           Widened<IO>::deinterleave(left + row * left_row(group), (int)(w.terms[0].steps / VL));
@@ -274,12 +283,20 @@ template <class M, class IO> class Projection {
         for (int64_t row = 0; row < w.rows; row += block) {
           const int64_t rows = minimum(block, w.rows - row);
           if (group.last && drops()) mask.draw(w, row, rows, p * PW);
-          if (in_place()) gemv_tile(group, left, row, rows, p * PW, tile, mask);
+          if (TILES && uses_across) tiles_in_place(group, left_columns, rows, p * PW, tile, mask);
+          else if (in_place()) gemv_tile(group, left, row, rows, p * PW, tile, mask);
           else compute_tile(group, right, left + row * left_row(group), row, rows, p * PW, tile, mask);
         }
       }
     });
     return fault.get() == CH_OK;
+  }
+
+  // Left of at most VL rows as B: [operand][VL].
+  void pack_left_columns(const Group& group, const operand* packed_left, operand* to) const {
+    const uint32_t* from = (const uint32_t*)left_at(group, packed_left, 0);
+    for (int64_t o = 0; o < group.steps; o += VL)
+      transpose_block(from + o, left_stride(group), (uint32_t*)to + o * VL, VL, (int)w.rows);
   }
 
   // Very few rows by right in place, with steps as rows: each thread accumulates its stripes of columns.
@@ -409,21 +426,51 @@ template <class M, class IO> class Projection {
           const int count = (int)minimum((int64_t)MR, rows - r);
           const operand* a = left + r * stride + s;
           if (finishes) prefetch_tile(group, position, r + 2 * MR, minimum(r + 3 * MR, rows));
-          if (finishes && plain) {
+          if (finishes && plain && !TILES) {
             type* output = (type*)w.output + (row + r) * w.output_row + column;
             const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.activation == CH_RELU};
             multiply_with_epilogue(count, vecs, steps, a, stride, b, out);
             continue;
           }
-          if (started) gemm<M, ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
+          // Tiles load sums at no cost, so they continue them.
+          if (started) gemm<M, TILES ? CONTINUE : ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
           else gemm<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
-          if (finishes) finish(group, position, r, r + count, tile);
+          if (finishes && plain) finish_plain(position, r, r + count, tile);
+          else if (finishes) finish(group, position, r, r + count, tile);
         }
       }
     }
     if (started) return;
     memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
     finish(group, position, 0, rows, tile);
+  }
+
+  // The same for at most VL rows in tiles, with rows of right in place as A: the tile's transpose.
+  void tiles_in_place(const Group& group, const operand* left_columns, int64_t rows, int64_t column, float* tile,
+                      const DropoutMask& mask) const {
+#if defined(CH_AMX)
+    const int columns = (int)minimum((int64_t)PW, w.columns - column);
+    float bias[PW] = {};
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+    const ch_term& term = w.terms[0];
+    const int64_t size = (int64_t)sizeof(type), blocks = term.steps / (VL * M::PACK);
+    for (int c = 0; c < columns; c += 2 * VL) {
+      const type* right = (const type*)term.right + (column + c) * term.right_row;
+      UpcomingLines upcoming(right + 2 * VL * term.right_row, term.right_row * size, term.steps * size,
+                             w.columns - column - c - 2 * VL);
+      alignas(64) float sums[2 * VL * VL];
+      multiply_rows_in_place((int)minimum((int64_t)2 * VL, w.columns - column - c), blocks, (const char*)right,
+                             term.right_row * size, (const uint32_t*)left_columns, upcoming, sums);
+      for (int half = 0; half < 2 * VL && c + half < columns; half += VL) {
+        alignas(64) float transposed[VL * VL];
+        transpose_block((const uint32_t*)sums + half * VL, VL, (uint32_t*)transposed, VL);
+        for (int64_t r = 0; r < rows; r++) store(tile + r * PW + c + half, load(transposed + r * VL));
+      }
+    }
+    finish(group, TilePosition{0, column, columns, bias, mask}, 0, rows, tile);
+#else
+    (void)group, (void)left_columns, (void)rows, (void)column, (void)tile, (void)mask;
+#endif
   }
 
   // The same with rows of right in place (GEMV).
@@ -515,6 +562,19 @@ template <class M, class IO> class Projection {
     const float* bias;
     const DropoutMask& mask;
   };
+
+  // The epilogue of bias and relu alone, rounded, from a tile.
+  void finish_plain(const TilePosition& position, int64_t from, int64_t to, const float* tile) const {
+    const vf lowest = w.activation == CH_RELU ? (vf){} : all(-INF);
+    for (int64_t r = from; r < to; r++) {
+      type* output = (type*)w.output + (position.row + r) * w.output_row + position.column;
+#pragma GCC unroll 4
+      for (int c = 0; c < position.columns; c += VL) {
+        const vf sum = load(tile + r * PW + c) + load(position.bias + c);
+        put_vector<IO>(output + c, sum < lowest ? lowest : sum);
+      }
+    }
+  }
 
   // Prefetches the lines that the epilogue of the tile reads and writes.
   CH_INLINE void prefetch_tile(const Group& group, const TilePosition& position, int64_t from, int64_t to) const {

@@ -175,14 +175,14 @@ struct Statistics {
   const Task& w;
   ch_statistics chosen;
   const ch_statistics* s;  // null: none
-  int tile, rows;  // keys of a tile; most rows of a block
+  int tile, height, rows;  // keys of a tile; rows at a time; most rows of a block
   int64_t lead;  // keys of the first tile that are before the call's first key; columns of a strip start with them
   int64_t group, tiles, ld, lines, side, q_tiles, k_tiles;
   int64_t ranges, range_blocks, range_tiles;
   bool sums, ties, strip, has_column_sums;
 
-  Statistics(const Task& work, Outputs outputs, int keys_of_tile, int64_t keys_before, int max_rows)
-      : w(work), s(nullptr), tile(keys_of_tile), rows(max_rows), lead(keys_before), ld(0), lines(0), side(0), q_tiles(0),
+  Statistics(const Task& work, Outputs outputs, int keys_of_tile, int64_t keys_before, int max_rows, int rows_at_once)
+      : w(work), s(nullptr), tile(keys_of_tile), height(rows_at_once), rows(max_rows), lead(keys_before), ld(0), lines(0), side(0), q_tiles(0),
         k_tiles(0), ranges(1), range_blocks(0), range_tiles(0), sums(false), ties(false), strip(false), has_column_sums(false) {
     group = w.heads / w.kv_heads;
     tiles = w.k_len > 0 ? (lead + w.k_len + tile - 1) / tile : 0;
@@ -197,7 +197,7 @@ struct Statistics {
     // An odd number of cache lines, so that the rows of a group do not map to the same cache sets.
     ld = (round_up(lead + w.k_len, LANES) / 16 + 3) / 2 * 32 + 16;
     // 4 MiB, and whole groups of rows: the grouping of rows must not depend on which statistics are requested.
-    rows = (int)maximum((int64_t)MR, minimum((int64_t)max_rows, ((int64_t)1 << 20) / ld / MR * MR));
+    rows = (int)maximum((int64_t)height, minimum((int64_t)max_rows, ((int64_t)1 << 20) / ld / height * height));
     q_tiles = side > 0 ? (w.q_len + side - 1) / side : 0;
     k_tiles = side > 0 ? (w.k_len + side - 1) / side : 0;
     plan_ranges();
@@ -324,8 +324,8 @@ struct BlockStatistics {
   uint8_t* used;  // [top_k]
   float* strip;  // [rows][ld]
   float* tile_maxima;  // [rows][tiles]: the row maximum that a tile's weights are relative to
-  Interval* extent;  // [rows / MR][tiles]: the columns that were computed
-  float* dropped_weights;  // [2 * MR][tile]: weights after dropout, if the strip has those before it
+  Interval* extent;  // [rows / height][tiles]: the columns that were computed
+  float* dropped_weights;  // [2 * height][tile]: weights after dropout, if the strip has those before it
   WeightScale* weight_scale;  // [rows]
   float* factor;  // [rows][tiles]
 
@@ -341,8 +341,8 @@ struct BlockStatistics {
     used = c.take<uint8_t>(top);
     strip = c.take<float>(of.strip ? rows * of.ld : 0);
     tile_maxima = c.take<float>(of.strip ? rows * of.tiles : 0);
-    extent = c.take<Interval>(of.strip ? (rows / MR + 1) * of.tiles : 0);
-    dropped_weights = c.take<float>((int64_t)2 * MR * of.tile);
+    extent = c.take<Interval>(of.strip ? (rows / of.height + 1) * of.tiles : 0);
+    dropped_weights = c.take<float>((int64_t)2 * of.height * of.tile);
     weight_scale = c.take<WeightScale>(rows);
     factor = c.take<float>(of.strip ? rows * of.tiles : 0);
   }
@@ -354,7 +354,7 @@ struct BlockStatistics {
     }
     memset(ties, 0, (size_t)count * sizeof(float));
     memset(num_candidates, 0, (size_t)count * sizeof(int32_t));
-    if (of.strip) memset(extent, 0, (size_t)((count + MR - 1) / MR * of.tiles) * sizeof(Interval));
+    if (of.strip) memset(extent, 0, (size_t)((count + of.height - 1) / of.height * of.tiles) * sizeof(Interval));
   }
 
   // Before the exponential: candidates and ties among a row's scores in the runs of a tile.
@@ -469,7 +469,7 @@ struct BlockStatistics {
   void end_strip(const Statistics& of, int count, const MaskRow* row, const float* largest, float base2) const {
     for (int r = 0; r < count; r++) {
       float row_factor = weight_scale[r].factor;
-      const Interval* extents = extent + r / MR * of.tiles;
+      const Interval* extents = extent + r / of.height * of.tiles;
       for (int64_t t = 0; t < of.tiles; t++) {
         Interval interval = extents[t];
         if (interval.high <= interval.low) continue;
@@ -489,7 +489,7 @@ struct BlockStatistics {
   // Adds rows [r0, r1) of the block, all of head h and of queries from i on, to the sums over queries.
   void add_lines(const Statistics& of, int64_t b, int64_t h, int64_t i, int r0, int r1, ColumnSums& column_sums) const {
     const ch_statistics& s = *of.s;
-    const Interval* extents = extent + r0 / MR * of.tiles;
+    const Interval* extents = extent + r0 / of.height * of.tiles;
     float* head_line = column_sums.lines + h % of.group * of.lines * of.ld;
     for (int64_t line = 0; line < of.lines; line++, head_line += of.ld) {
       const float* by = line < s.num_weights ? s.row_weights + b * s.weight_batch + h * s.weight_head + line * of.w.q_len
@@ -497,7 +497,7 @@ struct BlockStatistics {
       for (int64_t t = 0; t < of.tiles; t++) {
         Interval interval = extents[t];
         if (interval.high <= interval.low) continue;
-        vf f[MR];
+        vf f[MAX_HEIGHT];
         for (int r = 0; r < r1 - r0; r++)
           f[r] = all(factor[(r0 + r) * of.tiles + t] * (by != nullptr ? by[i + r] : 1.0f));
         const float* from = strip + r0 * of.ld + t * of.tile;
@@ -517,11 +517,11 @@ struct BlockStatistics {
       if (column_sums.open >= 0) of.close_tile_row(column_sums);
       column_sums.open = tile_row;
     }
-    const Interval* extents = extent + r0 / MR * of.tiles;
+    const Interval* extents = extent + r0 / of.height * of.tiles;
     for (int64_t t = 0; t < of.tiles; t++) {
       Interval interval = extents[t];
       if (interval.high <= interval.low) continue;
-      vf f[MR];
+      vf f[MAX_HEIGHT];
       for (int r = 0; r < r1 - r0; r++) f[r] = all(factor[(r0 + r) * of.tiles + t]);
       const int64_t t0 = t * of.tile - of.lead;
       int64_t from = maximum(t0 + interval.low, (int64_t)0), to = minimum(t0 + interval.high, of.w.k_len);
@@ -549,7 +549,7 @@ struct BlockStatistics {
     float* to = of.s->rows + (((corner.b + b) * of.w.heads + h) * of.s->num_rows + slot) * of.w.whole_keys;
     memset(to, 0, (size_t)of.w.whole_keys * sizeof(float));
     for (int64_t t = 0; t < of.tiles; t++) {
-      Interval interval = extent[r / MR * of.tiles + t];
+      Interval interval = extent[r / of.height * of.tiles + t];
       const float* from = strip + r * of.ld + t * of.tile;
       float f = factor[r * of.tiles + t];
       const int64_t t0 = t * of.tile - of.lead, last = minimum((int64_t)interval.high, of.w.k_len - t0);
@@ -564,7 +564,7 @@ struct BlockStatistics {
     end_strip(of, count, row, largest, base2);
     for (int r0 = 0; r0 < count;) {
       int64_t h = kh * of.group + (first + r0) / of.w.q_len, i = (first + r0) % of.w.q_len;
-      int r1 = minimum(r0 / MR * MR + MR, count);
+      int r1 = minimum(r0 / of.height * of.height + of.height, count);
       r1 = (int)minimum((int64_t)r1, r0 + of.w.q_len - i);
       if (of.lines > 0) add_lines(of, b, h, i, r0, r1, *column_sums);
       for (int part = r0; of.side > 0 && part < r1;) {

@@ -93,11 +93,13 @@ template <class Description> CH_INLINE int threads_for(const Description& w, dou
 template <class Body> void parallel(int threads, int64_t units, const Body& body) {
   if (threads > units) threads = (int)units;
   if (threads <= 1) {
+    const TileScope scope;
     for (int64_t u = 0; u < units; u++) body(u);
     return;
   }
 #pragma omp parallel num_threads(threads)
   {
+    const TileScope scope;
     bool is_master = false;
 #pragma omp master
     is_master = true;
@@ -141,9 +143,12 @@ class FlushSubnormals {
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 };
 
-// `parallel` for units of attention. An extreme scale can make subnormal products matter, so they are not flushed then.
+// An extreme scale can make subnormal products matter, so they are not flushed then.
+CH_INLINE bool flushes_subnormals(const ch_attention& w) { return w.scale <= 1e6 && w.scale >= -1e6; }
+
+// `parallel` for units of attention.
 template <class Body> void parallel_units(const Task& w, int threads, int64_t units, const Body& body) {
-  const bool flushes = w.scale <= 1e6 && w.scale >= -1e6;
+  const bool flushes = flushes_subnormals(w);
   parallel(threads, units, [&](int64_t u) {
     const FlushSubnormals here(flushes);
     body(u);

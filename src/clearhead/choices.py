@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -38,6 +39,7 @@ __all__ = [
     "Overrides",
     "Processor",
     "SdpaFrom",
+    "ask_kernels",
     "attention_gains_alone",
     "attention_path",
     "covers",
@@ -76,7 +78,8 @@ class Processor:
 
     Args:
         vendor: ``vendor_id`` in ``/proc/cpuinfo``, such as ``"GenuineIntel"``; empty if the system does not say.
-        features: of ``avx2``, ``avx512``, ``avx512_bf16``, ``amx_bf16``, ``amx_fp16``, ``neon`` and ``bf16``.
+        features: of ``avx2``, ``avx512``, ``avx512_bf16``, ``amx_bf16``, ``amx_fp16``, ``neon`` and ``bf16``, and
+            ``amx_kernels`` where the kernels can run their set ``amx``.
     """
 
     vendor: str
@@ -111,11 +114,36 @@ _FLAGS: Final = {
     "neon": {"asimd"},
     "bf16": {"asimd", "bf16"},
 }
-FEATURES: Final = tuple(_FLAGS)
+#: Also what the compiler of the kernels and the operating system have to add to ``amx_bf16``.
+_AMX_KERNELS: Final = "amx_kernels"
+FEATURES: Final = (*_FLAGS, _AMX_KERNELS)
+
+#: The instruction sets that the kernels can run; none before the module of the kernels is imported.
+_kernel_sets: Callable[[], Sequence[str]] = tuple
+
+
+def ask_kernels(sets: Callable[[], Sequence[str]]) -> None:
+    """Let the table ask which instruction sets the kernels can run: the module of the kernels is above this one.
+
+    Args:
+        sets: returns their names.
+    """
+    global _kernel_sets
+    _kernel_sets = sets
+    _this_processor.cache_clear()
+    _row.cache_clear()
 
 
 @cache
 def _this_processor() -> Processor:
+    """The processor of this machine, and whether the kernels can run their set for AMX."""
+    here = _read_processor()
+    if "amx_bf16" not in here.features or "amx" not in _kernel_sets():
+        return here
+    return replace(here, features=here.features | {_AMX_KERNELS})
+
+
+def _read_processor() -> Processor:
     """The processor of this machine, from ``/proc/cpuinfo``, or from torch where there is no such file."""
     try:
         return Processor.from_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
@@ -201,7 +229,11 @@ class ChoiceRow:
 #: The first row that matches applies.
 TABLE: Final[tuple[ChoiceRow, ...]] = (
     ChoiceRow(
-        processors="Intel with AMX", vendor=INTEL, needs=frozenset({"amx_bf16"}), dtypes=(_BFLOAT16,),
+        processors="Intel with AMX", vendor=INTEL, needs=frozenset({"amx_bf16", _AMX_KERNELS}), dtypes=(_BFLOAT16,),
+        basis="measured on a Xeon with AMX", forward=_NATIVE + _ONEDNN,
+    ),
+    ChoiceRow(
+        processors="Intel with AMX, kernels without", vendor=INTEL, needs=frozenset({"amx_bf16"}), dtypes=(_BFLOAT16,),
         basis="measured on a Xeon with AMX", forward=_ONEDNN, input_gradient=_TORCH, weight_gradient=_TORCH,
         narrow_forward=_ONEDNN, narrow_input_gradient=_TORCH, few_rows=_NATIVE, sdpa_from=SdpaFrom(128, 512),
         sdpa_padding=KeyPadding(multiple=16, least=64, below=512),
@@ -371,8 +403,8 @@ def _row(dtype: torch.dtype, names: Overrides) -> ChoiceRow:
 def attention_gains_alone(dtype: torch.dtype, shorter: int, *, gradient: bool) -> bool:
     """Whether attention on the CPU is faster by the kernels in a program that calls torch's.
 
-    Where the table sends calls to torch, torch's kernel uses a matrix unit, and is slower only in backward of short
-    calls: 2.4 to 2.8 times at 64 tokens, in bfloat16 on a Xeon with AMX.
+    Where the table sends calls to torch, torch's kernel uses a matrix unit that the kernels lack, and is slower only in
+    backward of short calls: 2.4 to 2.8 times at 64 tokens, in bfloat16 on a Xeon with AMX.
 
     Args:
         dtype: ``float32``, ``bfloat16`` or ``float16``.

@@ -54,6 +54,7 @@ def test_names_are_unique() -> None:
         ("vendor_id : AuthenticAMD\nflags : avx2 avx512f avx512_bf16", "avx512bf16"),
         ("vendor_id : GenuineIntel\nflags : avx2 avx512f avx512_bf16", "avx512"),
         ("vendor_id : GenuineIntel\nflags : avx2", "avx2"),
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f avx512_bf16 amx_tile amx_bf16", "amx"),
     ],
 )
 def test_kernels_are_built_for_the_set_that_the_processor_uses(cpuinfo: str, used: str) -> None:

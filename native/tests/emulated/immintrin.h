@@ -1,4 +1,4 @@
-// The AVX-512 instructions that the kernels use, in plain C++: with this folder first in the include path, the kernels
+// The instructions of AVX-512 and AMX that the kernels use, in plain C++: with this folder first in the include path, the kernels
 // of those sets compile for any processor and can be tested there. Correct, not fast.
 //
 // Each does what its manual says, lane by lane (Intel 64 and IA-32 Architectures Software Developer's Manual, volume
@@ -316,4 +316,53 @@ CH_EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
     sum[i] = one;
   }
   return sum;
+}
+
+// Tiles: the sums of the even and of the odd steps of a row start at 0, are added to each other, and then to the tile's.
+namespace emulated {
+
+struct Tiles {
+  uint8_t rows[8];
+  uint16_t row_bytes[8];
+  uint8_t data[8][16][64];
+};
+inline __thread Tiles tiles;
+
+}  // namespace emulated
+
+CH_EMULATED void _tile_release() { memset(&emulated::tiles, 0, sizeof(emulated::tiles)); }
+CH_EMULATED void _tile_loadconfig(const void* shapes) {
+  _tile_release();
+  memcpy(emulated::tiles.row_bytes, (const char*)shapes + 16, sizeof(emulated::tiles.row_bytes));
+  memcpy(emulated::tiles.rows, (const char*)shapes + 48, sizeof(emulated::tiles.rows));
+}
+CH_EMULATED void _tile_zero(int tile) { memset(emulated::tiles.data[tile], 0, sizeof(emulated::tiles.data[tile])); }
+CH_EMULATED void _tile_loadd(int tile, const void* from, long stride) {
+  _tile_zero(tile);
+  for (int row = 0; row < emulated::tiles.rows[tile]; row++)
+    memcpy(emulated::tiles.data[tile][row], (const char*)from + row * stride, emulated::tiles.row_bytes[tile]);
+}
+CH_EMULATED void _tile_stored(int tile, void* to, long stride) {
+  for (int row = 0; row < emulated::tiles.rows[tile]; row++)
+    memcpy((char*)to + row * stride, emulated::tiles.data[tile][row], emulated::tiles.row_bytes[tile]);
+}
+static inline void _tile_dpbf16ps(int sums, int left, int right) {
+  const auto half = [](int tile, int row, int place) {
+    uint16_t bits;
+    memcpy(&bits, emulated::tiles.data[tile][row] + 2 * place, sizeof(bits));
+    return emulated::flushed(emulated::float_of((uint32_t)bits << 16));
+  };
+  for (int row = 0; row < emulated::tiles.rows[sums]; row++)
+    for (int column = 0; column < emulated::tiles.row_bytes[sums] / 4; column++) {
+      float even_and_odd[2] = {};
+      for (int step = 0; step < emulated::tiles.row_bytes[left] / 2; step++) {
+        float& sum = even_and_odd[step % 2];
+        sum = emulated::flushed(__builtin_fmaf(half(left, row, step), half(right, step / 2, 2 * column + step % 2), sum));
+      }
+      float sum;
+      uint8_t* at = emulated::tiles.data[sums][row] + 4 * column;
+      memcpy(&sum, at, sizeof(sum));
+      sum = emulated::flushed(emulated::flushed(sum) + emulated::flushed(even_and_odd[0] + even_and_odd[1]));
+      memcpy(at, &sum, sizeof(sum));
+    }
 }

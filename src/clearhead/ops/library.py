@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from clearhead.choices import UNFUSED_ISA, is_invariant, is_portable
+from clearhead.choices import UNFUSED_ISA, ask_kernels, is_invariant, is_portable
 from clearhead.environment import VARIABLES, value_of
 from clearhead.ops import binary
 from clearhead.ops.fakes import register
@@ -53,7 +53,7 @@ def isa_names() -> list[str]:
     """The instruction sets that were built and that this processor has, widest first; ``CLEARHEAD_ISA`` picks one.
 
     Without it the table in ``native/src/entry.cpp`` does: Intel's processors run the dot products of ``avx512bf16`` at
-    half the rate of float32, so they widen bfloat16 and take ``avx512``.
+    half the rate of float32, so those without AMX widen bfloat16 and take ``avx512``.
     """
     return list(_loaded().names)
 
@@ -123,3 +123,4 @@ def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
 
 # Modules that call the operators import this one.
 register()
+ask_kernels(isa_names)
