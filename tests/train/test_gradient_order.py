@@ -7,21 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import clearhead as ch
+from clearhead.distributed.launch import run_ranks
 from clearhead.errors import UnsupportedError
+from clearhead.sequence_sums import sum_of_sequences, tree_nodes
 from clearhead.train import (
     ClassifierOptions,
     LanguageOptions,
+    ParallelOptions,
     Sequences,
+    TrainingOptions,
     train_classifier,
     train_language_model,
     train_text_language_model,
 )
-from clearhead.train.gradient_order import GradientSum
+from clearhead.train.engine import Engine
+from clearhead.train.gradient_order import GradientSum, check_order
 from clearhead.train.progress import Progress, Silent
+from clearhead.train.ranks import Ranks
 
 CLASSIFY: dict[str, Any] = {
     **{"embed_dim": 32, "num_heads": 2, "num_layers": 1, "batch_size": 16, "epochs": 1, "dropout": 0.1},
@@ -29,7 +36,7 @@ CLASSIFY: dict[str, Any] = {
 }
 OPTIONS: dict[str, Any] = {
     **{"embed_dim": 32, "num_heads": 2, "num_layers": 2, "context": 40, "batch_size": 16, "dropout": 0.1},
-    **{"eval_every": 1_000, "seed": 3},
+    **{"eval_every": 2, "seed": 3},
 }
 
 
@@ -38,25 +45,36 @@ def _ids(count: int) -> Tensor:
     return torch.where(torch.arange(count) % 3 == 0, text, (torch.arange(count) * 7) % 20)
 
 
-def _weights(steps: int, **changes: Any) -> dict[str, Tensor]:
+def _weights(steps: int, ranks: Ranks | None = None, **changes: Any) -> dict[str, Tensor]:
     options = LanguageOptions(**{**OPTIONS, "steps": steps, **changes})
     with ch.invariant():
-        trained = train_language_model(_ids(4_000), _ids(200), vocab_size=20, options=options)
-    return trained.model.state_dict()
+        trained = train_language_model(_ids(4_000), _ids(200), vocab_size=20, options=options, ranks=ranks)
+    held_out = torch.tensor(trained.outcome.held_out["loss"], dtype=torch.float64)
+    return {**trained.model.state_dict(), "held-out loss": held_out}
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.slow)])
-def test_micro_batches_train_the_weights_of_one_batch(steps: int) -> None:
-    whole = _weights(steps)
-    for accumulate in (4, 16):
-        assert _equal(whole, _weights(steps, accumulate=accumulate))
+def test_parts_of_any_size_train_the_weights_of_one_batch() -> None:
+    """Parts of 16 sequences: of 1, of 4 and 3, of 3 and 2, of 6 and 5; and of 13 sequences."""
+    whole = _weights(5)
+    for accumulate in (16, 5, 6, 3):
+        assert _equal(whole, _weights(5, accumulate=accumulate))
+    odd = _weights(3, batch_size=13)
+    for accumulate in (2, 5):
+        assert _equal(odd, _weights(3, batch_size=13, accumulate=accumulate))
 
 
-def _classified(**changes: Any) -> dict[str, Tensor]:
+@pytest.mark.slow
+def test_parts_train_the_weights_of_one_batch_over_200_steps() -> None:
+    whole = _weights(200)
+    for accumulate in (3, 4, 6, 16):
+        assert _equal(whole, _weights(200, accumulate=accumulate))
+
+
+def _classified(ranks: Ranks | None = None, **changes: Any) -> dict[str, Tensor]:
     """Sequences of 1 to 23 tokens, in batches of several sizes."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 24, (60,), generator=generator).tolist()
@@ -65,15 +83,46 @@ def _classified(**changes: Any) -> dict[str, Tensor]:
     options = ClassifierOptions(**{**CLASSIFY, **changes})
     with ch.invariant():
         trained = train_classifier(
-            examples, examples.taken(range(20)), vocab_size=30, num_classes=3, options=options, unknown_id=29
-        )
+            examples, examples.taken(range(20)), vocab_size=30, num_classes=3, options=options, unknown_id=29,
+            ranks=ranks,
+        )  # fmt: skip
     return trained.model.state_dict()
 
 
 @pytest.mark.parametrize("pooling", ["mean", pytest.param("max", marks=pytest.mark.slow)])
 def test_micro_batches_of_padded_sequences(pooling: str) -> None:
     whole = _classified(pooling=pooling)
-    assert _equal(whole, _classified(pooling=pooling, accumulate=4))
+    for accumulate in (4, 3):
+        assert _equal(whole, _classified(pooling=pooling, accumulate=accumulate))
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def _trained_by_ranks(task: str, cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    parallel = ParallelOptions(data_parallel=dist.get_world_size())
+    with ch.invariant():
+        ranks = Ranks(parallel)
+        return [(_weights(4, ranks, **case) if task == "lm" else _classified(ranks, **case)) for case in cases]
+
+
+def _check_ranks(count: int, task: str, cases: list[dict[str, Any]]) -> None:
+    expected = [(_weights(4, **case) if task == "lm" else _classified(**case)) for case in cases]
+    for rank, results in enumerate(run_ranks(_trained_by_ranks, count, task, cases)):
+        for case, one, other in zip(cases, expected, results, strict=True):
+            assert _equal(one, other), f"rank {rank} of {count}, {case}"
+
+
+def test_two_ranks_train_the_weights_of_one() -> None:
+    _check_ranks(2, "lm", [{"accumulate": 3}, {"clip": 0.01}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_train_the_weights_of_one(ranks: int) -> None:
+    _check_ranks(ranks, "lm", [{}, {"accumulate": 4}, {"batch_size": 13}, {"clip": 0.01, "average": 0.9}])
+    _check_ranks(ranks, "classify", [{}, {"accumulate": 3, "batch_size": 14}, {"attention_dropout": 0.2}])
 
 
 class _Stopped(Silent):
@@ -100,11 +149,62 @@ def test_a_run_in_micro_batches_that_was_interrupted_and_resumed(play: Path, tmp
     assert _equal(run("whole"), run("resumed", accumulate=8))
 
 
-def test_sizes_that_are_no_power_of_two_raise() -> None:
-    with pytest.raises(UnsupportedError, match="Parts of 1, 2, 4 or all 12 sequences"):
-        _weights(1, batch_size=12, accumulate=2)
-    with pytest.raises(UnsupportedError, match="--precision"):
-        _weights(1, accumulate=4, precision="bf16")
+@pytest.mark.parametrize("axis", ["shard", "tensor_parallel", "context_parallel"])
+def test_axes_that_divide_one_sum_raise(axis: str) -> None:
+    flag = f"--{axis.replace('_', '-')}"
+    parallel = ParallelOptions(data_parallel=1, **{axis: 2})
+    line = rf"^train lm: {flag} must be 1 under set_invariant\(True\); got 2\. [^\n]*--data-parallel keeps the bits\.$"
+    with ch.invariant(), pytest.raises(UnsupportedError, match=line):
+        check_order("train lm", parallel)
+    check_order("train lm", parallel)
+
+
+def _refused() -> str:
+    with ch.invariant(), pytest.raises(UnsupportedError) as caught:
+        Engine(torch.nn.Linear(1, 1), None, TrainingOptions(), ranks=Ranks(ParallelOptions(data_parallel=1, shard=2)))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_refusal_is_raised_by_every_rank() -> None:
+    first, second = run_ranks(_refused, 2)
+    assert first == second
+
+
+def _added(places: list[list[range]], parts: list[Tensor]) -> Tensor | None:
+    """The sum of gradients whose nodes are those of several ranks; the second parameter has one on rank 0 alone."""
+    model, rank = nn.Linear(3, 5, bias=False), dist.get_rank()
+    model.register_parameter("rare", nn.Parameter(torch.zeros(2)))
+    model.register_parameter("unused", nn.Parameter(torch.zeros(2)))
+    with GradientSum(model) as total:
+        for node in places[rank]:
+            model.weight.grad = sum_of_sequences(torch.stack([parts[at] for at in node]))
+            model.rare.grad = torch.ones(2) if rank == 0 else None
+            total.add(node)
+    total.store(places)
+    assert model.unused.grad is None
+    assert torch.equal(model.rare.grad, torch.full((2,), float(len(places[0]))))
+    return model.weight.grad
+
+
+def test_nodes_of_ranks_are_added_in_the_order_of_the_tree() -> None:
+    parts = list(torch.randn(13, 5, 3, generator=torch.Generator().manual_seed(0)))
+    shares = [range(3), range(3, 10), range(10, 10), range(10, 13)]
+    places = [tree_nodes(share, 13) for share in shares]
+    expected = sum_of_sequences(torch.stack(parts))
+    assert all(torch.equal(result, expected) for result in run_ranks(_added, 4, places, parts))
+
+
+def test_norm_of_gradients_has_the_same_bits_for_any_number_of_threads() -> None:
+    """Clipping divides by torch's norm, whose order of sums torch does not promise."""
+    grads = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (333_333, 70_001, 64)]
+    before, norms = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            norms.append(torch.nn.utils.get_total_norm(grads).item())
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(norms)) == 1
 
 
 def test_each_use_of_a_tied_parameter_is_added_by_itself() -> None:
@@ -115,7 +215,7 @@ def test_each_use_of_a_tied_parameter_is_added_by_itself() -> None:
         assert model.head.weight is not tied
         assert model.head.weight.data_ptr() == tied.data_ptr()
         model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
-        total.add(True)
+        total.add(range(2))
     total.store()
     assert model.head.weight is tied is model.embedding.token.weight
     summed = tied.grad

@@ -1,25 +1,26 @@
 """The order in which a step's gradients are added under ``set_invariant(True)``: that of the sequences in the batch.
 
-Layers add the gradients of a micro-batch's sequences in the order of a binary tree, and ``GradientSum`` adds those of
-micro-batches in the same order. A micro-batch of 2**n sequences is a node of the tree, so the sum has the same bits for
-every such size.
+Layers add the gradients of a micro-batch's sequences in the order of a binary tree. A micro-batch that is a node of the
+tree over the whole batch has that node's sum, so micro-batches and ranks compute their sequences node by node, and
+``GradientSum`` adds the nodes in the order of the tree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Final
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from clearhead.choices import is_invariant
 from clearhead.errors import UnsupportedError
 from clearhead.sequence_sums import TreeSum
+from clearhead.train.options import ParallelOptions
 
-if TYPE_CHECKING:
-    from clearhead.train.options import TrainingOptions
-
-__all__ = ["GradientSum", "check_order", "rows_of_share"]
+__all__ = ["GradientSum", "check_order"]
 
 
 class GradientSum:
@@ -32,7 +33,7 @@ class GradientSum:
     Args:
         model: the model, whose parameters have no gradients yet.
 
-    Cost: ``log2(micro-batches)`` copies of the gradients.
+    Cost: at most ``2 * log2(sequences)`` copies of the gradients; a rank of several sends one for each of its nodes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,17 +59,29 @@ class GradientSum:
         for module, name, parameter, _ in self._aliases:
             setattr(module, name, parameter)
 
-    def add(self, counts: bool) -> None:
-        """Add the gradients that a micro-batch left; ``counts`` is False for one that stands in for none."""
+    def add(self, sequences: range) -> None:
+        """Add the gradients that the passes of a node's sequences left in the parameters.
+
+        Args:
+            sequences: their places in the whole batch, one of ``tree_nodes``.
+        """
         parameters = [*self._parameters, *(alias for *_, alias in self._aliases)]
-        if counts:
-            self._tree.add([parameter.grad for parameter in parameters])
+        self._tree.add([parameter.grad for parameter in parameters], sequences)
         for parameter in parameters:
             parameter.grad = None
 
-    def store(self) -> None:
-        """Give each parameter its sum."""
-        sums = self._tree.result()
+    def store(self, nodes_of_ranks: Sequence[Sequence[range]] = ()) -> None:
+        """Give each parameter its sum.
+
+        Args:
+            nodes_of_ranks: for each rank of the default process group the sequences of the nodes that it adds; by
+                default this process has the whole batch.
+        """
+        parameters = [*self._parameters, *(alias for *_, alias in self._aliases)]
+        if nodes_of_ranks:
+            sums = _sum_over_ranks(self._tree, parameters, [_largest(nodes) for nodes in nodes_of_ranks])
+        else:
+            sums = self._tree.result()
         for parameter, grad in zip(self._parameters, sums, strict=False):
             parameter.grad = grad
         for (_, _, parameter, _), grad in zip(self._aliases, sums[len(self._parameters) :], strict=True):
@@ -76,51 +89,88 @@ class GradientSum:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-def rows_of_share(rows: int, shares: int, place: int) -> range:
-    """The rows of one of several shares of a batch: a power of two of them, in the last shares fewer or none.
+def _largest(nodes: Sequence[range]) -> list[range]:
+    """The nodes that a rank has after it added those that it can."""
+    tree = TreeSum()
+    for node in nodes:
+        tree.add([], node)
+    return [node for node, _ in tree.nodes]
 
-    >>> [list(rows_of_share(5, 2, place)) for place in range(2)]
-    [[0, 1, 2, 3], [4]]
+
+def _sum_over_ranks(
+    tree: TreeSum, parameters: Sequence[Tensor], nodes_of_ranks: Sequence[Sequence[range]]
+) -> list[Tensor | None]:
+    """The sum of the nodes of all ranks, in the order of the tree, on every rank.
+
+    Each rank adds a slice of all nodes' gradients, so that a rank sends and receives about as much as in an all-reduce.
     """
-    size = 1 << max(0, -(-rows // shares) - 1).bit_length()
-    return range(min(place * size, rows), min((place + 1) * size, rows))
+    present = torch.zeros(len(parameters), dtype=torch.uint8)
+    for _, tensors in tree.nodes:
+        present |= torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
+    dist.all_reduce(present, dist.ReduceOp.MAX)
+    sums: list[Tensor | None] = [None] * len(parameters)
+    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+        places = [at for at in range(len(parameters)) if present[at] and parameters[at].dtype is dtype]
+        like = [parameters[at] for at in places]
+        mine = [_flat([tensors[at] for at in places], like) for _, tensors in tree.nodes]
+        total = _exchanged(mine, sum(tensor.numel() for tensor in like), dtype, nodes_of_ranks)
+        parts = total.split([tensor.numel() for tensor in like])
+        for at, part, tensor in zip(places, parts, like, strict=True):
+            sums[at] = part.view(tensor.shape)
+    return sums
 
 
-def check_order(function: str, options: TrainingOptions, processes: int) -> None:
+def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors one after the other, 0 for an absent one."""
+    parts = [torch.zeros_like(of) if one is None else one for one, of in zip(tensors, like, strict=True)]
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0)
+
+
+def _exchanged(
+    mine: Sequence[Tensor], elements: int, dtype: torch.dtype, nodes_of_ranks: Sequence[Sequence[range]]
+) -> Tensor:
+    """The sum of flat gradients, those of this rank's nodes being ``mine``."""
+    ranks = len(nodes_of_ranks)
+    width = -(-elements // ranks)
+    received: list[tuple[range, Tensor]] = []
+    for number in range(max(map(len, nodes_of_ranks))):
+        sent = torch.zeros(ranks * width, dtype=dtype)
+        if number < len(mine):
+            sent[:elements] = mine[number]
+        slices = torch.empty_like(sent)
+        dist.all_to_all_single(slices, sent)
+        of_ranks = zip(nodes_of_ranks, slices.view(ranks, width).unbind(), strict=True)
+        received += [(nodes[number], part) for nodes, part in of_ranks if number < len(nodes)]
+    tree = TreeSum()
+    for node, part in sorted(received, key=lambda each: each[0].start):
+        tree.add([part], node)
+    (slice_sum,) = tree.result()
+    assert slice_sum is not None
+    total = torch.empty(ranks, width, dtype=dtype)
+    dist.all_gather(list(total.unbind()), slice_sum.contiguous())
+    return total.view(-1)[:elements]
+
+
+#: Degrees that divide what one process adds up, and the kernels' sums along it.
+_DIVIDING: Final = ("shard", "tensor_parallel", "context_parallel")
+
+
+def check_order(function: str, parallel: ParallelOptions) -> None:
     """Raise ``UnsupportedError`` under ``set_invariant(True)`` if gradients would be added in another order.
 
     Args:
         function: name of the caller in error texts.
-        options: options of the task.
-        processes: number of processes that share the work.
+        parallel: how several processes share the work.
     """
     if not is_invariant():
         return
-    rows = getattr(options, "batch_size", 1)
-    sizes = [str(size) for size in (1 << power for power in range(rows.bit_length())) if rows % size == 0]
-    parts = options.accumulate
-    size, rest = divmod(rows, parts)
-    if parts > 1 and (rest or size & (size - 1)):
-        raise UnsupportedError.about(
-            function,
-            "--accumulate",
-            must="divide the batch into a power of two of sequences each under set_invariant(True)",
-            got=f"{parts} parts of {rows} sequences",
-            then=f"Parts of {', '.join(sizes)} or all {rows} sequences have one order of sums.",
-        )
-    if options.accumulate > 1 and options.precision != "fp32":
-        raise UnsupportedError.about(
-            function,
-            "--precision",
-            must="be fp32 with --accumulate under set_invariant(True)",
-            got=options.precision,
-            then="Autocast rounds the gradients of each part.",
-        )
-    if processes > 1:
-        raise UnsupportedError.about(
-            function,
-            "processes",
-            must="be 1 under set_invariant(True)",
-            got=processes,
-            then="A sum over processes has another order than one over sequences.",
-        )
+    for name in _DIVIDING:
+        degree = getattr(parallel, name)
+        if degree > 1:
+            raise UnsupportedError.about(
+                function,
+                f"--{name.replace('_', '-')}",
+                must="be 1 under set_invariant(True)",
+                got=degree,
+                then="Sums over processes along it have another order; --data-parallel keeps the bits.",
+            )
