@@ -62,9 +62,21 @@ def test_parts_of_any_size_train_the_weights_of_one_batch() -> None:
     whole = _weights(5)
     for accumulate in (16, 5, 6, 3):
         assert _equal(whole, _weights(5, accumulate=accumulate))
+    assert not _equal(whole, _weights(5, seed=4)), "the weights would be those of any data"
     odd = _weights(3, batch_size=13)
     for accumulate in (2, 5):
         assert _equal(odd, _weights(3, batch_size=13, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("task", ["lm", "classify"])
+def test_parts_under_autocast_train_the_weights_of_one_batch(task: str) -> None:
+    def weights(**changes: Any) -> dict[str, Tensor]:
+        return _weights(3, **changes) if task == "lm" else _classified(**changes)
+
+    whole = weights(precision="bf16")
+    assert not _equal(whole, weights()), "nothing would be rounded"
+    for accumulate in (16, 5):
+        assert _equal(whole, weights(precision="bf16", accumulate=accumulate))
 
 
 @pytest.mark.slow
@@ -122,7 +134,9 @@ def test_two_ranks_train_the_weights_of_one() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_train_the_weights_of_one(ranks: int) -> None:
     _check_ranks(ranks, "lm", [{}, {"accumulate": 4}, {"batch_size": 13}, {"clip": 0.01, "average": 0.9}])
+    _check_ranks(ranks, "lm", [{"precision": "bf16"}, {"precision": "bf16", "accumulate": 3}])
     _check_ranks(ranks, "classify", [{}, {"accumulate": 3, "batch_size": 14}, {"attention_dropout": 0.2}])
+    _check_ranks(ranks, "classify", [{"precision": "bf16"}])
 
 
 class _Stopped(Silent):

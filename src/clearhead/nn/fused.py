@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.backends import native
+from clearhead.backends.containment import without_autocast
 from clearhead.batch_part import first_row, origin_of
 from clearhead.choices import SMALL, attention_path, is_invariant, overrides
 from clearhead.dispatch import choose
@@ -475,5 +476,9 @@ def norm_of(norm: nn.Module, x: Tensor) -> NormLike | None:
 def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """``norm(x)``; under ``set_invariant(True)`` by the kernels, whose sums have the order of those in fused layers."""
     like = norm_of(norm, x) if is_invariant() else None
-    output: Tensor = norm(x) if like is None or not takes_norm(x, like) else normed(x, like)
-    return output
+    if like is None:
+        output: Tensor = norm(x)
+        return output
+    # Autocast does not cast a norm's input.
+    with without_autocast(x.device.type):
+        return normed(x, like) if takes_norm(x, like) else norm(x)

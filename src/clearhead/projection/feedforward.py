@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.backends.containment import without_autocast
 from clearhead.batch_part import first_row
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
+from clearhead.projection.autocast import cast_operands
 from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
 from clearhead.shapes import Float
@@ -66,6 +68,11 @@ def project_activate_project(
     """
     layers = [*([] if gate is None else [gate]), (expand, expand_bias), (contract, contract_bias)]
     tensors = [part for layer in layers for part in layer]
+    if (cast := cast_operands([x, *tensors])) is not None:
+        x, *tensors = cast
+        opened = (tensors[0], tensors[1]) if gate is not None else None
+        with without_autocast("cpu"):
+            return project_activate_project(x, *tensors[-4:], gate=opened, activation=activation, dropout=dropout)
     training = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *tensors))
     levels = round(dropout * LEVELS)
     if not are_plain(x, *tensors) or x.dim() == 0 or 0 in x.shape or levels >= LEVELS:

@@ -8,6 +8,7 @@ tree over the whole batch has that node's sum, so micro-batches and ranks comput
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Final
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from clearhead.choices import is_invariant
 from clearhead.errors import UnsupportedError
+from clearhead.projection.autocast import noted_casts
 from clearhead.sequence_sums import TreeSum
 from clearhead.train.options import ParallelOptions
 
@@ -47,8 +49,11 @@ class GradientSum:
                     self._aliases.append((module, name, parameter, alias))
                 owned.add(id(parameter))
         self._tree = TreeSum()
+        self._stack = ExitStack()
+        self._casts: dict[int, torch.dtype] = {}
 
     def __enter__(self) -> GradientSum:
+        self._casts = self._stack.enter_context(noted_casts())
         for module, name, _, alias in self._aliases:
             setattr(module, name, alias)
         return self
@@ -56,6 +61,7 @@ class GradientSum:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stack.close()
         for module, name, parameter, _ in self._aliases:
             setattr(module, name, parameter)
 
@@ -65,10 +71,18 @@ class GradientSum:
         Args:
             sequences: their places in the whole batch, one of ``tree_nodes``.
         """
-        parameters = [*self._parameters, *(alias for *_, alias in self._aliases)]
-        self._tree.add([parameter.grad for parameter in parameters], sequences)
+        parameters = self._all()
+        self._tree.add([self._rounded(parameter) for parameter in parameters], sequences)
         for parameter in parameters:
             parameter.grad = None
+
+    def _all(self) -> list[nn.Parameter]:
+        return [*self._parameters, *(alias for *_, alias in self._aliases)]
+
+    def _rounded(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient in the dtype to which autocast rounded it, in which layers round their nodes too."""
+        dtype = self._casts.get(id(parameter))
+        return parameter.grad if dtype is None or parameter.grad is None else parameter.grad.to(dtype)
 
     def store(self, nodes_of_ranks: Sequence[Sequence[range]] = ()) -> None:
         """Give each parameter its sum.
@@ -77,16 +91,17 @@ class GradientSum:
             nodes_of_ranks: for each rank of the default process group the sequences of the nodes that it adds; by
                 default this process has the whole batch.
         """
-        parameters = [*self._parameters, *(alias for *_, alias in self._aliases)]
+        parameters = self._all()
         if nodes_of_ranks:
             sums = _sum_over_ranks(self._tree, parameters, [_largest(nodes) for nodes in nodes_of_ranks])
         else:
             sums = self._tree.result()
         for parameter, grad in zip(self._parameters, sums, strict=False):
-            parameter.grad = grad
+            parameter.grad = None if grad is None else grad.to(parameter.dtype)
         for (_, _, parameter, _), grad in zip(self._aliases, sums[len(self._parameters) :], strict=True):
             if grad is not None:
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+                use = grad.to(parameter.dtype)
+                parameter.grad = use if parameter.grad is None else parameter.grad + use
 
 
 def _largest(nodes: Sequence[range]) -> list[range]:
@@ -97,6 +112,10 @@ def _largest(nodes: Sequence[range]) -> list[range]:
     return [node for node, _ in tree.nodes]
 
 
+#: Dtypes of gradients. Ranks agree on a parameter's by a number, which is 0 where it has no gradient.
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _sum_over_ranks(
     tree: TreeSum, parameters: Sequence[Tensor], nodes_of_ranks: Sequence[Sequence[range]]
 ) -> list[Tensor | None]:
@@ -104,15 +123,18 @@ def _sum_over_ranks(
 
     Each rank adds a slice of all nodes' gradients, so that a rank sends and receives about as much as in an all-reduce.
     """
-    present = torch.zeros(len(parameters), dtype=torch.uint8)
+    numbers = torch.zeros(len(parameters), dtype=torch.uint8)
     for _, tensors in tree.nodes:
-        present |= torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
-    dist.all_reduce(present, dist.ReduceOp.MAX)
+        of_node = [0 if tensor is None else 1 + _DTYPES.index(tensor.dtype) for tensor in tensors]
+        numbers = torch.maximum(numbers, torch.tensor(of_node, dtype=torch.uint8))
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
     sums: list[Tensor | None] = [None] * len(parameters)
-    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-        places = [at for at in range(len(parameters)) if present[at] and parameters[at].dtype is dtype]
+    for number, dtype in enumerate(_DTYPES, start=1):
+        places = (numbers == number).nonzero().flatten().tolist()
+        if not places:
+            continue
         like = [parameters[at] for at in places]
-        mine = [_flat([tensors[at] for at in places], like) for _, tensors in tree.nodes]
+        mine = [_flat([tensors[at] for at in places], like, dtype) for _, tensors in tree.nodes]
         total = _exchanged(mine, sum(tensor.numel() for tensor in like), dtype, nodes_of_ranks)
         parts = total.split([tensor.numel() for tensor in like])
         for at, part, tensor in zip(places, parts, like, strict=True):
@@ -120,10 +142,10 @@ def _sum_over_ranks(
     return sums
 
 
-def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The elements of tensors one after the other, 0 for an absent one."""
     parts = [torch.zeros_like(of) if one is None else one for one, of in zip(tensors, like, strict=True)]
-    return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0)
+    return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
 
 def _exchanged(
