@@ -3,10 +3,9 @@ order that depends on the sizes of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from torch import Tensor
 from clearhead.choices import is_invariant
 from clearhead.torch_private import differentiates_forward, transforms
 
-__all__ = ["cast_operands", "noted_casts"]
-
-_Part = TypeVar("_Part", Tensor, Tensor | None)
+__all__ = ["noted_casts", "operand_cast"]
 
 _NOTED: ContextVar[dict[int, torch.dtype] | None] = ContextVar("clearhead_noted_casts", default=None)
 
@@ -30,7 +27,7 @@ def noted_casts() -> Iterator[dict[int, torch.dtype]]:
     >>> weight = torch.nn.Parameter(torch.ones(1, 1))
     >>> from clearhead.invariance import invariant
     >>> with noted_casts() as casts, invariant(), torch.autocast("cpu", torch.bfloat16):
-    ...     operands = cast_operands([weight])
+    ...     rounded = operand_cast()(weight)
     >>> casts[id(weight)]
     torch.bfloat16
     """
@@ -42,26 +39,23 @@ def noted_casts() -> Iterator[dict[int, torch.dtype]]:
         _NOTED.reset(token)
 
 
-def cast_operands(operands: Sequence[_Part]) -> list[_Part] | None:
-    """Operands of GEMMs as autocast casts them; None where it is off or does not decide, or outside of the setting.
+def operand_cast() -> Callable[[Tensor], Tensor] | None:
+    """The cast that autocast makes of a GEMM's operand; None where it is off or does not decide, or outside of the
+    setting. A cast of float64 and of other devices' tensors returns the tensor itself.
 
-    Args:
-        operands: tensors on the CPU, or None.
-
-    Returns:
-        The operands, those in 32 and 16 bits in autocast's dtype, to be used with autocast off.
+    The operands are to be used with autocast off.
     """
     if not torch.is_autocast_enabled("cpu") or not is_invariant() or torch.compiler.is_compiling():
         return None
     if transforms() or differentiates_forward():
         return None
+    return _cast
+
+
+def _cast(operand: Tensor) -> Tensor:
+    if not operand.is_cpu or not operand.is_floating_point() or operand.dtype is torch.float64:
+        return operand
     dtype, noted = torch.get_autocast_dtype("cpu"), _NOTED.get()
-    cast: list[_Part] = []
-    for part in operands:
-        if part is None or not part.is_cpu or not part.is_floating_point() or part.dtype is torch.float64:
-            cast.append(part)
-            continue
-        if noted is not None and part.is_leaf and part.requires_grad:
-            noted[id(part)] = dtype
-        cast.append(part.to(dtype))
-    return cast
+    if noted is not None and operand.is_leaf and operand.requires_grad:
+        noted[id(operand)] = dtype
+    return operand.to(dtype)

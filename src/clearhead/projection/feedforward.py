@@ -14,7 +14,7 @@ from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
-from clearhead.projection.autocast import cast_operands
+from clearhead.projection.autocast import operand_cast
 from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
 from clearhead.shapes import Float
@@ -68,11 +68,13 @@ def project_activate_project(
     """
     layers = [*([] if gate is None else [gate]), (expand, expand_bias), (contract, contract_bias)]
     tensors = [part for layer in layers for part in layer]
-    if (cast := cast_operands([x, *tensors])) is not None:
-        x, *tensors = cast
-        opened = (tensors[0], tensors[1]) if gate is not None else None
+    if (cast := operand_cast()) is not None:
+        x, layers = cast(x), [(cast(weight), None if bias is None else cast(bias)) for weight, bias in layers]
+        opened = None if gate is None else layers[0]
         with without_autocast("cpu"):
-            return project_activate_project(x, *tensors[-4:], gate=opened, activation=activation, dropout=dropout)
+            return project_activate_project(
+                x, *layers[-2], *layers[-1], gate=opened, activation=activation, dropout=dropout
+            )
     training = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *tensors))
     levels = round(dropout * LEVELS)
     if not are_plain(x, *tensors) or x.dim() == 0 or 0 in x.shape or levels >= LEVELS:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from clearhead import choices as table
 from clearhead.backends.containment import without_autocast
 from clearhead.invariance import eager_if_invariant
-from clearhead.projection.autocast import cast_operands
+from clearhead.projection.autocast import operand_cast
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term, flat
 from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
 from clearhead.sequence_sums import TreeSum
@@ -73,9 +73,10 @@ def project(
     if path is None and torch.compiler.is_compiling() and table.is_invariant():
         return _eager(x, weight, bias)
     if path is None and not has_choice(x, weight, bias):
-        if (cast := cast_operands([x, weight, bias])) is not None:
+        if (cast := operand_cast()) is not None:
+            operands = cast(x), cast(weight), None if bias is None else cast(bias)
             with without_autocast("cpu"):
-                return project(*cast)
+                return project(*operands)
         _refuse_variant(x, weight, bias)
         return F.linear(x, weight, bias)
     if _needs_gradient(x, weight, bias):
