@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.distributed.launch import run_ranks
-from clearhead.errors import UnsupportedError
-from clearhead.sequence_sums import sum_of_sequences, tree_nodes
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.sequence_sums import sum_of_sequences
 from clearhead.train import (
     ClassifierOptions,
     LanguageOptions,
@@ -184,28 +184,62 @@ def test_refusal_is_raised_by_every_rank() -> None:
     assert first == second
 
 
-def _added(places: list[list[range]], parts: list[Tensor]) -> Tensor | None:
-    """The sum of gradients whose nodes are those of several ranks; the second parameter has one on rank 0 alone."""
-    model, rank = nn.Linear(3, 5, bias=False), dist.get_rank()
+def _added(sequences: int, parts: int, grads: list[Tensor]) -> Tensor | None:
+    """The sum of gradients over all ranks; the second parameter has one on rank 0 alone, the third has none."""
+    model, rank, ranks = nn.Linear(3, 5, bias=False), dist.get_rank(), dist.get_world_size()
     model.register_parameter("rare", nn.Parameter(torch.zeros(2)))
     model.register_parameter("unused", nn.Parameter(torch.zeros(2)))
-    with GradientSum(model) as total:
-        for node in places[rank]:
-            model.weight.grad = sum_of_sequences(torch.stack([parts[at] for at in node]))
+    total = GradientSum(model, sequences, parts=parts, rank=rank, ranks=ranks)
+    with total:
+        for node in total.nodes:
+            model.weight.grad = sum_of_sequences(torch.stack([grads[at] for at in node]))
             model.rare.grad = torch.ones(2) if rank == 0 else None
             total.add(node)
-    total.store(places)
+    total.store()
     assert model.unused.grad is None
-    assert torch.equal(model.rare.grad, torch.full((2,), float(len(places[0]))))
+    assert isinstance(model.rare.grad, Tensor)
     return model.weight.grad
 
 
-def test_nodes_of_ranks_are_added_in_the_order_of_the_tree() -> None:
-    parts = list(torch.randn(13, 5, 3, generator=torch.Generator().manual_seed(0)))
-    shares = [range(3), range(3, 10), range(10, 10), range(10, 13)]
-    places = [tree_nodes(share, 13) for share in shares]
-    expected = sum_of_sequences(torch.stack(parts))
-    assert all(torch.equal(result, expected) for result in run_ranks(_added, 4, places, parts))
+@pytest.mark.parametrize(("sequences", "parts"), [(13, 1), (13, 2), (3, 1)])
+def test_nodes_of_ranks_are_added_in_the_order_of_the_tree(sequences: int, parts: int) -> None:
+    grads = list(torch.randn(sequences, 5, 3, generator=torch.Generator().manual_seed(0)))
+    expected = sum_of_sequences(torch.stack(grads))
+    assert all(torch.equal(result, expected) for result in run_ranks(_added, 4, sequences, parts, grads))
+
+
+def _by_hand(parts: int, batch: int = 6) -> list[Tensor]:
+    """The gradients of a model with dropout and a tied weight, by a loop of a user."""
+    torch.manual_seed(0)
+    model = ch.nn.LanguageModel(20, 16, 2, 1, max_len=8, dropout=0.2)
+    ids = torch.randint(20, (batch, 8))
+    total = GradientSum(model, batch, parts=parts)
+    torch.manual_seed(5)
+    with total:
+        for rows in total.nodes:
+            with total.node(rows):
+                model(ids[rows.start : rows.stop]).square().sum().backward()
+    total.store()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_loop_of_a_user_has_the_gradients_of_one_batch() -> None:
+    with ch.invariant():
+        whole = _by_hand(1)
+        for parts in (2, 3, 4, 6):
+            assert all(map(torch.equal, whole, _by_hand(parts)))
+    assert len(whole) > 10
+
+
+def test_wrong_numbers_of_sequences_parts_and_ranks_raise() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ShapeError, match=r"^GradientSum: sequences must be a whole number of at least 1; got 0\."):
+        GradientSum(model, 0)
+    with pytest.raises(ShapeError, match=r"^GradientSum: rank must be at most 0; got 1\."):
+        GradientSum(model, 2, rank=1)
+    line = r"^GradientSum: ranks must be 1 or the 1 of the default process group; got 2\. [^\n]*$"
+    with pytest.raises(UnsupportedError, match=line):
+        GradientSum(model, 2, ranks=2)
 
 
 def test_norm_of_gradients_has_the_same_bits_for_any_number_of_threads() -> None:
@@ -224,7 +258,7 @@ def test_norm_of_gradients_has_the_same_bits_for_any_number_of_threads() -> None
 def test_each_use_of_a_tied_parameter_is_added_by_itself() -> None:
     model = ch.nn.LanguageModel(20, 16, 2, 1, max_len=8)
     tied = model.head.weight
-    total = GradientSum(model)
+    total = GradientSum(model, 2)
     with total:
         assert model.head.weight is not tied
         assert model.head.weight.data_ptr() == tied.data_ptr()

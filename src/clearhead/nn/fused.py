@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from clearhead.backends import native
 from clearhead.backends.containment import without_autocast
-from clearhead.batch_part import first_row, origin_of
+from clearhead.batch_part import origin_of, row_numbers
 from clearhead.choices import SMALL, attention_path, is_invariant, overrides
 from clearhead.dispatch import choose
 from clearhead.errors import UnsupportedError
@@ -25,6 +25,7 @@ from clearhead.masks.parts import band_of, is_padding, is_table, parts_of
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.dropout import drop
 from clearhead.nn.norm import normed, normed_by_torch, takes_norm
+from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
@@ -149,17 +150,17 @@ def fused_layers(
     if attended is None:
         return None
     tape, seeds = stack.tape.copy(), list[int]()
-    origin, row = origin_of(tokens[0].shape), first_row(tokens[0].shape)
+    with by_sequence(masks[0]):
+        origin, rows = origin_of(tokens[0].shape), row_numbers(tokens[0].shape)
     calls = iter(zip(attended, caches or (None,) * len(attended), strict=True))
     for parts in stack.layers:
         seeds = [*map(draw_seed, parts.drops)]
         for place, (attention, call) in enumerate(zip(parts.attentions, calls, strict=False)):
             _write_call(tape, attention, call[0], seeds[2 * place], call[1], angles, origin)
-        for seed in (seeds[-2], *seeds[1::2]):
-            tape.integer(seed, row)
+        tape.seeds((seeds[-2], *seeds[1::2]), rows)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
-        return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles)
+        return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles, rows)
 
     return _run(tokens, tape, recompute if training else None)
 
@@ -201,8 +202,9 @@ def of_parts(
 
     results: Sequence[NormLike | None] = parts.result_norms or [None] * len(sublayers)
     for sublayer, norm_like, last, levels in zip(sublayers, parts.norms, results, parts.drop_levels, strict=True):
-        given = sublayer(norm(x, norm_like) if parts.norm_first else x)
-        x = plus(x, levels, given if last is None else norm(given, last))
+        with by_sequence(masks[0]):
+            given = sublayer(norm(x, norm_like) if parts.norm_first else x)
+            x = plus(x, levels, given if last is None else norm(given, last))
         x = x if parts.norm_first else norm(x, norm_like)
     return x
 
@@ -447,6 +449,7 @@ def _write_call(
         tape.caches += (cache.key, cache.value)
     tape.number(attended.scale, attended.dropout)
     tape.integer(seed, attended.query_offset, *origin, 0 if cache is None else cache.dropped)
+    tape.optional(attended.options.get("token_numbers"))
     tape.mask(attended.options)
     tape.rules(attended.options)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends.containment import without_autocast
-from clearhead.batch_part import first_row
+from clearhead.batch_part import row_numbers
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.problem import draw_seed
@@ -86,14 +86,14 @@ def project_activate_project(
         return None
     if not kernels_take(kinds, x, contract, contract_bias, width=hidden):
         return None
-    seed, row, tape = draw_seed(levels), first_row(x.shape), Tape()
+    seed, rows, tape = draw_seed(levels), row_numbers(x.shape), Tape()
     tape.integer(1, 0, 0, 0, 1, len(layers))
     tape.linears(layers)
     tape.integer(ACTIVATIONS[activation].kind, levels)
-    tape.integer(seed, row)
+    tape.seeds((seed,), rows)
 
     def recompute(places: Mapping[int, Tensor], tokens: Sequence[Tensor]) -> Tensor:
-        return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, (levels, seed, row))
+        return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, (levels, seed, rows))
 
     # Sequences stay apart: gradients of parameters are sums over them.
     tokens = x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1])
@@ -106,13 +106,13 @@ def _copied(layer: Layer, places: Mapping[int, Tensor]) -> Layer:
     return places.get(id(weight), weight), None if bias is None else places.get(id(bias), bias)
 
 
-def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, drop: tuple[int, int, int]) -> Tensor:
-    """The feedforward layer by operations that autograd records; ``drop`` are levels, seed and first row."""
-    levels, seed, row = drop
+def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, drop: tuple[int, int, Tensor | int]) -> Tensor:
+    """The feedforward layer by operations that autograd records; ``drop`` are levels, seed and the rows' numbers."""
+    levels, seed, rows = drop
     first, *gated, contract = layers
     hidden = ACTIVATIONS[activation].formula(F.linear(x, *first))
     if levels:
-        hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed, None, row)
+        hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed, None, rows)
     for expand in gated:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)

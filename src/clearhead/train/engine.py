@@ -290,12 +290,13 @@ class Engine:
     def _gradients_in_order(self, batch: Batch, step: int) -> list[float]:
         """The same with gradients in the order of a tree over the sequences, in any micro-batches and processes."""
         sums = [0.0, 0.0, 0.0]
-        nodes = self._ranks.nodes(len(batch.ids), self.options.accumulate)
-        with GradientSum(self.model) as total:
-            for node in nodes[self._ranks.index]:
-                sums = list(map(float.__add__, sums, self._weigh(self._ranks.node_share(batch, node), step)))
+        ranks, parts = self._ranks, self.options.accumulate
+        total = GradientSum(self.model, len(batch.ids), parts=parts, rank=ranks.index, ranks=ranks.parts)
+        with total:
+            for node in total.nodes:
+                sums = list(map(float.__add__, sums, self._weigh(ranks.node_share(batch, node), step)))
                 total.add(node)
-        total.store(nodes if self._ranks.size > 1 else ())
+        total.store()
         return self._ranks.total(sums)
 
     def _weigh(self, share: BatchShare, step: int) -> list[float]:

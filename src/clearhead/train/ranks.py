@@ -22,7 +22,6 @@ from clearhead.choices import is_invariant
 from clearhead.distributed.layout import chunks_of, positions_of
 from clearhead.distributed.liveness import launched
 from clearhead.errors import ClearheadError, DataError, ShapeError
-from clearhead.sequence_sums import tree_nodes
 from clearhead.train.batches import Batch
 from clearhead.train.gradient_order import check_order
 from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions
@@ -189,22 +188,6 @@ class Ranks:
         for place in range(index * accumulate, (index + 1) * accumulate):
             share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
             yield self._tokens(share) if self.options.context_parallel > 1 else share
-
-    def nodes(self, rows: int, accumulate: int) -> list[list[range]]:
-        """For each part of a batch the nodes of the tree over its sequences that its shares consist of.
-
-        Args:
-            rows: number of sequences of the whole batch.
-            accumulate: number of shares of a part.
-        """
-        count = self.parts * accumulate
-
-        def of_share(place: int) -> list[range]:
-            (sequences,) = chunks_of(rows, count, place, "contiguous")
-            return tree_nodes(sequences, rows)
-
-        shares = [range(index * accumulate, (index + 1) * accumulate) for index in range(self.parts)]
-        return [[node for place in places for node in of_share(place)] for places in shares]
 
     def node_share(self, batch: Batch, node: range) -> BatchShare:
         """The sequences of a node, as a share."""
