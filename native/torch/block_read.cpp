@@ -2,6 +2,9 @@
 // have first the structure of every block, and then per block what differs between calls.
 #include "block.h"
 
+#include <stdexcept>
+#include <string>
+
 namespace clearhead::torch {
 namespace {
 
@@ -10,6 +13,12 @@ constexpr int64_t most_parts = 1 << 20;
 
 std::string words(int64_t number) { return std::to_string(number); }
 
+// Lists that do not describe the blocks are a fault of clearhead.ops.block, never of the caller: unlike a refusal, which
+// `fail` words, Python does not go on op by op.
+[[noreturn]] void malformed(const char* what) {
+  throw std::runtime_error(std::string("block: malformed description: ") + what);
+}
+
 // Iterates over the three lists.
 class Reader {
  public:
@@ -17,7 +26,7 @@ class Reader {
       : call_(call), integers_(integers), numbers_(numbers) {}
 
   int64_t integer() {
-    if (integer_ >= integers_.size()) fail(name, "integers", "describe every block", "too few", "Use clearhead.ops.block.");
+    if (integer_ >= integers_.size()) malformed("too few integers");
     return integers_[integer_++];
   }
   int64_t integer(int64_t low, int64_t high, const char* what) {
@@ -28,11 +37,11 @@ class Reader {
   }
   bool flag() { return integer(0, 1, "a flag") == 1; }
   double number() {
-    if (number_ >= numbers_.size()) fail(name, "numbers", "describe every block", "too few", "Use clearhead.ops.block.");
+    if (number_ >= numbers_.size()) malformed("too few numbers");
     return numbers_[number_++];
   }
   Slot slot() {
-    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "include those of every block", "too few", "Use clearhead.ops.block.");
+    if (tensor_ >= call_.tensors.size()) malformed("too few tensors");
     const int64_t index = static_cast<int64_t>(tensor_++);
     return {&call_.tensors[static_cast<size_t>(index)], index};
   }
@@ -40,14 +49,13 @@ class Reader {
   Slot optional_slot() { return flag() ? slot() : Slot{}; }
   Tensor optional_tensor() { return flag() ? slot().tensor->reference() : Tensor(); }
   const Tensor* cache() {
-    if (cache_ >= call_.caches.size()) fail(name, "caches", "include keys and values of each cache", "too few",
-                                            "Use clearhead.ops.block.");
+    if (cache_ >= call_.caches.size()) malformed("too few caches");
     return &call_.caches[cache_++];
   }
   void check_end() const {
     if (integer_ != integers_.size() || number_ != numbers_.size() || tensor_ != call_.tensors.size() ||
         cache_ != call_.caches.size())
-      fail(name, "integers, numbers, tensors and caches", "have no elements beyond those of the blocks", "more", "Use clearhead.ops.block.");
+      malformed("elements beyond those of the blocks");
   }
 
  private:

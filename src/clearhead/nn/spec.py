@@ -185,6 +185,12 @@ class Stack:
         """All linear layers."""
         return [layer for parts in self.layers for layer in parts.linears]
 
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a call is the same for every layer: only weights differ, nothing is dropped, and no rule is added."""
+        first, *others = map(_call_traits, self.layers)
+        return bool(others) and first is not None and all(traits == first for traits in others)
+
     def with_rules(self, rules: Sequence[ScoreRule]) -> Stack:
         """The same single layer, whose attention to its own tokens has the score rules of a call besides its own. The
         tape, which has none, is shared."""
@@ -202,6 +208,16 @@ class Stack:
         for parts in self.layers:
             parts.write(tape)
         return tape
+
+
+def _call_traits(parts: LayerParts) -> tuple[object, ...] | None:
+    """What of a layer decides what a call says of it, besides weights; None where calls differ by themselves."""
+    if any(parts.drops) or any(each.rules is not tuple for each in parts.attentions):
+        return None
+    return tuple(
+        (each.num_heads, each.num_kv_heads, each.head_dim, each.scale, each.backend, each.rotary, len(each.sources))
+        for each in parts.attentions
+    )
 
 
 def _pair(layer: Layer, change: Mapped) -> Layer:

@@ -37,6 +37,12 @@ class Tape:
         """The same lists, to which a call adds its own."""
         return Tape([*self.integers], [*self.numbers], [*self.tensors], [*self.caches])
 
+    def append_times(self, other: Tape, times: int) -> None:
+        """Append what another has, but for caches, several times."""
+        self.integers += other.integers * times
+        self.numbers += other.numbers * times
+        self.tensors += other.tensors * times
+
     def integer(self, *values: int) -> None:
         self.integers.extend(values)
 
