@@ -74,7 +74,7 @@ def dropped_at(
         x: the part.
         levels: how many of ``LEVELS`` elements are dropped on average, below ``LEVELS``.
         seed: below ``2**64``.
-        rows: as ``dropped`` takes them; int64, for each row of ``x`` its number in the whole, if there is a column.
+        rows: the rows' numbers in the whole, int64, or the first one's, from which the others are counted.
         first_column: the whole's column that is the first of ``x``.
         added: of the same shape and dtype.
 
@@ -88,6 +88,8 @@ def dropped_at(
     """
     if first_column == 0:
         return dropped(x, levels, seed, added, rows)
+    if isinstance(rows, int):
+        rows = torch.arange(rows, rows + x.shape[:-1].numel(), device=x.device)
     width, start = x.shape[-1], first_column // _COLUMNS
     groups = torch.arange(start, (first_column + width - 1) // _COLUMNS + 1, device=rows.device)
     flat, columns = x.detach().reshape(-1, width), slice(first_column - start * _COLUMNS, None)
