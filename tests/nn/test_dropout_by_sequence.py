@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.batch_part import BatchPart, batch_part, number_of, row_numbers
+from clearhead.distributed.rank_part import RankPart
 from clearhead.errors import UnsupportedError
 from clearhead.nn.dropout import Dropout
 from clearhead.ops.dropout import dropped, dropped_at
@@ -162,6 +163,16 @@ def test_rows_are_dropped_by_their_numbers(dtype: torch.dtype, width: int) -> No
     assert torch.equal(dropped(x, 20_000, 11, None, torch.arange(3, 8)), dropped(x, 20_000, 11, None, 3))
     with pytest.raises(Exception, match=r"numbers of rows must be contiguous int64 \[5\]; got"):
         dropped(x, 20_000, 11, None, numbers[:3])
+
+
+def test_rank_with_a_part_of_the_batch_draws_for_its_sequences() -> None:
+    part, x = RankPart((1, 2), (0, 1), None), torch.randn(2, 5, WIDTH)
+    numbers, column = part.tokens(x)
+    assert column == 0
+    assert torch.equal(numbers, number_of(torch.tensor([[2], [3]]), torch.arange(5)).flatten())
+    with batch_part(_part(3, 1)):
+        by_part, _ = RankPart(None, (0, 1), None).tokens(x[:1])
+    assert torch.equal(by_part, numbers[5:])
 
 
 def test_without_the_setting_rows_are_counted() -> None:

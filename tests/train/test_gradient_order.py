@@ -135,8 +135,8 @@ def test_two_ranks_train_the_weights_of_one() -> None:
 def test_ranks_train_the_weights_of_one(ranks: int) -> None:
     _check_ranks(ranks, "lm", [{}, {"accumulate": 4}, {"batch_size": 13}, {"clip": 0.01, "average": 0.9}])
     _check_ranks(ranks, "lm", [{"precision": "bf16"}, {"precision": "bf16", "accumulate": 3}])
-    _check_ranks(ranks, "classify", [{}, {"accumulate": 3, "batch_size": 14}, {"attention_dropout": 0.2}])
-    _check_ranks(ranks, "classify", [{"precision": "bf16"}])
+    _check_ranks(ranks, "classify", [{}, {"accumulate": 3, "batch_size": 14}, {"precision": "bf16"}])
+    _check_ranks(ranks, "classify", [{"attention_dropout": 0.2, "token_dropout": 0.3}])
 
 
 class _Stopped(Silent):
@@ -161,6 +161,41 @@ def test_a_run_in_micro_batches_that_was_interrupted_and_resumed(play: Path, tmp
         return load_file(tmp_path / name / "model.safetensors")
 
     assert _equal(run("whole"), run("resumed", accumulate=8))
+
+
+class _Killed(Exception):
+    """Stands for a kill of every rank."""
+
+
+def _run_of_ranks(data: str, out: str, stop_at: int, resume: bool) -> None:
+    torch.set_num_threads(1)
+    step = Engine._step
+
+    def stopping(engine: Engine, place: Any) -> Any:
+        if place.step == stop_at:
+            raise _Killed
+        return step(engine, place)
+
+    options = LanguageOptions(**OPTIONS, steps=8, checkpoint_every=1, average=0.5)
+    Engine._step = stopping  # type: ignore[method-assign]
+    try:
+        with ch.invariant():
+            train_text_language_model(data, out=out, options=options, resume=resume)
+    except _Killed:
+        return
+    finally:
+        Engine._step = step  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_run_that_resumes_on_another_number_of_ranks_has_the_weights_of_one_process(play: Path, tmp_path: Path) -> None:
+    _run_of_ranks(str(play), str(tmp_path / "whole"), -1, False)
+    out = str(tmp_path / "resumed")
+    run_ranks(_run_of_ranks, 2, str(play), out, 2, False)
+    _run_of_ranks(str(play), out, 4, True)
+    run_ranks(_run_of_ranks, 3, str(play), out, 6, True)
+    run_ranks(_run_of_ranks, 4, str(play), out, -1, True)
+    assert _equal(*(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed")))
 
 
 @pytest.mark.parametrize("axis", ["shard", "tensor_parallel", "context_parallel"])

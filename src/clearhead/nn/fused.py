@@ -30,7 +30,7 @@ from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
-from clearhead.ops.block import Recompute, Tape, run_blocks
+from clearhead.ops.block import MALFORMED, Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
@@ -243,6 +243,8 @@ def _run(tokens: Tokens, tape: Tape, recompute: Recompute | None) -> Tensor | No
     try:
         return run_blocks(tokens, tape, recompute)
     except RuntimeError as error:
+        if MALFORMED in str(error):
+            raise
         UnsupportedError.from_operator(error)
         return None
 

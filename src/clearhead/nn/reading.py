@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any, Final, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.errors import UnsupportedError
-from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of
+from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of, version_of
 
-__all__ = ["cached_reading", "is_frozen", "no_gradients_if_frozen", "set_frozen"]
+__all__ = ["cached_reading", "is_frozen", "is_packed", "no_gradients_if_frozen", "set_frozen"]
 
 Record = TypeVar("Record")
 
@@ -39,7 +39,8 @@ def cached_reading(
         read: makes the record. Where it raises AttributeError, something else stands in the place of a part: None.
         may_be_hooked: modules of the tree whose hooks and ``forward`` the caller looks at.
         views: whether the record has views of parameters. It is read again when a parameter has other storage; where
-            gradients are enabled views are part of a graph, and are made for each call.
+            gradients are enabled views are part of a graph, and are made for each call. That of a module that
+            ``is_packed`` is also read again when a parameter was written to.
 
     Raises:
         UnsupportedError: a frozen module is in training mode, or a part or a parameter of it was replaced.
@@ -55,7 +56,8 @@ def cached_reading(
     state = (_FrozenState if is_frozen(module) else _State)(module, may_be_hooked)
     if state.is_hooked():
         return None
-    viewed = [(parameter, _storage_of(parameter)) for parameter in module.parameters()] if views else []
+    contents = is_packed(module)
+    viewed = [_Viewed.of(parameter, contents) for parameter in module.parameters()] if views or contents else []
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             record = read()
@@ -66,16 +68,23 @@ def cached_reading(
     return record
 
 
-def set_frozen(modules: Iterable[nn.Module], frozen: bool) -> None:
-    """Freeze modules, whose attributes then count as constant, or end that."""
+def set_frozen(modules: Iterable[nn.Module], frozen: bool, pack: bool = False) -> None:
+    """Freeze modules, whose attributes then count as constant, and whose weights are packed; or end that."""
     for module in modules:
-        (_FROZEN.add if frozen else _FROZEN.discard)(module)
+        _FROZEN.pop(module, None)
+        if frozen:
+            _FROZEN[module] = pack
         _READINGS.pop(module, None)
 
 
 def is_frozen(module: nn.Module) -> bool:
     """Whether ``ch.freeze`` froze the module."""
     return module in _FROZEN
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether ``ch.freeze`` froze the module, with packed weights."""
+    return _FROZEN.get(module, False)
 
 
 def no_gradients_if_frozen(module: nn.Module, inputs: Iterable[object]) -> AbstractContextManager[object]:
@@ -122,7 +131,7 @@ def _refuse(must: str, got: str) -> None:
 
 
 _TRAINING: Final = itemgetter("training")
-_FROZEN: Final[WeakSet[nn.Module]] = WeakSet()
+_FROZEN: Final[WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
 
 
 class _State:
@@ -170,19 +179,47 @@ class _State:
         return [*attributes, *chain.from_iterable(map(dict.values, filter(None, self._tables)))]
 
 
+class _Viewed(NamedTuple):
+    """A parameter of which a record has a view or a copy, and what tells whether it still is one.
+
+    Attributes:
+        parameter: the parameter.
+        storage: where its elements are.
+        version: how often it had been written to; None where that does not matter.
+        alias: keeps the storage alive, so that no other tensor can be in its place.
+    """
+
+    parameter: nn.Parameter
+    storage: tuple[object, ...]
+    version: int | None
+    alias: Tensor
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, contents: bool) -> _Viewed:
+        """The parameter as it is now; with ``contents`` its elements count."""
+        version = version_of(parameter) if contents else None
+        return cls(parameter, _storage_of(parameter), version, parameter.detach())
+
+    def is_current(self) -> bool:
+        """Whether the view, or the copy, is up to date."""
+        if self.version is not None and version_of(self.parameter) != self.version:
+            return False
+        return _storage_of(self.parameter) == self.storage
+
+
 class _CachedReading(NamedTuple):
-    """A record, and all that it depends on. ``viewed`` are parameters that may have views in it, and their storage."""
+    """A record, and all that it depends on. ``viewed`` are parameters of which it has views or copies."""
 
     key: Hashable
     state: _State | _FrozenState
     record: object
-    viewed: Sequence[tuple[nn.Parameter, tuple[object, ...]]]
+    viewed: Sequence[_Viewed]
 
     def is_current(self, key: Hashable) -> bool:
         """Whether another reading would give the same."""
         if key != self.key or not self.state.holds():
             return False
-        return all(_storage_of(parameter) == storage for parameter, storage in self.viewed)
+        return all(viewed.is_current() for viewed in self.viewed)
 
 
 _READINGS: Final[WeakKeyDictionary[nn.Module, _CachedReading]] = WeakKeyDictionary()
