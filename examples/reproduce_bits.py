@@ -74,6 +74,33 @@ def swapped() -> None:
     print(ch.swap(model))
 
 
+def in_micro_batches(ids: Tensor, parts: int) -> list[Tensor]:
+    """The gradients of a model with dropout, from a batch that is computed in parts."""
+    torch.manual_seed(0)
+    model = ch.nn.LanguageModel(100, 64, num_heads=4, num_layers=2, max_len=64, dropout=0.1)
+    total = ch.train.GradientSum(model, len(ids), parts=parts)
+    torch.manual_seed(1)  # the seed of the step's dropout
+    with total:
+        for rows in total.nodes:
+            with total.node(rows):
+                batch = ids[rows.start : rows.stop]
+                logits = model(batch[:, :-1])
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+                loss.backward()
+    total.store()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def train() -> None:
+    """Micro-batches of any size have the gradients of the whole batch."""
+    ids = torch.randint(0, 100, (13, 33), generator=torch.Generator().manual_seed(2))
+    whole = in_micro_batches(ids, 1)
+    print(f"gradients of {len(ids)} sequences in micro-batches")
+    for parts, sizes in ((2, "7 and 6"), (5, "3, 3, 3, 2 and 2"), (13, "1")):
+        same = all(map(torch.equal, whole, in_micro_batches(ids, parts)))
+        print(f"  of {sizes:17} {'the same bits' if same else 'other bits'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
@@ -87,6 +114,7 @@ def main() -> None:
         generate(model, prompt, others, count)
         refuse(torch.randn(1, 2, 8, 16))
         swapped()
+        train()
         laws = ["batch", "decoding"] if count < 64 else None
         print(ch.verify_model(model, laws=laws, lengths=[40, 23, 9]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from clearhead.choices import is_invariant, overrides
 from clearhead.dispatch import BACKENDS, loaded
 from clearhead.errors import UnsupportedError
 from clearhead.integrations.report import OUTSIDE, OUTSIDE_IN_TRAINING
+from clearhead.nn.linear import Linear
 from clearhead.ops.library import library
 from clearhead.projection import project
 from clearhead.sparse import routed, top_k_attention
@@ -177,13 +179,13 @@ def _second_derivative(function: Callable[[Tensor], Tensor]) -> None:
 
 def _autocast() -> None:
     with torch.autocast("cpu"):
-        project(torch.ones(2, 3), torch.ones(4, 3))
+        project(torch.ones(2, 3, requires_grad=True), torch.ones(64, 3)).float().sum().backward()
 
 
 REFUSED: dict[str, Callable[[], object]] = {
     "float64": lambda: ch.attention(*tensors(dtype=torch.float64)),
     "float64 linear": partial(_linear, torch.float64),
-    "autocast": _autocast,
+    "backward under autocast": _autocast,
     "torch.func": lambda: torch.vmap(lambda x: project(x, torch.ones(4, 3)))(torch.ones(5, 2, 3)),
     "second derivative": partial(_second_derivative, lambda x: ch.attention(x, x, x)),
     "second derivative of a linear layer": partial(_second_derivative, lambda x: project(x, torch.ones(64, 8))),
@@ -229,6 +231,43 @@ def test_linear_layer_of_any_size_takes_the_kernels(rows: int, dtype: torch.dtyp
     if rows:
         assert torch.equal(output, torch.ops.clearhead.linear.default(x, weight, None))
     torch.testing.assert_close(output, F.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_under_autocast_have_the_bits_of_a_sequence_alone(training: bool) -> None:
+    torch.manual_seed(0)
+    block, x = ch.nn.EncoderBlock(48, 4, dropout=0.0).train(training), torch.randn(5, 77, 48)
+    with ch.invariant(), torch.set_grad_enabled(training):
+        exact = block(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = block(x)
+            for place in range(5):
+                assert torch.equal(block(x[place : place + 1])[0], whole[place])
+    assert not torch.equal(whole, exact)
+    torch.testing.assert_close(whole, exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("module", ["linear", "feedforward", "gated"])
+def test_autocast_casts_what_torch_casts(module: str) -> None:
+    """The same values and gradients as a layer in bfloat16, in the dtype of the parameters."""
+    torch.manual_seed(0)
+    gated = {"linear": None, "feedforward": False, "gated": True}[module]
+    layer = Linear(48, 32) if gated is None else ch.nn.FeedForward(48, gated=gated)
+    x = torch.randn(3, 20, 48, requires_grad=True)
+    rounded, x16 = copy.deepcopy(layer).bfloat16(), x.detach().bfloat16().requires_grad_()
+    with ch.invariant():
+        expected = rounded(x16)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = layer(x)
+        grad = torch.randn_like(expected)
+        output.backward(grad)
+        expected.backward(grad)
+    assert torch.equal(output, expected)
+    for one, other in zip((x, *layer.parameters()), (x16, *rounded.parameters()), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.dtype is torch.float32
+        assert torch.equal(one.grad, other.grad.float())
 
 
 # ---- swap -----------------------------------------------------------------------------------------------------------

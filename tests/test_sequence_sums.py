@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.sequence_sums import TreeSum, embed, sum_of_sequences
+from clearhead.sequence_sums import TreeSum, embed, sum_of_sequences, tree_nodes
 
 
 def _tree(parts: list[Tensor]) -> Tensor:
@@ -28,6 +28,23 @@ def test_sum_has_the_order_of_the_tree(count: int) -> None:
         (result,) = total.result()
         assert result is not None
         assert torch.equal(result, _tree(list(parts)))
+
+
+@pytest.mark.parametrize("count", [1, 5, 12, 16, 29])
+def test_parts_of_any_size_are_nodes_of_the_tree(count: int) -> None:
+    parts = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
+    for size in range(1, count + 1):
+        total, sequences = TreeSum(), []
+        for start in range(0, count, size):
+            for node in tree_nodes(range(start, min(start + size, count)), count):
+                total.add([sum_of_sequences(parts[node.start : node.stop])], node)
+                sequences += node
+        assert sequences == list(range(count))
+        (result,) = total.result()
+        assert result is not None
+        assert torch.equal(result, _tree(list(parts)))
+    assert tree_nodes(range(0), count) == []
+    assert len(tree_nodes(range(count), count)) == 1
 
 
 def test_an_absent_tensor_counts_as_zero() -> None:

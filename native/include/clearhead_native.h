@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 26
+#define CH_ABI 27
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -144,6 +144,9 @@ typedef struct ch_attention {
   /* Dropout draws by place: these are the places of the call's first batch entry, head and key in the whole that the call
      is a part of, and its first query is at first_key + query_offset. 0 for a whole call; never negative.  */
   int64_t first_batch, first_head, first_key;
+  /* [k_len] numbers of packed tokens, the sequence's index in the upper 32 bits and the position in it: dropout then draws
+     as in a padded batch. Only in a batch of 1 whose intervals are sequences; null for none.               */
+  const int64_t* token_numbers;
   /* Forward only: the place in its sequence of the call's first key, not 0 in a cache that dropped the keys before. The
      order of sums goes by places in the sequence, which starts at its mask's first key where it has a start.  */
   int64_t first_position;
@@ -272,7 +275,8 @@ typedef struct ch_projection {
   int32_t dropped;      /* dropout probability times CH_LEVELS, 0 to CH_LEVELS - 1; the other elements are scaled
                            by CH_LEVELS / (CH_LEVELS - dropped)                                             */
   uint64_t seed;        /* of dropout                                                                       */
-  int64_t first_row;    /* dropout's index of the first row: that in the whole that the call is a part of   */
+  int64_t first_row;    /* dropout's number of the first row: its index in the whole that the call is a part of */
+  const int64_t* row_numbers; /* [rows], dropout's number of each row in place of first_row + row; null for none */
   int64_t rows, columns;
   ch_term terms[CH_MAX_TERMS];
   const void* bias;     /* [columns] contiguous; null for none                                              */
@@ -308,6 +312,7 @@ typedef struct ch_dropout {
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
   int64_t first_row;    /* as in ch_projection                                                              */
+  const int64_t* row_numbers; /* the same                                                                   */
   int64_t rows, columns;
   const void* input;
   const void* added;    /* null for none                                                                    */
@@ -362,6 +367,7 @@ typedef struct ch_norm {
   int32_t dropped;      /* as in ch_projection                                                              */
   uint64_t seed;
   int64_t first_row;    /* as in ch_projection                                                              */
+  const int64_t* row_numbers; /* the same                                                                   */
   int64_t rows, columns; /* columns: at least 1 if there are rows                                           */
   double epsilon;       /* at least 0                                                                       */
   int32_t kind;         /* ch_norm_kind                                                                     */

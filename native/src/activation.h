@@ -61,9 +61,11 @@ CH_INLINE vf activation_of(int32_t kind, vf x, vf& slope) {
   return x;
 }
 
-// One counter word covers 2^28 groups of columns; the high bits of the group go into another word.
+// One counter word covers 2^28 groups of columns; the high bits of the group go into the word of the number's high bits.
 template <class Work> CH_INLINE PhiloxRow philox_row(const Work& w, int64_t row, int64_t group) {
-  return PhiloxRow{w.seed, w.dropped, (uint32_t)(w.first_row + row), (uint32_t)((uint64_t)group >> 28), ACTIVATIONS_WORD};
+  const uint64_t number = (uint64_t)(w.row_numbers == nullptr ? w.first_row + row : w.row_numbers[row]);
+  const uint32_t high = (uint32_t)(number >> 32) + (uint32_t)((uint64_t)group >> 28);
+  return PhiloxRow{w.seed, w.dropped, (uint32_t)number, high, ACTIVATIONS_WORD};
 }
 
 CH_INLINE float dropout_factor(int32_t dropped) { return (float)CH_LEVELS / (float)(CH_LEVELS - dropped); }

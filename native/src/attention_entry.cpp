@@ -64,7 +64,9 @@ int check_options(const ch_attention& work) {
   if (!std::isfinite(work.scale)) return CH_BAD_OPTION;
   // Written so that NaN fails.
   if (!(work.dropout >= 0.0 && work.dropout < 1.0)) return CH_BAD_OPTION;
-  return CH_OK;
+  if (work.token_numbers == nullptr) return CH_OK;
+  if (work.batch != 1 || work.pages != nullptr) return CH_BAD_OPTION;
+  return check_memory(work.token_numbers, {{{1, 0}, {1, 0}, {1, 0}}, work.k_len}, sizeof(int64_t));
 }
 
 int check_band(int64_t bound) {

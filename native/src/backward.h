@@ -918,6 +918,7 @@ template <class M, class IO> struct Backward {
     Segments segments(w, true);
     if (segments.no_memory) return CH_NO_MEMORY;
     if (segments.count > 0) return run_segments(segments);
+    if (w.token_numbers != nullptr) return CH_BAD_OPTION;
     const int code = execute(threads_for(w, operations_of(w, (double)w.batch * (double)w.q_len * (double)w.k_len)));
     clearhead::trim_scratch();
     return code;

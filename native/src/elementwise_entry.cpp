@@ -4,14 +4,6 @@
 namespace clearhead {
 namespace {
 
-// Common fields: dtype, counts, threads, and dropout.
-template <class Description> int check_common(const Description& work) {
-  if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
-  if (!is_count(work.rows) || work.columns < 0 || work.columns > max_position) return CH_BAD_SHAPE;
-  if (!countable(1, 1, work.rows, work.columns) || !is_place(work.first_row)) return CH_BAD_SHAPE;
-  return work.threads < 1 || work.threads > max_threads || !is_dropout_level(work.dropped) ? CH_BAD_OPTION : CH_OK;
-}
-
 // `count` contiguous elements.
 int check_line(const void* data, int64_t count, int64_t size, Access access = Access::read) {
   return check_memory(data, {{{1, 0}, {1, 0}, {1, 0}}, count}, size, access);
@@ -20,6 +12,15 @@ int check_line(const void* data, int64_t count, int64_t size, Access access = Ac
 // The same, or null.
 int check_optional_line(const void* data, int64_t count, int64_t size, Access access = Access::read) {
   return data == nullptr ? CH_OK : check_line(data, count, size, access);
+}
+
+// Common fields: dtype, counts, threads, and dropout.
+template <class Description> int check_common(const Description& work) {
+  if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
+  if (!is_count(work.rows) || work.columns < 0 || work.columns > max_position) return CH_BAD_SHAPE;
+  if (!countable(1, 1, work.rows, work.columns) || !is_place(work.first_row)) return CH_BAD_SHAPE;
+  CH_TRY(check_optional_line(work.row_numbers, work.rows, sizeof(int64_t)));
+  return work.threads < 1 || work.threads > max_threads || !is_dropout_level(work.dropped) ? CH_BAD_OPTION : CH_OK;
 }
 
 int check(const ch_dropout& work) {

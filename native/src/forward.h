@@ -1185,6 +1185,7 @@ template <class M, class IO> struct Forward {
     }
     if (w.batch == 0 || w.q_len == 0) return without_rows();
     if (outputs != Outputs::COLUMN_SUMS && segments.count > 0) return run_segments(segments);
+    if (outputs != Outputs::COLUMN_SUMS && w.token_numbers != nullptr) return CH_BAD_OPTION;
     Fault fault;
     double operations = 2.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
                         (double)(w.head_dim + w.value_dim);

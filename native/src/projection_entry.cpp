@@ -51,6 +51,8 @@ int check_sizes(const ch_projection& work) {
 
 int check(const ch_projection& work) {
   CH_TRY(check_sizes(work));
+  if (work.row_numbers != nullptr)
+    CH_TRY(check_memory(work.row_numbers, {{{1, 0}, {1, 0}, {1, 0}}, work.rows}, sizeof(int64_t)));
   for (int t = 0; t < work.num_terms; ++t) {
     const ch_term& term = work.terms[t];
     CH_TRY(check_matrix(work, term.left, work.rows, term.steps, term.left_row, work.left_transposed, Access::read));

@@ -138,9 +138,17 @@ class Segments {
     t.units = count * w.kv_heads;
     t.first_position = segment.missing;
     t.corner = Corner{segment.b, segment.query, segment.key};
-    t.first_batch += segment.b;
-    t.first_query += segment.query;
-    t.first_key += segment.key;
+    if (w.token_numbers != nullptr) {
+      const uint64_t key = number_at(w, segment.key), query = number_at(w, w.query_offset + segment.query);
+      t.first_batch += (int64_t)(query >> 32);
+      t.first_query = w.first_key + (int64_t)(uint32_t)query;
+      t.first_key += (int64_t)(uint32_t)key;
+      t.token_numbers = nullptr;
+    } else {
+      t.first_batch += segment.b;
+      t.first_query += segment.query;
+      t.first_key += segment.key;
+    }
     t.total_keys = segment.keys;
     if (w.pages != nullptr) read_pages(w, segment, t);
     t.drop_idle_bounds();
@@ -148,6 +156,11 @@ class Segments {
   }
 
  private:
+  // A segment without keys may lie behind the last one, and draws nothing.
+  static uint64_t number_at(const Task& w, int64_t token) {
+    return w.k_len == 0 ? 0 : (uint64_t)w.token_numbers[clip(token, 0, w.k_len - 1)];
+  }
+
   bool allocate(int64_t capacity) {
     list = (Segment*)scratch(clearhead::SLOT_SEGMENTS, (size_t)capacity * sizeof(Segment));
     no_memory = list == nullptr;

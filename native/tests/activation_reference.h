@@ -54,8 +54,25 @@ inline Activated slope_of(int kind, double sum, double error) {
 
 // Whether dropout keeps an activation.
 inline bool keeps(uint64_t seed, int dropped, int64_t row, uint64_t column) {
-  return keeps(seed, dropped, column, {static_cast<uint32_t>(row), static_cast<uint32_t>(column / 64 * 8 >> 32), UINT32_MAX});
+  const uint64_t number = static_cast<uint64_t>(row);
+  const uint32_t high = static_cast<uint32_t>(number >> 32) + static_cast<uint32_t>(column / 64 * 8 >> 32);
+  return keeps(seed, dropped, column, {static_cast<uint32_t>(number), high, UINT32_MAX});
 }
+
+// Dropout's number of a row of a call.
+template <class Work> int64_t row_number(const Work& w, int64_t row) {
+  return w.row_numbers == nullptr ? w.first_row + row : w.row_numbers[row];
+}
+
+// Numbers of a call's rows: none, or any.
+inline std::vector<int64_t> draw_row_numbers(Random& random, int64_t rows) {
+  std::vector<int64_t> numbers;
+  if (random.one_in(2)) return numbers;
+  for (int64_t row = 0; row < rows; ++row) numbers.push_back(random.uniform(0, 5) << 32 | random.uniform(0, 1000));
+  return numbers;
+}
+
+inline const int64_t* pointer_to(const std::vector<int64_t>& numbers) { return numbers.empty() ? nullptr : numbers.data(); }
 
 // Dropout's index of the first row of a call: 0, or one in a larger whole, also where 32 bits wrap around.
 inline int64_t draw_first_row(Random& random) {

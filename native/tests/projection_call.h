@@ -15,7 +15,8 @@ struct ProjectionCase {
   int activation = CH_PLAIN, gate_kind = CH_GATE_OUTPUT, dropped = 0;
   bool has_gate = false, has_slopes = false;  // sloped: with slopes written
   uint64_t seed = 0;
-  int64_t first_row = 0;  // dropout's index of row 0
+  int64_t first_row = 0;  // dropout's number of row 0
+  std::vector<int64_t> row_numbers;  // dropout's numbers of all rows, or none
   // Integers that float32 adds exactly: there is one correct answer, and no bound that could hide an error.
   bool integers = false;
   int64_t rows = 1, columns = 1;
@@ -103,7 +104,8 @@ inline EpilogueResult epilogue_result(const ProjectionCase& c, size_t row, size_
   }
   EpilogueResult epilogue_result = {activated(c.activation, sum, error), slope_of(c.activation, sum, error)};
   if (c.dropped == 0) return epilogue_result;
-  const bool keep = keeps(c.seed, c.dropped, c.first_row + static_cast<int64_t>(row), static_cast<uint64_t>(column));
+  const int64_t number = c.row_numbers.empty() ? c.first_row + static_cast<int64_t>(row) : c.row_numbers[row];
+  const bool keep = keeps(c.seed, c.dropped, number, static_cast<uint64_t>(column));
   for (Activated* one : {&epilogue_result.output, &epilogue_result.slope}) {
     const double off = one->error == 0 && c.integers ? 0 : factor * one->error + std::ldexp(std::fabs(factor * one->number), -22);
     *one = keep ? Activated{factor * one->number, off} : Activated{0, 0};
@@ -195,7 +197,7 @@ class ProjectionCall {
     const size_t size = static_cast<size_t>(size_of(c.dtype)), row_bytes = static_cast<size_t>(c.columns) * size;
     std::vector<uint8_t> part(static_cast<size_t>(rows) * row_bytes);
     ch_projection call = work;
-    call.isa = isa, call.rows = rows, call.first_row = first, call.output = part.data(), call.output_row = c.columns;
+    call.isa = isa, call.rows = rows, call.first_row = first, call.row_numbers = nullptr, call.output = part.data(), call.output_row = c.columns;
     call.terms[0].left = left[0].at(0, 0, first, 0);
     if (ch_project(&call) != CH_OK) return false;
     for (int64_t r = 0; r < rows; ++r)
@@ -258,7 +260,7 @@ class ProjectionCall {
     for (size_t t = 0; t < c.steps.size(); ++t)
       work.terms[t] = {left[t].data(), right[t].data(), left[t].stride[2], right[t].stride[2], c.steps[t]};
     work.activation = c.activation, work.dropped = c.dropped, work.gate_kind = c.gate_kind;
-    work.seed = c.seed, work.first_row = c.first_row;
+    work.seed = c.seed, work.first_row = c.first_row, work.row_numbers = pointer_to(c.row_numbers);
     work.gate = gate.data(), work.gate_row = c.has_gate ? gate.stride[2] : 0;
     work.slope = slope.data(), work.slope_row = c.has_slopes ? slope.stride[2] : 0;
     work.slope_gate = slope_gate.data(), work.slope_gate_row = c.has_gate && c.has_slopes ? slope_gate.stride[2] : 0;
@@ -320,7 +322,7 @@ inline ProjectionCase draw_projection(uint64_t number) {
   c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
   c.has_bias = random.one_in(2), c.has_row_sums = c.left_transposed && terms == 1 && !random.one_in(4);
   draw_values(random, c);
-  c.first_row = draw_first_row(random);
+  c.first_row = draw_first_row(random), c.row_numbers = draw_row_numbers(random, c.rows);
   return c;
 }
 

@@ -9,6 +9,7 @@ namespace {
 
 struct DropoutCall {
   Guarded input, added, output;
+  std::vector<int64_t> numbers;
   ch_dropout work{};
 
   DropoutCall(Random& random, int dtype, int64_t rows, int64_t columns, bool adds) {
@@ -24,6 +25,7 @@ struct DropoutCall {
     work.dropped = static_cast<int32_t>(random.uniform(0, 65535));
     work.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
     work.first_row = draw_first_row(random);
+    numbers = draw_row_numbers(random, rows), work.row_numbers = pointer_to(numbers);
     work.rows = rows, work.columns = columns, work.input = input.data(), work.added = added.data(), work.output = output.data();
     input.save_original();
     if (adds) added.save_original();
@@ -38,7 +40,7 @@ void compare(const DropoutCall& call, const std::string& name) {
   const double factor = 65536.0 / (65536 - w.dropped);
   const double unit = w.dtype == CH_FLOAT32 ? 0x1p-24 : w.dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
   for (int64_t i = 0; i < w.rows * w.columns; ++i) {
-    const bool keep = keeps(w.seed, w.dropped, w.first_row + i / w.columns, static_cast<uint64_t>(i % w.columns));
+    const bool keep = keeps(w.seed, w.dropped, row_number(w, i / w.columns), static_cast<uint64_t>(i % w.columns));
     const double input = call.input.get(0, 0, 0, i), added = w.added == nullptr ? 0 : call.added.get(0, 0, 0, i);
     const double right = (keep ? input * factor : 0) + added, got = call.output.get(0, 0, 0, i);
     // The factor, the product and the sum are rounded in float32, and the result once more to its dtype.
@@ -90,7 +92,7 @@ void contains() {
     expect(ch_drop(&call.work), CH_OK, "dropout of NaN");
     for (int64_t i = 0; i < 1000; ++i) {
       const double got = call.output.get(0, 0, 0, i);
-      const bool keep = keeps(call.work.seed, 32768, call.work.first_row, static_cast<uint64_t>(i));
+      const bool keep = keeps(call.work.seed, 32768, row_number(call.work, 0), static_cast<uint64_t>(i));
       check(keep ? !std::isfinite(got) : got == 0, "NaN or infinity is not dropped at " + std::to_string(i));
     }
   }
@@ -107,6 +109,7 @@ int bad_descriptions() {
       {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
       {"negative first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = -1; }},
       {"huge first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = INT64_MAX; }},
+      {"odd row_numbers", CH_BAD_POINTER, [](W& w) { w.row_numbers = reinterpret_cast<const int64_t*>(9); }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
       {"a negative probability", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
       {"no input", CH_BAD_POINTER, [](W& w) { w.input = nullptr; }},

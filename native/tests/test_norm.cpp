@@ -48,7 +48,7 @@ struct NormCase {
   // Whether the sum is on the grid, with no more bits than any dtype has.
   bool exact() const { return dropped == 0 || dropped == 32768 || dropped == 49152; }
   bool keeps_at(const ch_norm& work, int64_t r, int64_t x) const {
-    return keeps(work.seed, dropped, work.first_row + r, static_cast<uint64_t>(x));
+    return keeps(work.seed, dropped, row_number(work, r), static_cast<uint64_t>(x));
   }
   size_t at(int64_t r, int64_t x) const { return static_cast<size_t>(r * columns + x); }
 };
@@ -108,6 +108,7 @@ double error_from_mean(const Moments& m, double from_mean) {
 class NormCall {
  public:
   NormCase c;
+  std::vector<int64_t> numbers;  // of the rows
   ch_norm work{};
 
   NormCall(const NormCase& of, Random& random, int (*made)(const ch_norm*)) : c(of), made(made) {
@@ -115,6 +116,7 @@ class NormCall {
     work.dtype = c.dtype, work.kind = c.kind, work.dropped = c.dropped;
     work.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
     work.first_row = draw_first_row(random);
+    numbers = draw_row_numbers(random, c.rows), work.row_numbers = pointer_to(numbers);
     work.rows = c.rows, work.columns = c.columns, work.epsilon = c.epsilon;
   }
 
@@ -671,6 +673,7 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"huge columns", CH_BAD_SHAPE, [](W& w) { w.columns = INT64_MAX; }},
       {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
+      {"odd row_numbers", CH_BAD_POINTER, [](W& w) { w.row_numbers = reinterpret_cast<const int64_t*>(9); }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
       {"a negative probability", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
       {"kind", CH_BAD_OPTION, [](W& w) { w.kind = 3; }},

@@ -17,6 +17,7 @@ const std::vector<Bad<ch_projection>>& either_way() {
       {"negative terms", CH_BAD_SHAPE, [](W& w) { w.num_terms = -1; }},
       {"5 terms", CH_BAD_SHAPE, [](W& w) { w.num_terms = CH_MAX_TERMS + 1; }},
       {"negative rows", CH_BAD_SHAPE, [](W& w) { w.rows = -1; }},
+      {"odd row_numbers", CH_BAD_POINTER, [](W& w) { w.row_numbers = reinterpret_cast<const int64_t*>(9); }},
       {"negative first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = -1; }},
       {"huge first_row", CH_BAD_SHAPE, [](W& w) { w.first_row = INT64_MAX; }},
       {"lowest rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MIN; }},

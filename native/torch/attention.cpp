@@ -327,6 +327,7 @@ AttentionOptions read_options(Arguments& arguments, double scale) {
   options.first_batch = arguments.integer(), options.first_head = arguments.integer();
   options.first_key = arguments.integer();
   options.first_position = arguments.integer();
+  options.token_numbers = arguments.optional_tensor();
   return options;
 }
 
@@ -346,6 +347,7 @@ void describe_options(const char* function, ch_attention& work, const AttentionO
   work.query_offset = options.query_offset;
   work.first_batch = options.first_batch, work.first_head = options.first_head, work.first_key = options.first_key;
   work.first_position = options.first_position;
+  work.token_numbers = row_numbers_of(function, options.token_numbers, work.k_len);
   describe_mask(function, work, options.mask);
   describe_rules(function, work, options.rules);
 }

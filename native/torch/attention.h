@@ -27,6 +27,7 @@ struct AttentionOptions {
   int64_t query_offset = 0;
   int64_t first_batch = 0, first_head = 0, first_key = 0;  // places of dropout, see ch_attention
   int64_t first_position = 0;
+  Tensor token_numbers;  // [k_len], int64, contiguous; see ch_attention
   Mask mask;
   Rules rules;
 };
@@ -44,7 +45,8 @@ inline constexpr const char* attention_options_schema =
     "int? before=None, int? after=None, float dropout=0.0, int seed=0, SymInt query_offset=0, "
     "Tensor? start=None, Tensor? stop=None, Tensor? allowed=None, Tensor? blocks=None, int block_size=0, "
     "int[]? rule_kinds=None, float[]? rule_values=None, Tensor[]? rule_tables=None, Tensor? sink=None, "
-    "int first_batch=0, int first_head=0, int first_key=0, int first_position=0";
+    "int first_batch=0, int first_head=0, int first_key=0, int first_position=0, "
+    "Tensor? token_numbers=None";
 
 void attention_forward(StableIValue* stack, uint64_t, uint64_t);
 void attention_gradients(StableIValue* stack, uint64_t, uint64_t);

@@ -196,6 +196,7 @@ void read_attention_call(Reader& reader, BlockCall& call, AttentionSpec& spec, b
   options.seed = static_cast<uint64_t>(reader.integer()), options.query_offset = reader.integer();
   options.first_batch = reader.integer(), options.first_head = reader.integer();
   options.first_key = reader.integer(), options.first_position = reader.integer();
+  options.token_numbers = reader.optional_tensor();
   read_mask(reader, options.mask);
   read_rules(reader, options.rules);
   check_attention(call, spec, reads_memory);
@@ -243,16 +244,18 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
   return spec;
 }
 
-Seed read_seed(Reader& reader) {
+Seed read_seed(Reader& reader, const int64_t* row_numbers) {
   const uint64_t value = static_cast<uint64_t>(reader.integer());
-  return {value, reader.integer()};
+  return {value, reader.integer(), row_numbers};
 }
 
 void read_block_call(Reader& reader, BlockCall& call, BlockSpec& spec) {
   for (AttentionSpec& attention : spec.attentions)
     read_attention_call(reader, call, attention, call.tokens.size() > 1 && &attention == &spec.attentions.back());
-  if (spec.has_feedforward) spec.feedforward.seed = read_seed(reader);
-  for (ConnectionSpec& connection : spec.connections) connection.seed = read_seed(reader);
+  if (!spec.has_feedforward && spec.connections.empty()) return;
+  const int64_t* numbers = row_numbers_of(name, reader.optional_tensor(), call.batch * call.length);
+  if (spec.has_feedforward) spec.feedforward.seed = read_seed(reader, numbers);
+  for (ConnectionSpec& connection : spec.connections) connection.seed = read_seed(reader, numbers);
 }
 
 }  // namespace

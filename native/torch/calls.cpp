@@ -20,7 +20,7 @@ void* offset(const void* data, int64_t elements, Dtype dtype) {
 
 void set_epilogue(ch_projection& work, const Epilogue& epilogue) {
   work.activation = epilogue.activation, work.dropped = epilogue.dropped, work.seed = epilogue.seed.value;
-  work.first_row = epilogue.seed.first_row;
+  work.first_row = epilogue.seed.first_row, work.row_numbers = epilogue.seed.row_numbers;
   work.slope = epilogue.slope.data, work.slope_row = epilogue.slope.step;
   work.gate = epilogue.gate.data, work.gate_row = epilogue.gate.step;
   work.gate_kind = epilogue.gate ? epilogue.gate_kind : CH_GATE_OUTPUT;
@@ -72,6 +72,13 @@ Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias,
     layer.bias = dense->data();
   }
   return layer;
+}
+
+const int64_t* row_numbers_of(const char* function, const Tensor& numbers, int64_t rows) {
+  if (!numbers) return nullptr;
+  if (numbers.dtype() != Dtype::int64 || !numbers.is_shaped({rows}) || !numbers.contiguous())
+    fail(function, "numbers of rows", "be contiguous int64 [" + std::to_string(rows) + "]", numbers.shape(), "Pass None for a whole tensor.");
+  return numbers.as<int64_t>();
 }
 
 int64_t panel_bytes(Dtype dtype, const Linear& layer) {
@@ -169,7 +176,7 @@ void add_sequences(Dtype dtype, int64_t sequences, const ParameterGradients& res
 NormBackward part_of(Dtype dtype, const NormBackward& call, int64_t first, int64_t count) {
   NormBackward part = call;
   part.sum = call.sum.rows_from(first, count, dtype);
-  part.moments += 2 * first, part.seed.first_row += first;
+  part.moments += 2 * first, part.seed = call.seed.from(first);
   const int64_t bytes = first * call.sum.columns * size_of(dtype);
   for (const void** read : {&part.grad_output, &part.grad_output_second, &part.grad_residual})
     if (*read != nullptr) *read = static_cast<const char*>(*read) + bytes;
@@ -236,6 +243,7 @@ void norm(Dtype dtype, const Norm& norm, const NormForward& call) {
   work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight, work.bias = norm.bias;
   work.rows = call.input.rows, work.columns = call.input.columns;
   work.dropped = call.dropped, work.seed = call.seed.value, work.first_row = call.seed.first_row;
+  work.row_numbers = call.seed.row_numbers;
   work.input = call.input.data, work.added = call.added, work.sum = call.sum, work.moments = call.moments;
   work.output = call.output;
   check_kernel(ch_norm_forward(&work), "norm");
@@ -256,6 +264,7 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call, int6
   work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight;
   work.rows = call.sum.rows, work.columns = call.sum.columns;
   work.dropped = call.dropped, work.seed = call.seed.value, work.first_row = call.seed.first_row;
+  work.row_numbers = call.seed.row_numbers;
   work.sum = call.sum.data, work.moments = const_cast<float*>(call.moments);
   work.grad_output = call.grad_output, work.grad_output_second = call.grad_output_second, work.grad_residual = call.grad_residual;
   work.grad_sum = call.grad_sum, work.grad_input = call.grad_input;
@@ -266,7 +275,8 @@ void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call, int6
 void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, Seed seed, const void* added, void* output) {
   if (input.rows == 0 || input.columns == 0) return;
   ch_dropout work = describe<ch_dropout>(dtype);
-  work.dropped = dropped, work.seed = seed.value, work.first_row = seed.first_row, work.rows = input.rows, work.columns = input.columns;
+  work.dropped = dropped, work.seed = seed.value, work.first_row = seed.first_row, work.row_numbers = seed.row_numbers;
+  work.rows = input.rows, work.columns = input.columns;
   work.input = input.data, work.added = added, work.output = output;
   check_kernel(ch_drop(&work), "dropout");
 }

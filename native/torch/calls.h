@@ -36,11 +36,19 @@ Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias,
 int64_t panel_bytes(Dtype dtype, const Linear& layer);
 void pack_weight(Dtype dtype, const Linear& layer, void* panels);
 
-// The seed of a dropout, and the index of the first row, which is that in the whole that the call is a part of.
+// The seed of a dropout, and the numbers of the rows: those from `first_row` on, which is the first row's index in the
+// whole that the call is a part of, or one for each row.
 struct Seed {
   uint64_t value = 0;
   int64_t first_row = 0;
+  const int64_t* row_numbers = nullptr;
+
+  // Of the rows from `first` on.
+  Seed from(int64_t first) const { return {value, first_row + first, row_numbers == nullptr ? nullptr : row_numbers + first}; }
 };
+
+// Reads the numbers of `rows` rows; null for an undefined tensor.
+const int64_t* row_numbers_of(const char* function, const Tensor& numbers, int64_t rows);
 
 // The epilogue of a forward GEMM, besides the bias.
 struct Epilogue {

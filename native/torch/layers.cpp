@@ -224,6 +224,7 @@ void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t levels = arguments.integer();
   Seed seed;
   seed.value = static_cast<uint64_t>(arguments.integer()), seed.first_row = arguments.integer();
+  const Tensor numbers = arguments.optional_tensor();
   check_dtype("dropout_add", "x", input);
   if (levels < 0 || levels >= CH_LEVELS)
     fail("dropout_add", "levels", "be 0 to " + words(CH_LEVELS - 1), words(levels), "It is the probability times 65536.");
@@ -236,6 +237,7 @@ void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
       fail("dropout_add", "residual", "have the shape and dtype of x", residual.shape(), "Pass None for no residual.");
     residual = std::move(residual).as_contiguous();
   }
+  seed.row_numbers = row_numbers_of("dropout_add", numbers, as_rows(x).rows);
   Tensor output = empty(x.dtype(), sizes_with(x, x.size(x.dim() - 1)));
   dropout_add(x.dtype(), as_rows(x), static_cast<int32_t>(levels), seed, residual ? residual.data() : nullptr, output.data());
   Results(stack).tensor(std::move(output));

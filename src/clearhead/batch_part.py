@@ -2,7 +2,8 @@
 
 Dropout draws by place (``backends.dropout``): a weight's is its batch entry, head, query and key, an activation's its
 row and column. Where several processes share a batch, the places of a process's part start at those of its first
-sequence.
+sequence. Under ``set_invariant(True)`` the number of a row consists of the sequence's index in the batch, in its upper
+32 bits, and of the position in the sequence, so that padding and packing do not change it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["BatchPart", "batch_part", "current", "drawn_for_part", "first_row", "origin_of", "rows_of_whole"]
+from clearhead.choices import is_invariant
+from clearhead.shapes import Int
+
+__all__ = [
+    "BatchPart",
+    "batch_part",
+    "current",
+    "drawn_for_part",
+    "first_row",
+    "number_of",
+    "origin_of",
+    "packed_rows",
+    "row_numbers",
+    "rows_of_whole",
+]
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,52 @@ def first_row(shape: Sequence[int]) -> int:
     if _is_packed(part, shape):
         return part.tokens_before
     return part.first * (math.prod(shape[:-1]) // part.count)
+
+
+def number_of(sequence: Int[Tensor, "*batch"] | int, position: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+    """Dropout's number of the row of a token under ``set_invariant(True)``.
+
+    >>> number_of(2, torch.tensor([0, 5])).tolist() == [2 * 2**32, 2 * 2**32 + 5]
+    True
+    """
+    return (sequence << 32) + position
+
+
+_PACKED: ContextVar[Tensor | None] = ContextVar("clearhead_packed_rows", default=None)
+
+
+@contextmanager
+def packed_rows(numbers: Int[Tensor, " total"] | None) -> Iterator[None]:
+    """Let dropout of packed tokens ``[1, total, width]`` in a ``with`` block draw by these numbers of their rows.
+
+    Args:
+        numbers: those that ``number_of`` gives, the index of a sequence being that in the packed tokens; None for
+            tokens that are not packed.
+    """
+    token = _PACKED.set(numbers)
+    try:
+        yield
+    finally:
+        _PACKED.reset(token)
+
+
+def row_numbers(shape: Sequence[int]) -> Int[Tensor, " rows"] | int:
+    """Dropout's numbers of the rows of activations ``[*batch, len, width]``; the first one where they are consecutive.
+
+    Under ``set_invariant(True)`` activations are those of sequences, ``[batch, len, width]``, or of one sequence.
+    """
+    if not is_invariant() or len(shape) < 2 or torch.compiler.is_compiling():
+        return first_row(shape)
+    part, packed = current(), _PACKED.get()
+    first = 0 if part is None else part.first
+    if packed is not None and len(shape) == 3 and (shape[0], shape[1]) == (1, len(packed)):
+        return packed + number_of(first, torch.zeros_like(packed))
+    return _numbers(first, math.prod(shape[:-2]), shape[-2])
+
+
+@lru_cache(maxsize=64)
+def _numbers(first: int, sequences: int, length: int) -> Tensor:
+    return number_of(torch.arange(first, first + sequences)[:, None], torch.arange(length)).flatten()
 
 
 def rows_of_whole(shape: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.errors import UnsupportedError
 from clearhead.masks.base import Both, Either, Mask, Not, does_as
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.tables import Blocks, Dense
@@ -131,6 +132,11 @@ def part_of(whole: Problem, region: Region, query: Tensor, key: Tensor, value: T
         key: ``[batch, kv_heads, k_len, head_dim]`` of the part.
         value: ``[batch, kv_heads, k_len, value_dim]`` of the part.
     """
+    if whole.token_numbers is not None:
+        raise UnsupportedError.about(
+            "attention", "dropout", must="be 0 for a part of packed sequences under set_invariant(True)",
+            got=whole.dropout, then="Pad the sequences.",
+        )  # fmt: skip
     first_batch, first_head, first_key = whole.origin
     with torch.enable_grad():
         # Also in an autograd function: gradients reach parameters through views of them.

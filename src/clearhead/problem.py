@@ -15,10 +15,11 @@ from clearhead.arguments import dense, probability, real_number, repr_of, seed_o
 from clearhead.batch_part import origin_of
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
+from clearhead.masks.numbers import packed_numbers
 from clearhead.masks.parts import Parts, parts_of
 from clearhead.masks.segments import Segments, segments_of
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, as_rules
-from clearhead.shapes import Bool, Float
+from clearhead.shapes import Bool, Float, Int
 from clearhead.tensors import is_hollow
 from clearhead.traced_rules import Extent, traced_rules
 
@@ -180,6 +181,11 @@ class Problem:
         batch, head, q_pos, k_pos = indices
         first_batch, first_head, first_key = self.origin
         return batch + first_batch, head + first_head, q_pos + first_key, k_pos + first_key
+
+    @cached_property
+    def token_numbers(self) -> Int[Tensor, " k_len"] | None:
+        """The numbers of packed tokens by which dropout draws; None where it draws by the places of the call."""
+        return packed_numbers(self.mask) if self.dropout and self.batch == 1 else None
 
     @cached_property
     def mask_parts(self) -> Parts:

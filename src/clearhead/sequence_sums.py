@@ -2,8 +2,8 @@
 ``set_invariant(True)``.
 
 Neighbours are added first, 0 and 1, 2 and 3, then pairs of pairs, and so on. The order depends on the sequences' index
-alone, and an aligned power of two of sequences is a node of the tree in every batch. So micro-batches of such sizes,
-whose gradients a ``TreeSum`` adds, give the bits of the whole batch.
+alone, and an aligned power of two of sequences is a node of the tree in every batch. So parts of a batch that consist
+of nodes, whose gradients a ``TreeSum`` adds, give the bits of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from clearhead.shapes import Float, Int
 
-__all__ = ["TreeSum", "embed", "sum_of_sequences"]
+__all__ = ["TreeSum", "embed", "sum_of_sequences", "tree_nodes"]
 
 
 class TreeSum:
-    """The sum of lists of tensors, one list for each node of equal size, the last of which may be smaller.
+    """The sum of lists of tensors in tree order, from lists that are each the sum of one node's sequences.
 
     Attributes:
-        count: number of lists so far.
+        nodes: the nodes that are not yet part of a larger one: their sequences and sums, in order.
 
-    Cost: ``log2(count)`` lists in memory.
+    Cost: at most ``2 * log2(sequences)`` lists in memory.
 
     >>> total = TreeSum()
     >>> for number in (1.0, 2.0, 3.0):
@@ -35,29 +35,72 @@ class TreeSum:
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self._nodes: list[list[Tensor | None]] = []
+        self.nodes: list[tuple[range, list[Tensor | None]]] = []
 
-    def add(self, tensors: Sequence[Tensor | None]) -> None:
-        """Add the next list; None is 0."""
-        self._nodes.append(list(tensors))
-        node, self.count = self.count, self.count + 1
-        while node % 2:
+    def add(self, tensors: Sequence[Tensor | None], sequences: range | None = None) -> None:
+        """Add the sum of a node.
+
+        Args:
+            tensors: the sums; None is 0.
+            sequences: those of the node, one of ``tree_nodes``; by default the next sequence.
+        """
+        if sequences is None:
+            start = self.nodes[-1][0].stop if self.nodes else 0
+            sequences = range(start, start + 1)
+        self.nodes.append((sequences, list(tensors)))
+        while len(self.nodes) > 1 and _are_siblings(self.nodes[-2][0], self.nodes[-1][0]):
             self._combine_last()
-            node //= 2
 
     def result(self) -> list[Tensor | None]:
         """The sums; an empty list if nothing was added."""
-        while len(self._nodes) > 1:
+        while len(self.nodes) > 1:
             self._combine_last()
-        return self._nodes[0] if self._nodes else []
+        return self.nodes[0][1] if self.nodes else []
 
     def _combine_last(self) -> None:
-        last = self._nodes.pop()
-        self._nodes[-1] = [
+        after, last = self.nodes.pop()
+        before, first = self.nodes.pop()
+        sums = [
             one if other is None else other if one is None else one + other
-            for one, other in zip(self._nodes[-1], last, strict=True)
+            for one, other in zip(first, last, strict=True)
         ]
+        self.nodes.append((range(before.start, after.stop), sums))
+
+
+def tree_nodes(sequences: range, whole: int) -> list[range]:
+    """The largest nodes of the tree over ``whole`` sequences that consist of some consecutive ones, in order.
+
+    Args:
+        sequences: some of ``range(whole)``.
+        whole: number of sequences of the whole batch.
+
+    Returns:
+        Aligned powers of two of sequences, at most ``2 * log2(len(sequences))`` of them; a node at the end of the
+        batch may be smaller.
+
+    >>> tree_nodes(range(3, 6), 16)
+    [range(3, 4), range(4, 6)]
+    >>> tree_nodes(range(0, 12), 12)
+    [range(0, 12)]
+    """
+    nodes, start = [], sequences.start
+    while start < sequences.stop:
+        size = start & -start or _size(whole)
+        while min(start + size, whole) > sequences.stop:
+            size //= 2
+        nodes.append(range(start, min(start + size, whole)))
+        start += size
+    return nodes
+
+
+def _size(count: int) -> int:
+    """The power of two of sequences that a node of ``count`` sequences has in a tree with enough of them."""
+    return 1 << (count - 1).bit_length()
+
+
+def _are_siblings(first: range, second: range) -> bool:
+    size = len(first)
+    return first.stop == second.start and _size(len(second)) == size and first.start % (2 * size) == 0
 
 
 def sum_of_sequences(parts: Float[Tensor, "batch ..."]) -> Float[Tensor, "..."]:

@@ -105,6 +105,7 @@ def test_dropout_add_passes_opcheck(layout: str, dtype: torch.dtype, levels: int
     x = _x(layout, dtype)
     _check("dropout_add", x, None, levels, 7)
     _check("dropout_add", x, x.detach() + 1, levels, 7)
+    _check("dropout_add", x, None, levels, 7, 0, torch.arange(x.shape[:-1].numel()) << 31)
 
 
 @every_dtype
@@ -164,6 +165,7 @@ def _attention_call(
     tape.caches += [torch.randn(2, 1, 12, 8, dtype=dtype) for _ in range(2 * bool(cache))]
     tape.number(0.3, given.get("dropout", 0.0))
     tape.integer(7, 0, 0, 0, 0, 0)
+    tape.optional(None)
     tape.mask({name: part for name, part in given.items() if name in MASKS})
     tape.rules(given)
 
@@ -196,6 +198,7 @@ def _block(
     gated: bool = False,
     result_norm: bool = False,
     dropped: int = 0,
+    rows: Tensor | int = 0,
 ) -> Tape:
     tape = Tape()
     tape.integer(blocks)
@@ -209,8 +212,7 @@ def _block(
     for _ in range(blocks):
         for each in attentions:
             _attention_call(tape, dtype, **each)
-        for seed in (11, *[5] * (len(attentions) + 1)):
-            tape.integer(seed, 0)
+        tape.seeds((11, *[5] * (len(attentions) + 1)), rows)
     return tape
 
 
@@ -224,7 +226,7 @@ def _bare(dtype: torch.dtype = torch.float32, **attention: Any) -> Tape:
         _attention_call(tape, dtype, **attention)
     else:
         _feedforward(tape, dtype, Activation.RELU, False, 300)
-        tape.integer(11, 0)
+        tape.seeds((11,), 0)
     return tape
 
 
@@ -254,6 +256,7 @@ LEARNED: dict[str, tuple[Callable[[torch.dtype], Tape], int]] = {
     "post-norm": (lambda dtype: _block(dtype, pre_norm=False, activation=Activation.RELU), 1),
     "gated": (lambda dtype: _block(dtype, gated=True, activation=Activation.SILU, attentions=[SEPARATE]), 1),
     "dropout": (lambda dtype: _block(dtype, dropped=9000, attentions=[{"options": {"dropout": 0.2}}]), 1),
+    "dropout by numbers": (lambda dtype: _block(dtype, dropped=9000, rows=torch.arange(10) << 31), 1),
     "table": (lambda dtype: _block(dtype, attentions=[TABLE]), 1),
     "blocks of a table": (lambda dtype: _block(dtype, attentions=[BLOCKS_OF_TABLE]), 1),
     "intervals, rotary": (lambda dtype: _block(dtype, attentions=[{**RUNS, "rotary": True}]), 1),

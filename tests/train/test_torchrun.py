@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from clearhead.train import load_run
 
@@ -29,13 +31,13 @@ MINUTE = 60.0
 
 
 def _start(
-    words: Sequence[str], errors: Path, *, ranks: int = 2, launcher: Sequence[str] = ()
+    words: Sequence[str], errors: Path, *, ranks: int = 2, launcher: Sequence[str] = (), **variables: str
 ) -> subprocess.Popen[str]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *launcher,
         "-m", "clearhead", *words,
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     with errors.open("w") as stderr:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 
@@ -102,6 +104,30 @@ def test_restarted_ranks_go_on_with_the_same_numbers(rank: int, undisturbed: Pat
     assert process.returncode == 0, errors.read_text()
     assert "resumed at step" in errors.read_text()
     assert _records(out) == _records(undisturbed)
+
+
+def test_invariant_ranks_train_the_weights_of_one_process_killed_or_not(play: Path, tmp_path: Path) -> None:
+    def weights(name: str, ranks: int, *words: str, kills: bool = False) -> dict[str, Tensor]:
+        out, errors = tmp_path / name, tmp_path / f"{name}.errors"
+        given = [*LM, *words, "--data", str(play), "--out", str(out)]
+        launcher = ["--max-restarts", "1"] if kills else []
+        process = _start(given, errors, ranks=ranks, launcher=launcher, CLEARHEAD_INVARIANT="1")
+        if kills:
+            _wait_for_step(out, 12)
+            os.kill(_pid(process.pid, 1), signal.SIGKILL)
+        process.communicate(timeout=200)
+        assert process.returncode == 0, errors.read_text()
+        assert ("resumed at step" in errors.read_text()) == kills
+        return load_file(out / "model.safetensors")
+
+    expected = weights("one", 1)
+    for result in (
+        weights("two", 2),
+        weights("parts", 2, "--accumulate", "3"),
+        weights("four", 4),
+        weights("killed", 2, kills=True),
+    ):
+        assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("rank", "how"), [(rank, how) for rank in (0, 1) for how in (signal.SIGKILL, signal.SIGSTOP)])

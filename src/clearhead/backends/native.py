@@ -56,7 +56,19 @@ def _also(problem: Problem) -> list[str]:
     problem = problem.with_traced_rules
     if not all(in_memory(tensor) for rule in problem.scores for tensor in rule.tensors()):
         return [_PLAIN]
-    return [*_rule_reasons(problem), *_size_reasons(problem)]
+    return [*_rule_reasons(problem), *_size_reasons(problem), *_packing_reasons(problem)]
+
+
+def _packing_reasons(problem: Problem) -> list[str]:
+    """Dropout by sequence needs calls of the kernels in which each sequence is a segment of its own."""
+    if problem.token_numbers is None:
+        return []
+    parts = problem.mask_parts
+    tables = parts.dense is not None or parts.blocks is not None or bool(parts.rest)
+    tables = tables or any(isinstance(rule, DenseBias) for rule in problem.scores)
+    if tables or bool(problem.rule_parameters) or not parts.intervals or problem.query_offset:
+        return ["draws dropout of packed sequences without tables and learned rules (ch.set_invariant)"]
+    return []
 
 
 def _rule_reasons(problem: Problem) -> list[str]:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from clearhead.batch_part import current, first_row
+from clearhead.batch_part import current, first_row, number_of, row_numbers
+from clearhead.choices import is_invariant
 from clearhead.cut import Region, cut_mask
 from clearhead.dispatch import run
 from clearhead.distributed.layout import LayoutName, chunks_of, positions_of
@@ -172,12 +173,16 @@ class RankPart:
     def _rows(self, shape: torch.Size) -> Int[Tensor, " rows"]:
         """Numbers of the rows of ``[*batch, len, width]`` in the whole batch."""
         if self.batch is None and self.sequence is None:
-            return torch.arange(shape[:-1].numel()) + first_row(shape)
+            rows = row_numbers(shape)
+            return torch.arange(shape[:-1].numel()) + rows if isinstance(rows, int) else rows
         length = shape[-2] if len(shape) > 1 else 1
         batch = shape[:-2].numel()
         whole = length if self.sequence is None else self.sequence.whole_length(length)
         tokens = torch.arange(length) if self.sequence is None else self.sequence.positions(length)
         part = current() if self.batch is None else None
+        if is_invariant():
+            first = (0 if part is None else part.first) if self.batch is None else self.batch[0] * batch
+            return number_of(torch.arange(first, first + batch)[:, None], tokens).flatten()
         if part is not None and part.starts is not None:
             return (torch.tensor(part.starts)[:, None] + tokens).flatten()
         first = first_row(shape) // length if self.batch is None else self.batch[0] * batch

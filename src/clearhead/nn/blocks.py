@@ -24,6 +24,7 @@ from clearhead.nn.from_torch import block_like
 from clearhead.nn.fused import apply_norm, fused_layers, norm_of, of_parts, takes_parts
 from clearhead.nn.jagged import JaggedCall, takes_jagged
 from clearhead.nn.norm import new_norm
+from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.paged_step import PagedLayer
@@ -57,7 +58,14 @@ class Block(nn.Module):
     def _attending(
         self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | PagedLayer | None] = ()
     ) -> Tensor:
-        """Each attention under its mask, and the feedforward: fused where all parts are plain."""
+        """Each attention under its mask, and the feedforward."""
+        with by_sequence(masks[0]):
+            return self._through(tokens, masks, caches)
+
+    def _through(
+        self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | PagedLayer | None]
+    ) -> Tensor:
+        """The sublayers, fused where all parts are plain."""
         x, names = tokens[0], SUBLAYERS[len(tokens)]
         caches = caches or (None,) * len(masks)
         parts = [submodules_of(self)[name] for name, _ in names]

@@ -125,10 +125,11 @@ class SequenceClassifier(nn.Module):
         """
         states, counts = self.encode(ids, lengths=lengths, mask=mask)
         sequence = None if self.part is None else self.part.sequence
-        pooled = self.dropout(pool(states, counts, self.pooling, sequence))
-        # A row is a sequence of its own, over which the kernels add gradients of parameters.
-        logits: Tensor = self.classifier(pooled[:, None])[:, 0] if is_invariant() else self.classifier(pooled)
-        return logits
+        pooled = pool(states, counts, self.pooling, sequence)
+        # A row is a sequence of its own, for which the kernels draw dropout and add gradients of parameters.
+        by_sequence = is_invariant()
+        logits: Tensor = self.classifier(self.dropout(pooled[:, None] if by_sequence else pooled))
+        return logits[:, 0] if by_sequence else logits
 
     def encode(
         self, ids: Int[Tensor, "batch len"], *, lengths: Lengths = None, mask: Mask | None = None

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from clearhead.batch_part import current, first_row, rows_of_whole
+from clearhead.batch_part import current, first_row, row_numbers, rows_of_whole
 from clearhead.nn.linear import looked_at
-from clearhead.ops.dropout import LEVELS, dropped, dropped_at, takes
+from clearhead.ops.dropout import LEVELS, dropped_at, takes
 from clearhead.problem import draw_seed
 from clearhead.projection import recorded, unlooked
 from clearhead.shapes import Float, Int
@@ -116,20 +116,18 @@ def drop(
         placed: where ``x`` stands in a whole tensor.
     """
     seed = draw_seed(levels)
-    place = first_row(x.shape) if placed is None else placed(x)
+    place = (row_numbers(x.shape), 0) if placed is None else placed(x)
     if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
         output: Tensor = _Dropped.apply(x, levels, seed, residual, place)  # type: ignore[no-untyped-call]
         return output
     return _dropped(x, levels, seed, place, residual)
 
 
-#: Rows and first column of a part of a tensor, or its first row.
-_Place: TypeAlias = tuple[Tensor, int] | int
+#: Numbers of a tensor's rows, or of its first row, and its first column.
+_Place: TypeAlias = tuple[Tensor | int, int]
 
 
 def _dropped(x: Tensor, levels: int, seed: int, place: _Place, residual: Tensor | None = None) -> Tensor:
-    if isinstance(place, int):
-        return dropped(x, levels, seed, residual, place)
     return dropped_at(x, levels, seed, *place, residual)
 
 

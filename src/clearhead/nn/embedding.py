@@ -14,6 +14,7 @@ from clearhead.nn.batch_layout import BatchLayout
 from clearhead.nn.checks import positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.linear import looked_at
+from clearhead.nn.packed_rows import by_sequence
 from clearhead.positions import sinusoidal
 from clearhead.sequence_sums import embed
 from clearhead.shapes import Float, Int
@@ -129,5 +130,6 @@ def embedded(
         check_ids(function, argument, ids.new_empty(1, layout.whole_length), embedding.max_len)
     inside = layout.pack(ids)
     check_range(function, argument, inside, embedding.vocab_size)
-    x: Tensor = embedding(inside, layout.positions(ids.device) + first)
+    with by_sequence(layout.mask):
+        x: Tensor = embedding(inside, layout.positions(ids.device) + first)
     return x

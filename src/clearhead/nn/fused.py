@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.backends import native
-from clearhead.batch_part import first_row, origin_of
+from clearhead.backends.containment import without_autocast
+from clearhead.batch_part import origin_of, row_numbers
 from clearhead.choices import SMALL, attention_path, covers, is_invariant, overrides
 from clearhead.dispatch import choose
 from clearhead.errors import UnsupportedError
@@ -25,6 +26,7 @@ from clearhead.masks.parts import band_of, is_padding, is_table, parts_of
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.dropout import drop
 from clearhead.nn.norm import normed, normed_by_torch, takes_norm
+from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
@@ -149,10 +151,13 @@ def fused_layers(
     if attended is None:
         return None
     tape = stack.tape.copy()
-    seeds = _write_calls(tape, stack, attended, caches or (None,) * len(masks), angles, tokens[0].shape)
+    with by_sequence(masks[0]):
+        rows = row_numbers(tokens[0].shape)
+    places = origin_of(tokens[0].shape), rows
+    seeds = _write_calls(tape, stack, attended, caches or (None,) * len(masks), angles, places)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
-        return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles)
+        return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles, rows)
 
     return _run(tokens, tape, recompute if training else None)
 
@@ -194,8 +199,9 @@ def of_parts(
 
     results: Sequence[NormLike | None] = parts.result_norms or [None] * len(sublayers)
     for sublayer, norm_like, last, levels in zip(sublayers, parts.norms, results, parts.drop_levels, strict=True):
-        given = sublayer(norm(x, norm_like) if parts.norm_first else x)
-        x = plus(x, levels, given if last is None else norm(given, last))
+        with by_sequence(masks[0]):
+            given = sublayer(norm(x, norm_like) if parts.norm_first else x)
+            x = plus(x, levels, given if last is None else norm(given, last))
         x = x if parts.norm_first else norm(x, norm_like)
     return x
 
@@ -444,24 +450,27 @@ def _write_call(
         tape.caches += (cache.key, cache.value)
     tape.number(attended.scale, attended.dropout)
     tape.integer(seed, attended.query_offset, *origin, 0 if cache is None else cache.dropped)
+    tape.optional(attended.options.get("token_numbers"))
     tape.mask(attended.options)
     tape.rules(attended.options)
 
 
 def _write_calls(
     tape: Tape, stack: Stack, attended: Sequence[Attended], caches: Sequence[CacheView | None],
-    angles: Tensor | None, size: Sequence[int],
+    angles: Tensor | None, places: tuple[tuple[int, int, int], Tensor | int],
 ) -> list[int]:  # fmt: skip
-    """Append what differs from call to call, for each layer; the last one's seeds of dropout."""
-    origin, row, seeds = origin_of(size), first_row(size), list[int]()
+    """Append what differs from call to call, for each layer; the last one's seeds of dropout.
+
+    ``places`` are those at which dropout of attention weights begins, and the numbers of the rows of activations.
+    """
+    (origin, rows), seeds = places, list[int]()
     calls, times = iter(zip(attended, caches, strict=False)), len(caches) // len(attended)
     written = tape if times == 1 else Tape()
     for parts in stack.layers if times == 1 else stack.layers[:1]:
         seeds = [*map(draw_seed, parts.drops)]
         for place, (attention, call) in enumerate(zip(parts.attentions, calls, strict=False)):
             _write_call(written, attention, call[0], seeds[2 * place], call[1], angles, origin)
-        for seed in (seeds[-2], *seeds[1::2]):
-            written.integer(seed, row)
+        written.seeds((seeds[-2], *seeds[1::2]), rows)
     if times > 1:
         tape.append_times(written, times)
         tape.caches += [part for view in caches if view is not None for part in (view.key, view.value)]
@@ -508,5 +517,9 @@ def norm_of(norm: nn.Module, x: Tensor) -> NormLike | None:
 def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """``norm(x)``; under ``set_invariant(True)`` by the kernels, whose sums have the order of those in fused layers."""
     like = norm_of(norm, x) if is_invariant() else None
-    output: Tensor = norm(x) if like is None or not takes_norm(x, like) else normed(x, like)
-    return output
+    if like is None:
+        output: Tensor = norm(x)
+        return output
+    # Autocast does not cast a norm's input.
+    with without_autocast(x.device.type):
+        return normed(x, like) if takes_norm(x, like) else norm(x)

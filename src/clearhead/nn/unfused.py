@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native
-from clearhead.batch_part import first_row
 from clearhead.functional.exact import attention
 from clearhead.masks import Mask
 from clearhead.nn.norm import normed_by_torch
@@ -20,7 +19,7 @@ from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.positions import Rotary, rotated_by_token
 from clearhead.projection import ACTIVATIONS, project
 from clearhead.scores import ScoreRule
-from clearhead.shapes import Float
+from clearhead.shapes import Float, Int
 
 __all__ = ["Attended", "run_attention", "run_layer"]
 
@@ -103,6 +102,7 @@ def run_layer(
     tokens: Sequence[Float[Tensor, "batch _len _width"]],
     seeds: Sequence[int],
     angles: Float[Tensor, "_rows head_dim"] | None,
+    rows: Int[Tensor, " rows"] | int,
 ) -> Float[Tensor, "batch len width"]:
     """A layer: ``x + drop(sublayer(norm(x)))`` for each sublayer (pre-norm), or ``norm(x + drop(sublayer(x)))``.
 
@@ -112,6 +112,7 @@ def run_layer(
         tokens: the layer's own, and the memory where an attention reads one.
         seeds: for each sublayer that of what is dropped within it, and of its result.
         angles: as ``run_attention`` takes them.
+        rows: dropout's numbers of the rows, or the first one's.
     """
     x = tokens[0]
     for place, (norm, levels) in enumerate(zip(parts.norms, parts.drop_levels, strict=True)):
@@ -120,23 +121,23 @@ def run_layer(
             inputs = [read, *tokens[1:]] if place else [read]
             given = run_attention(parts.attentions[place], attended[place], inputs, seeds[2 * place], angles)
         else:
-            given = _feedforward(parts, read, seeds[2 * place])
-        x = x + _dropped(given, levels, seeds[2 * place + 1])
+            given = _feedforward(parts, read, seeds[2 * place], rows)
+        x = x + _dropped(given, levels, seeds[2 * place + 1], rows)
         x = x if parts.norm_first else normed_by_torch(x, norm)
     return x
 
 
-def _feedforward(parts: LayerParts, x: Tensor, seed: int) -> Tensor:
+def _feedforward(parts: LayerParts, x: Tensor, seed: int, rows: Tensor | int) -> Tensor:
     first, *gates, contract = parts.feedforward
     activated = ACTIVATIONS[parts.activation].formula(F.linear(x, *first))
-    hidden = _dropped(activated, round(parts.hidden * LEVELS), seed)
+    hidden = _dropped(activated, round(parts.hidden * LEVELS), seed, rows)
     for expand in gates:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)
 
 
-def _dropped(x: Tensor, levels: int, seed: int) -> Tensor:
+def _dropped(x: Tensor, levels: int, seed: int, rows: Tensor | int) -> Tensor:
     """Dropout as a product with a mask, which can be differentiated twice."""
     if not levels:
         return x
-    return x * dropped(torch.ones(x.shape, dtype=x.dtype), levels, seed, None, first_row(x.shape))
+    return x * dropped(torch.ones(x.shape, dtype=x.dtype), levels, seed, None, rows)

@@ -71,6 +71,8 @@ def options_of(problem: Problem) -> tuple[dict[str, Any], Tensor | None]:
         options.update(dropout=problem.dropout, seed=_signed(problem.seed))
         places = zip(("first_batch", "first_head", "first_key"), problem.origin, strict=True)
         options.update({name: place for name, place in places if place})
+        if problem.token_numbers is not None:
+            options["token_numbers"] = problem.token_numbers
     if problem.query_offset:
         options["query_offset"] = problem.query_offset
     written = _add_mask(options, problem, problem.mask_parts) if problem.mask is not None else None

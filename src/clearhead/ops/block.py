@@ -67,6 +67,12 @@ class Tape:
             self.optional(bias)
             self.optional(self.panels.get(id(weight)))
 
+    def seeds(self, seeds: Sequence[int], rows: Tensor | int) -> None:
+        """The seeds of a block's dropouts of activations, and the rows' numbers, or the first one's."""
+        self.optional(None if isinstance(rows, int) else rows)
+        for seed in seeds:
+            self.integers += (seed, rows if isinstance(rows, int) else 0)
+
     def norm(self, kind: int, epsilon: float, weight: Tensor | None, bias: Tensor | None) -> None:
         """A norm."""
         self.integers.append(kind)

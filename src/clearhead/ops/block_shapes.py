@@ -164,6 +164,7 @@ class _ListReader:
         offset = self.integer()
         for _ in ("first_batch", "first_head", "first_key", "first_position"):
             self.integer()
+        self.optional_tensor()
         before, after, table = self._mask()
         self._rules()
         offset = cached if cache == 1 else offset
@@ -203,6 +204,8 @@ class _ListReader:
     def block_call(self, block: BlockShapes) -> BlockShapes:
         attentions = [self.attention_call(one) for one in block.sublayers if isinstance(one, AttentionShapes)]
         rest = block.sublayers[len(attentions) :]
+        if rest or block.norms:
+            self.optional_tensor()
         for _ in range(len(rest) + len(block.norms)):
             self.integer(), self.integer()
         return replace(block, sublayers=(*attentions, *rest))

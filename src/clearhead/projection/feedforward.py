@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.batch_part import first_row
+from clearhead.backends.containment import without_autocast
+from clearhead.batch_part import row_numbers
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
+from clearhead.projection.autocast import operand_cast
 from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
 from clearhead.shapes import Float
@@ -66,6 +68,13 @@ def project_activate_project(
     """
     layers = [*([] if gate is None else [gate]), (expand, expand_bias), (contract, contract_bias)]
     tensors = [part for layer in layers for part in layer]
+    if (cast := operand_cast()) is not None:
+        x, layers = cast(x), [(cast(weight), None if bias is None else cast(bias)) for weight, bias in layers]
+        opened = None if gate is None else layers[0]
+        with without_autocast("cpu"):
+            return project_activate_project(
+                x, *layers[-2], *layers[-1], gate=opened, activation=activation, dropout=dropout
+            )
     training = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *tensors))
     levels = round(dropout * LEVELS)
     if not are_plain(x, *tensors) or x.dim() == 0 or 0 in x.shape or levels >= LEVELS:
@@ -77,14 +86,14 @@ def project_activate_project(
         return None
     if not kernels_take(kinds, x, contract, contract_bias, width=hidden):
         return None
-    seed, row, tape = draw_seed(levels), first_row(x.shape), Tape()
+    seed, rows, tape = draw_seed(levels), row_numbers(x.shape), Tape()
     tape.integer(1, 0, 0, 0, 1, len(layers))
     tape.linears(layers)
     tape.integer(ACTIVATIONS[activation].kind, levels)
-    tape.integer(seed, row)
+    tape.seeds((seed,), rows)
 
     def recompute(places: Mapping[int, Tensor], tokens: Sequence[Tensor]) -> Tensor:
-        return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, (levels, seed, row))
+        return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, (levels, seed, rows))
 
     # Sequences stay apart: gradients of parameters are sums over them.
     tokens = x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1])
@@ -97,13 +106,13 @@ def _copied(layer: Layer, places: Mapping[int, Tensor]) -> Layer:
     return places.get(id(weight), weight), None if bias is None else places.get(id(bias), bias)
 
 
-def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, drop: tuple[int, int, int]) -> Tensor:
-    """The feedforward layer by operations that autograd records; ``drop`` are levels, seed and first row."""
-    levels, seed, row = drop
+def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, drop: tuple[int, int, Tensor | int]) -> Tensor:
+    """The feedforward layer by operations that autograd records; ``drop`` are levels, seed and the rows' numbers."""
+    levels, seed, rows = drop
     first, *gated, contract = layers
     hidden = ACTIVATIONS[activation].formula(F.linear(x, *first))
     if levels:
-        hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed, None, row)
+        hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed, None, rows)
     for expand in gated:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead import choices as table
-from clearhead.errors import UnsupportedError
+from clearhead.backends.containment import without_autocast
 from clearhead.invariance import eager_if_invariant
+from clearhead.projection.autocast import operand_cast
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term, flat
 from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
 from clearhead.sequence_sums import TreeSum
@@ -45,6 +46,7 @@ def project(
 
     In invariant mode (``clearhead.set_invariant``) the kernels compute every call on float32, bfloat16 and float16 CPU
     tensors: each output row, and each row of the gradient of ``x``, has the same bits alone and among any other rows.
+    Autocast casts the operands to its dtype first.
     ``torch.compile`` then leaves the call out of its graph, and raises with ``fullgraph=True``.
 
     Args:
@@ -58,8 +60,8 @@ def project(
 
     Raises:
         UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available; or, in invariant mode,
-            autocast or a transform of ``torch.func`` is active, a path other than the kernels' is named, or the kernels
-            are not installed.
+            a transform of ``torch.func`` is active, a path other than the kernels' is named, or the kernels are not
+            installed.
 
     Cost: ``2 * rows * in * out`` operations, three times that with backward.
 
@@ -71,6 +73,10 @@ def project(
     if path is None and torch.compiler.is_compiling() and table.is_invariant():
         return _eager(x, weight, bias)
     if path is None and not has_choice(x, weight, bias):
+        if (cast := operand_cast()) is not None:
+            operands = cast(x), cast(weight), None if bias is None else cast(bias)
+            with without_autocast("cpu"):
+                return project(*operands)
         _refuse_variant(x, weight, bias)
         return F.linear(x, weight, bias)
     if _needs_gradient(x, weight, bias):
@@ -130,7 +136,7 @@ def _refuse_variant(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if torch.compiler.is_compiling() or traces():
         got = "a graph that is traced"
     elif watched():
-        got = "a call under autocast, a transform of torch.func or a dispatch mode"
+        got = "a call under a transform of torch.func or a dispatch mode"
     elif x.dim() > 0 and all(map(_plain, parts)):
         return
     else:
@@ -165,8 +171,8 @@ class _Projections(torch.autograd.Function):
             table.refuse_if_invariant(
                 "backward",
                 "the gradient",
-                got="a differentiable or batched one",
-                then="Use ch.invariant(False).",
+                got="a differentiable or batched one, or backward under autocast",
+                then="Call backward outside of autocast, or use ch.invariant(False).",
             )
             path = TORCH
         layer_grads: list[Tensor | None] = []
@@ -259,10 +265,9 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if not watched():
         return True
-    if table.is_invariant():
-        must, then = "be off in invariant mode", "Leave them, or call clearhead.set_invariant(False)."
-        got = "autocast" if torch.is_autocast_enabled("cpu") else "a transform"
-        raise UnsupportedError.about("project", "autocast and transforms of torch.func", must=must, got=got, then=then)
+    if transforms() or differentiates_forward():
+        then = "Leave it, or call clearhead.set_invariant(False)."
+        table.refuse_if_invariant("project", "x", got="a transform of torch.func", then=then)
     return False
 
 

@@ -3,6 +3,7 @@
 from clearhead.train.batches import Batch, Sequences, split
 from clearhead.train.classify import Trained, train_classifier, train_text_classifier
 from clearhead.train.engine import Engine, Outcome, Task, Weighed
+from clearhead.train.gradient_order import GradientSum
 from clearhead.train.language import train_language_model, train_text_language_model
 from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions, TrainingOptions
 from clearhead.train.progress import Silent, watcher_for
@@ -12,6 +13,7 @@ __all__ = [
     "Batch",
     "ClassifierOptions",
     "Engine",
+    "GradientSum",
     "LanguageOptions",
     "Outcome",
     "ParallelOptions",

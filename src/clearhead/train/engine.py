@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -208,7 +208,7 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = Ranks() if ranks is None else ranks
-        check_order(function, options, self._ranks.size)
+        check_order(function, self._ranks.options)
         self.task, self.options, self._function = task, options, function
         self.model = self._ranks.parallelized(model)
         self.keeper: Keeper = InMemory() if keeper is None else keeper
@@ -275,33 +275,39 @@ class Engine:
 
     def _gradients(self, batch: Batch, step: int) -> list[float]:
         """Add up the gradients of the summed loss; that loss, and the numbers of correct and of counted targets."""
+        if is_invariant():
+            return self._gradients_in_order(batch, step)
         sums = [0.0, 0.0, 0.0]
         count = self.options.accumulate
-        ordered = GradientSum(self.model) if is_invariant() else None
-        with ordered or nullcontext():
-            for place, share in enumerate(self._ranks.shares(batch, count)):
-                if count > 1 and self._ranks.size > 1:
-                    sync_gradients(self.model, place + 1 == count)
-                weighed, counted = self._weigh(share, step)
-                if ordered is not None:
-                    ordered.add(share.counts)
-                if share.counts:
-                    sums[0] += weighed.loss.item() * counted
-                    sums[1] += float(weighed.correct)
-                    sums[2] += counted
-        if ordered is not None:
-            ordered.store()
+        for place, share in enumerate(self._ranks.shares(batch, count)):
+            if count > 1 and self._ranks.size > 1:
+                sync_gradients(self.model, place + 1 == count)
+            weighed = self._weigh(share, step)
+            if share.counts:
+                sums = list(map(float.__add__, sums, weighed))
         return self._ranks.total(sums)
 
-    def _weigh(self, share: BatchShare, step: int) -> tuple[Weighed, int]:
-        """One share's loss, whose gradients are left in the parameters, and the number of its counted targets."""
+    def _gradients_in_order(self, batch: Batch, step: int) -> list[float]:
+        """The same with gradients in the order of a tree over the sequences, in any micro-batches and processes."""
+        sums = [0.0, 0.0, 0.0]
+        ranks, parts = self._ranks, self.options.accumulate
+        total = GradientSum(self.model, len(batch.ids), parts=parts, rank=ranks.index, ranks=ranks.parts)
+        with total:
+            for node in total.nodes:
+                sums = list(map(float.__add__, sums, self._weigh(ranks.node_share(batch, node), step)))
+                total.add(node)
+        total.store()
+        return self._ranks.total(sums)
+
+    def _weigh(self, share: BatchShare, step: int) -> list[float]:
+        """One share's summed loss, whose gradients are left in the parameters, and the numbers of its targets."""
         with seeded(self.options.seed, step), batch_part(share.part):
             with self._precision():
                 weighed = self.task.weigh(self.model, share.batch.to(self._device))
             counted = weighed.counted if share.counts else 0
             # Gradients of means would have the wrong weights where shares have different numbers of targets.
             (weighed.loss * counted).backward()
-        return weighed, counted
+        return [weighed.loss.item() * weighed.counted, float(weighed.correct), float(weighed.counted)]
 
     def _precision(self) -> torch.autocast:
         wanted = self.options.precision == "bf16"

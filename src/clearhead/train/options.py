@@ -113,7 +113,7 @@ class TrainingOptions:
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
         accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory. Under
-            ``clearhead.set_invariant(True)`` parts of a power of two of sequences train the weights of one batch.
+            ``clearhead.set_invariant(True)`` any number of parts trains the weights of one batch.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
@@ -231,7 +231,7 @@ class ClassifierOptions(_ModelOptions):
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
         accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory. Under
-            ``clearhead.set_invariant(True)`` parts of a power of two of sequences train the weights of one batch.
+            ``clearhead.set_invariant(True)`` any number of parts trains the weights of one batch.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.
@@ -303,7 +303,7 @@ class LanguageOptions(_ModelOptions):
         beta2: the second moment's decay in AdamW.
         clip: the largest gradient norm.
         accumulate: number of parts of a batch, one after the other, whose gradients are summed; saves memory. Under
-            ``clearhead.set_invariant(True)`` parts of a power of two of sequences train the weights of one batch.
+            ``clearhead.set_invariant(True)`` any number of parts trains the weights of one batch.
         average: decay of the moving average of weights; 0 for none.
         patience: number of evaluations without improvement before early stopping.
         checkpoint_every: number of steps between checkpoints, besides one at each evaluation.

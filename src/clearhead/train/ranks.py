@@ -23,7 +23,7 @@ from clearhead.distributed.layout import chunks_of, positions_of
 from clearhead.distributed.liveness import launched
 from clearhead.errors import ClearheadError, DataError, ShapeError
 from clearhead.train.batches import Batch
-from clearhead.train.gradient_order import check_order, rows_of_share
+from clearhead.train.gradient_order import check_order
 from clearhead.train.options import ClassifierOptions, LanguageOptions, ParallelOptions
 from clearhead.train.progress import ProgressReporter, Silent
 
@@ -93,9 +93,14 @@ class Ranks:
         return self.options.data_parallel * self.options.shard if self.size > 1 else 1
 
     @property
+    def index(self) -> int:
+        """Which part of a batch this process computes."""
+        return 0 if self._axes is None else self._axes.batch_part[0]
+
+    @property
     def mean_over(self) -> int:
-        """Over how many processes the gradients are averaged."""
-        return 1 if self._axes is None else self._axes.copies
+        """Over how many processes a backward pass averages the gradients."""
+        return 1 if self._axes is None or is_invariant() else self._axes.copies
 
     def check(self, function: str, options: LanguageOptions | ClassifierOptions, length: int) -> None:
         """Raise an error for options that this number of processes cannot train with.
@@ -105,7 +110,7 @@ class Ranks:
             options: those of the model and of training.
             length: the longest sequence in tokens.
         """
-        check_order(function, options, self.size)
+        check_order(function, self.options)
         degrees, parts = self.options, self.parts * options.accumulate
         hidden = options.feedforward_dim or 4 * options.embed_dim
         rules: list[tuple[bool, str, str, object]] = [
@@ -147,8 +152,15 @@ class Ranks:
                 )
 
     def parallelized(self, model: nn.Module) -> nn.Module:
-        """The model on the mesh; itself for one process."""
+        """The model on the mesh; itself for one process.
+
+        Under ``set_invariant(True)`` every process has a whole model, whose gradients ``GradientSum`` adds.
+        """
         if self._axes is None:
+            return model
+        if is_invariant():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), 0)
             return model
         from clearhead.distributed.parallel import parallelize
 
@@ -172,13 +184,14 @@ class Ranks:
         if count == 1 and self.options.context_parallel == 1:
             yield BatchShare(batch, None)
             return
-        index = 0 if self._axes is None else self._axes.batch_part[0]
+        index = self.index
         for place in range(index * accumulate, (index + 1) * accumulate):
-            if is_invariant():
-                share = _share(batch, rows_of_share(len(batch.ids), count, place))
-            else:
-                share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
+            share = _share(batch, *chunks_of(len(batch.ids), count, place, "contiguous"))
             yield self._tokens(share) if self.options.context_parallel > 1 else share
+
+    def node_share(self, batch: Batch, node: range) -> BatchShare:
+        """The sequences of a node, as a share."""
+        return BatchShare(batch, None) if len(node) == len(batch.ids) else _share(batch, node)
 
     def _tokens(self, share: BatchShare) -> BatchShare:
         """This process's tokens of each sequence, and their targets; ``lengths`` stay those of whole sequences."""
