@@ -33,6 +33,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.distributed import AttentionSizes, Machine, measure_machine, plan_attention, simulate, traffic
 from clearhead.distributed.launch import LocalRanks
+from clearhead.garbage_collector import collector_off
 from clearhead.masks import Mask
 
 METHODS: Final = ("gather", "ring", "heads")
@@ -82,12 +83,12 @@ def on_rank(case: Case) -> tuple[float, float, int, int]:
     *inputs, grad = case.parts()
     mask = case.whole_mask
     plan_attention(mask, case.length, ranks=dist.get_world_size(), layout=case.layout)  # type: ignore[arg-type]
-    with traffic() as forward_sent:
+    with collector_off(), traffic() as forward_sent:
         dist.barrier()
         start = time.perf_counter()
         output = ch.distributed.attention(*inputs, mask=mask, layout=case.layout, method=case.method)  # type: ignore[arg-type]
         forward = time.perf_counter() - start
-    with traffic() as backward_sent:
+    with collector_off(), traffic() as backward_sent:
         dist.barrier()
         start = time.perf_counter()
         torch.autograd.grad(output, inputs, grad)
@@ -99,11 +100,12 @@ def in_one_process(case: Case) -> tuple[float, float, int, int]:
     """The same of the whole call in this process."""
     *inputs, grad = case.tensors()
     leaves = [tensor.requires_grad_() for tensor in inputs]
-    start = time.perf_counter()
-    output = ch.attention(*leaves, mask=case.whole_mask)
-    forward = time.perf_counter() - start
-    torch.autograd.grad(output, leaves, grad)
-    return forward, time.perf_counter() - start - forward, 0, 0
+    with collector_off():
+        start = time.perf_counter()
+        output = ch.attention(*leaves, mask=case.whole_mask)
+        forward = time.perf_counter() - start
+        torch.autograd.grad(output, leaves, grad)
+        return forward, time.perf_counter() - start - forward, 0, 0
 
 
 def slowest(local: LocalRanks, case: Case) -> tuple[float, float, int, int]:
@@ -156,13 +158,18 @@ def beside_simulator(ranks: int, length: int, rounds: int) -> Iterator[float]:
             for case in cases if mask == MASKS[0] else cases[:1]:
                 # The ranks' memory and connections grow in the first calls.
                 slowest(local, case)
-            machine = local.run(figures, sizes, length, mask)[0]
-            times = {case: [slowest(local, case) for _ in range(rounds)] for case in cases}
-            print(f"\n{ranks} ranks, 1x12x{length}x64 {mask}: {described(machine)}")
+            machines, times = [], {case: [] for case in cases}
+            for _ in range(rounds):
+                machines.append(local.run(figures, sizes, length, mask)[0])
+                for case in cases:
+                    times[case].append(slowest(local, case))
+            print(f"\n{ranks} ranks, 1x12x{length}x64 {mask}")
+            for machine in machines:
+                print(described(machine))
             print(f"{'layout':<12}{'method':<8}{'pass':<10}{'measured ms':>12}{'simulated ms':>13}", end="")
             print(f"{'ratio':>7}{'idle':>6}{'MiB sent':>10}{'simulated':>10}")
             for case, every in times.items():
-                yield from compare(case, ranks, sizes, machine, every)
+                yield from compare(case, ranks, sizes, machines, every)
 
 
 def described(machine: Machine) -> str:
@@ -179,20 +186,26 @@ def described(machine: Machine) -> str:
 
 
 def compare(
-    case: Case, ranks: int, sizes: AttentionSizes, machine: Machine, times: list[tuple[float, float, int, int]]
+    case: Case,
+    ranks: int,
+    sizes: AttentionSizes,
+    machines: list[Machine],
+    times: list[tuple[float, float, int, int]],
 ) -> Iterator[float]:
-    """Print a line for each pass, and yield simulated over measured time."""
+    """Print a line for each pass, and yield the median over rounds of simulated over measured time."""
     plan = plan_attention(case.whole_mask, case.length, ranks=ranks, layout=case.layout)  # type: ignore[arg-type]
-    simulated = simulate(plan, sizes, machine, method=case.method)  # type: ignore[arg-type]
+    simulated = [simulate(plan, sizes, machine, method=case.method) for machine in machines]  # type: ignore[arg-type]
     for place, name in enumerate(("forward", "backward")):
-        part = getattr(simulated, name)
-        took, sent = statistics.median(one[place] for one in times), times[0][place + 2]
+        parts = [getattr(one, name) for one in simulated]
+        took = [one[place] for one in times]
+        ratio = statistics.median(part.seconds / seconds for part, seconds in zip(parts, took, strict=True))
         print(
-            f"{case.layout:<12}{case.method:<8}{name:<10}{1e3 * took:>12.2f}{1e3 * part.seconds:>13.2f}"
-            f"{part.seconds / took:>7.2f}{100 * part.idle:>5.0f}%{sent / 2**20:>10.2f}"
-            f"{float(part.sent.amax()) / 2**20:>10.2f}"
+            f"{case.layout:<12}{case.method:<8}{name:<10}{1e3 * statistics.median(took):>12.2f}"
+            f"{1e3 * statistics.median(part.seconds for part in parts):>13.2f}"
+            f"{ratio:>7.2f}{100 * statistics.median(part.idle for part in parts):>5.0f}%"
+            f"{times[0][place + 2] / 2**20:>10.2f}{float(parts[0].sent.amax()) / 2**20:>10.2f}"
         )
-        yield part.seconds / took
+        yield ratio
 
 
 def check(run: Callable[[int, int, int], Iterator[float]], counts: list[int], length: int, rounds: int) -> None:

@@ -23,6 +23,7 @@ from clearhead.distributed.layout import finish
 from clearhead.distributed.machine import AttentionSizes, Link, Machine
 from clearhead.distributed.plan import check_mask, plan_attention
 from clearhead.errors import UnsupportedError
+from clearhead.garbage_collector import collector_off
 from clearhead.masks.base import Mask
 from clearhead.problem import Problem
 from clearhead.statistics import Want
@@ -141,12 +142,13 @@ class _Probes:
     def _seconds(self, call: Callable[[], Any], *, everywhere: bool = False, times: int | None = None) -> float:
         """The median of the slowest rank's seconds for a call that all ranks begin together; the first one warms up."""
         seconds = []
-        for _ in range((times or self.repeats) + 1):
-            dist.barrier(group=self.exchange.group)
-            begin = time.perf_counter()
-            if everywhere or self._computes:
-                call()
-            seconds.append(time.perf_counter() - begin)
+        with collector_off():
+            for _ in range((times or self.repeats) + 1):
+                dist.barrier(group=self.exchange.group)
+                begin = time.perf_counter()
+                if everywhere or self._computes:
+                    call()
+                seconds.append(time.perf_counter() - begin)
         every = self.exchange.numbers([int(1e9 * one) for one in seconds[1:]])
         slowest: list[int] = [max(one) for one in zip(*every, strict=True)]
         return 1e-9 * max(1.0, statistics.median(slowest))
@@ -167,7 +169,9 @@ class _Probes:
         results: list[Tensor] = []
 
         def forward() -> None:
-            results[:] = [run(_FUNCTION, problem, Want()).output]
+            # The next result takes the memory of the one before; new memory is a figure of its own.
+            results.clear()
+            results.append(run(_FUNCTION, problem, Want()).output)
 
         def backward() -> None:
             torch.autograd.grad(results[0], leaves, grad, retain_graph=True)
