@@ -158,7 +158,8 @@ def beside_simulator(ranks: int, length: int, rounds: int) -> Iterator[float]:
             for case in cases if mask == MASKS[0] else cases[:1]:
                 # The ranks' memory and connections grow in the first calls.
                 slowest(local, case)
-            machines, times = [], {case: [] for case in cases}
+            machines: list[Machine] = []
+            times: dict[Case, list[tuple[float, float, int, int]]] = {case: [] for case in cases}
             for _ in range(rounds):
                 machines.append(local.run(figures, sizes, length, mask)[0])
                 for case in cases:
@@ -176,10 +177,12 @@ def described(machine: Machine) -> str:
     """The figures in one line."""
     flops = [machine.flops, machine.backward_flops or 0.0, machine.split_flops or 0.0]
     rates = [machine.memory or 0.0, machine.fresh or 0.0, machine.link.bandwidth]
+    parts = [machine.row, machine.key]
     fixed = [machine.start, machine.call, machine.backward_call or 0.0, machine.link.latency]
     return (
         f"GFLOP/s {' / '.join(f'{1e-9 * one:.0f}' for one in flops)} forward / backward / split, "
         f"GB/s {' / '.join(f'{1e-9 * one:.2f}' for one in rates)} memory / new memory / link, "
+        f"ns {' / '.join(f'{1e9 * one:.0f}' for one in parts)} query / key, "
         f"us {' / '.join(f'{1e6 * one:.0f}' for one in fixed)} start / call / backward call / message, "
         f"overlap {machine.overlap:.2f}"
     )
