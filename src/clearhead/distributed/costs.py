@@ -135,14 +135,13 @@ class GatherCosts(_Counts):
         rows = self.tokens * self.queries
         # Queries in whole blocks, the output of each chunk, and that in float32 if the tensors are not.
         written = 2 * rows * self._in_blocks + 2 * rows + self.cast * 2 * self.tokens * self.outputs
-        moved = self._joined(self.plan.tokens, self.keys, self.plan.layout.length) + written
+        joined, given = self._key_spans
+        moved = self._joined(self.plan.tokens, self.keys, joined) + written
         pairs = self.plan.work.sum(dim=1).double() * self._block_share
         before = RankWork(moved=self._cut(self.plan.tokens, self.keys))
-        # Each chunk's call is given all keys.
-        given = self.chunks * self.plan.layout.length
         rows_of_blocks = self.tokens * self._block_share
         after = RankWork(
-            "forward", pairs, self.chunks, rows=rows_of_blocks, keys=given, moved=moved, fresh=self._new_keys
+            "forward", pairs, self.chunks, rows=rows_of_blocks, keys=given, moved=moved, fresh=joined * self.keys
         )
         return before, after
 
@@ -169,7 +168,7 @@ class GatherCosts(_Counts):
 
     @property
     def _new_keys(self) -> Float[Tensor, " ranks"]:
-        """Bytes of new memory for keys and values: an allocation for all tokens is not kept for the next pass."""
+        """Bytes of new memory for all keys and values: such an allocation is not kept for the next pass."""
         return torch.full_like(self.tokens, self.plan.layout.length * self.keys)
 
     @property
@@ -192,6 +191,14 @@ class GatherCosts(_Counts):
             ]
             shares.append(sum(uneven) / max(1, sum(map(len, chunks))))
         return torch.tensor(shares, dtype=torch.float64)
+
+    @property
+    def _key_spans(self) -> tuple[Float[Tensor, " ranks"], Float[Tensor, " ranks"]]:
+        """Keys of the joined spans that a rank's chunks of queries read forward, and keys of all chunks' calls."""
+        every = [[self.plan.keys_of(chunk) for chunk in chunks if len(chunk)] for chunks in self.plan.layout.chunks]
+        joined = [sum(map(len, joined_ranges(spans))) for spans in every]
+        given = [sum(map(len, spans)) for spans in every]
+        return torch.tensor(joined, dtype=torch.float64), torch.tensor(given, dtype=torch.float64)
 
     @property
     def _spans(self) -> Float[Tensor, " ranks"]:
