@@ -2,7 +2,8 @@
 
     python benchmarks/distributed_attention.py                beside one process: 1x12x8192x64, causal, zigzag
     python benchmarks/distributed_attention.py --simulate     beside the simulator: 2 and 4 ranks, all methods and masks
-    python benchmarks/distributed_attention.py --quick        a small size, to see that it runs; also with --simulate
+    python benchmarks/distributed_attention.py --exchange     what a ring of 8 ranks sends and keeps
+    python benchmarks/distributed_attention.py --quick        a small size, to see that it runs; also with the others
 
 A figure is the median over rounds, and a sharded pass takes as long as its slowest rank.
 
@@ -12,7 +13,12 @@ process over that of the ranks, so 1.00 is as fast. Bytes are what a rank sends 
 With --simulate, the ranks measure the figures of the machine by ch.distributed.measure_machine (FLOP/s of attention in
 one process with this mask, bandwidth and latency of messages, copies in memory, fixed costs of calls), from which
 ch.distributed.simulate computes the time of each method and layout. The ratio is simulated over measured: the model
-holds where it is from 0.80 to 1.20. Takes about three minutes on two idle processors; close other programs.
+holds where it is from 0.80 to 1.20. Rounds alternate between the figures and the calls, and the ratio is the
+median over rounds. Takes about five minutes on two idle processors; close other programs.
+
+With --exchange, bytes are of a forward pass of all ranks: what they send, the keys and values that queries of other
+ranks may attend to, and the full exchange, in which each rank receives all. A rank keeps its own keys and values and at
+most as many of other ranks: what is computed with, what arrives and what is sent.
 """
 
 from __future__ import annotations
@@ -22,16 +28,17 @@ import os
 import platform
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.distributed import AttentionSizes, Machine, measure_machine, plan_attention, simulate, traffic
+from clearhead.distributed import AttentionSizes, Machine, measure_machine, plan_attention, ring, simulate, traffic
 from clearhead.distributed.launch import LocalRanks
 from clearhead.garbage_collector import collector_off
 from clearhead.masks import Mask
@@ -74,8 +81,9 @@ class Case:
 
 
 def mask_of(name: str, length: int) -> Mask | None:
-    """A mask by its name; the window is a 16th of the sequence."""
-    return {"full": None, "causal": ch.Causal(), "window": ch.Causal() & ch.Window(length // 16 - 1)}[name]
+    """A mask by its name; ``"window"`` is a 16th of the sequence."""
+    windows = {"window": length // 16 - 1, "window 255": 255}
+    return ch.Causal() & ch.Window(windows[name]) if name in windows else {"full": None, "causal": ch.Causal()}[name]
 
 
 def on_rank(case: Case) -> tuple[float, float, int, int]:
@@ -142,6 +150,65 @@ def show(call: str, times: dict[str, list[tuple[float, float, int, int]]]) -> No
             f"{call:<22} {name:<12} {1e3 * forward:11.1f} {1e3 * both:9.1f} {ratios[0]:8.2f} {ratios[1]:6.2f} "
             f"{sent / 2**20:9.1f}"
         )
+
+
+class Alive:
+    """Bytes of tensors that are alive, and the most so far."""
+
+    def __init__(self) -> None:
+        self.bytes = self.most = 0
+
+    def counted(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function that makes tensors, whose results count unless they are its first argument."""
+
+        def made(tensor: Tensor, *others: Any) -> Tensor:
+            result = make(tensor, *others)
+            if result.data_ptr() != tensor.data_ptr():
+                self.add(result.nbytes)
+                weakref.finalize(result, self.add, -result.nbytes)
+            return result
+
+        return made
+
+    def add(self, count: int) -> None:
+        self.bytes += count
+        self.most = max(self.most, self.bytes)
+
+
+def exchanged(case: Case) -> tuple[int, int]:
+    """On a rank: bytes sent forward, and the most bytes of keys and values that are alive."""
+    inputs, alive = case.parts()[:3], Alive()
+    makers = {name: getattr(ring, name) for name in ("selected", "_rows_like")}
+    try:
+        for name, make in makers.items():
+            setattr(ring, name, alive.counted(make))
+        with traffic() as sent, torch.no_grad():
+            ch.distributed.attention(*inputs, mask=case.whole_mask, layout=case.layout, method="ring")  # type: ignore[arg-type]
+    finally:
+        for name, make in makers.items():
+            setattr(ring, name, make)
+    return sent.bytes, alive.most + sum(one.nbytes for one in inputs[1:])
+
+
+def beside_needs(ranks: int, length: int) -> None:
+    """Print what a ring sends and keeps."""
+    print(f"ring, {ranks} ranks, 1x12x{length}x64, keys and values in MiB")
+    print(f"{'mask':<14}{'layout':<12}{'sent':>9}{'needed':>9}{'full':>9}{'sent/full':>11}", end="")
+    print(f"{'kept':>9}{'own':>8}{'own+block':>11}")
+    token = AttentionSizes(heads=12, head_dim=64, dtype=torch.float32).key_value_bytes / 2**20
+    with LocalRanks(ranks, timeout=LIMIT) as local:
+        for mask in ("window 255", "causal", "full"):
+            for layout in LAYOUTS:
+                case = Case(length, 12, 12, mask, layout, "ring")
+                sent, kept = zip(*local.run(exchanged, case), strict=True)
+                plan = plan_attention(case.whole_mask, length, ranks=ranks, layout=layout)
+                full, own = (ranks - 1) * length * token, length / ranks * token
+                needed = int(plan.received.sum()) * token
+                print(
+                    f"{mask:<14}{layout:<12}{sum(sent) / 2**20:>9.2f}{needed:>9.2f}{full:>9.1f}"
+                    f"{100 * sum(sent) / 2**20 / full:>10.2f}%{max(kept) / 2**20:>9.2f}{own:>8.2f}"
+                    f"{2 * own:>11.2f}"
+                )
 
 
 def figures(sizes: AttentionSizes, length: int, mask: str) -> Machine:
@@ -221,18 +288,26 @@ def check(run: Callable[[int, int, int], Iterator[float]], counts: list[int], le
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="beside the simulator")
+    parser.add_argument("--exchange", action="store_true", help="bytes that a ring sends and keeps")
     parser.add_argument("--quick", action="store_true", help="512 tokens, one round")
-    parser.add_argument("--ranks", type=int, nargs="+", help="processes of one thread; default: 2, with --simulate 2 4")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        help="processes of one thread; default: 2, with --simulate 2 4, with --exchange 8",
+    )
     parser.add_argument("--length", type=int, default=8192, help="tokens of the whole sequence")
-    parser.add_argument("--rounds", type=int, help="default: 7, with --simulate 2")
+    parser.add_argument("--rounds", type=int, help="default: 7, with --simulate 3")
     given = parser.parse_args()
-    length, rounds = (512, 1) if given.quick else (given.length, given.rounds or (2 if given.simulate else 7))
+    length, rounds = (512, 1) if given.quick else (given.length, given.rounds or (3 if given.simulate else 7))
     print(f"torch {torch.__version__}, clearhead {ch.__version__}, Python {platform.python_version()}, ", end="")
     print(f"{platform.processor() or platform.machine()}, {CORES} processors, load {os.getloadavg()[0]:.1f}")
     print(f"gloo on the loopback, 1 thread per rank, float32, {rounds} rounds")
     if given.simulate:
         return check(beside_simulator, given.ranks or [2, 4], length, rounds)
-    for ranks in given.ranks or [2]:
+    for ranks in given.ranks or [8] if given.exchange else []:
+        beside_needs(ranks, length)
+    for ranks in [] if given.exchange else given.ranks or [2]:
         beside_one_process(ranks, length, rounds)
     return None
 

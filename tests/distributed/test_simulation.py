@@ -385,3 +385,19 @@ def test_measured_times_are_printed_beside_simulated_ones() -> None:
     # Ranks, masks, layouts and passes.
     assert len(rows) == 2 * 3 * 2 * 2 * len(METHODS)
     assert all(sent == simulated for *_, sent, simulated in rows)
+
+
+@pytest.mark.slow
+def test_ring_sends_needed_keys_and_keeps_one_block_of_others() -> None:
+    program = Path(__file__).parents[2] / "benchmarks" / "distributed_attention.py"
+    command = [sys.executable, str(program), "--exchange"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    lines = [line.split() for line in done.stdout.splitlines() if "contiguous" in line or "zigzag" in line]
+    assert len(lines) == 6
+    for *_, sent, needed, _, _, kept, _, limit in lines:
+        assert float(sent) <= 1.05 * float(needed)
+        # A part of 1,024 tokens is cut into pieces of 342 tokens or fewer.
+        assert float(kept) <= float(limit) * 1.002
+    window = [float(line[-7]) / float(line[-5]) for line in lines if line[0] == "window"]
+    assert len(window) == 2
+    assert max(window) < 0.15
