@@ -194,20 +194,20 @@ def beside_needs(ranks: int, length: int) -> None:
     """Print what a ring sends and keeps."""
     print(f"ring, {ranks} ranks, 1x12x{length}x64, keys and values in MiB")
     print(f"{'mask':<14}{'layout':<12}{'sent':>9}{'needed':>9}{'full':>9}{'sent/full':>11}", end="")
-    print(f"{'kept':>9}{'own':>8}{'own+block':>11}")
+    print(f"{'alive':>9}{'part':>8}{'limit':>8}")
     token = AttentionSizes(heads=12, head_dim=64, dtype=torch.float32).key_value_bytes / 2**20
     with LocalRanks(ranks, timeout=LIMIT) as local:
         for mask in ("window 255", "causal", "full"):
             for layout in LAYOUTS:
                 case = Case(length, 12, 12, mask, layout, "ring")
-                sent, kept = zip(*local.run(exchanged, case), strict=True)
+                sent, alive = zip(*local.run(exchanged, case), strict=True)
                 plan = plan_attention(case.whole_mask, length, ranks=ranks, layout=layout)
-                full, own = (ranks - 1) * length * token, length / ranks * token
+                full, part = (ranks - 1) * length * token, length / ranks * token
                 needed = int(plan.received.sum()) * token
                 print(
                     f"{mask:<14}{layout:<12}{sum(sent) / 2**20:>9.2f}{needed:>9.2f}{full:>9.1f}"
-                    f"{100 * sum(sent) / 2**20 / full:>10.2f}%{max(kept) / 2**20:>9.2f}{own:>8.2f}"
-                    f"{2 * own:>11.2f}"
+                    f"{100 * sum(sent) / 2**20 / full:>10.2f}%{max(alive) / 2**20:>9.2f}{part:>8.2f}"
+                    f"{2 * part:>8.2f}"
                 )
 
 

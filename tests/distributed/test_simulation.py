@@ -394,10 +394,10 @@ def test_ring_sends_needed_keys_and_keeps_one_block_of_others() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     lines = [line.split() for line in done.stdout.splitlines() if "contiguous" in line or "zigzag" in line]
     assert len(lines) == 6
-    for *_, sent, needed, _, _, kept, _, limit in lines:
+    for *_, sent, needed, _, _, alive, _, limit in lines:
         assert float(sent) <= 1.05 * float(needed)
         # A part of 1,024 tokens is cut into pieces of 342 tokens or fewer.
-        assert float(kept) <= float(limit) * 1.002
+        assert float(alive) <= float(limit) * 1.002
     window = [float(line[-7]) / float(line[-5]) for line in lines if line[0] == "window"]
     assert len(window) == 2
     assert max(window) < 0.15

@@ -55,9 +55,10 @@ def measure_machine(
     """The figures of the processors and links of the ranks of a group, for ``simulate``.
 
     Every rank of the group makes the call. Probes measure FLOP/s of whole calls of attention with the mask, forward,
-    backward and with gradients of queries and keys apart; the fixed cost of a sharded call and of a kernel; bytes per
-    second that are copied; the cost of new memory; bandwidth and latency of messages between all ranks at once; and how
-    far messages hide behind computing.
+    backward and with gradients of queries and keys apart; what a query and a key take in a forward call besides their
+    pairs, from calls of few of them; the fixed cost of a sharded call and of a kernel; bytes per second that are copied;
+    the cost of new memory; bandwidth and latency of messages between all ranks at once; and how far messages hide
+    behind computing.
 
     Args:
         sizes: batch, heads, channels and dtype of the calls.
@@ -76,8 +77,8 @@ def measure_machine(
         MaskError: ``mask`` is no mask, or does not fit ``length``.
         UnsupportedError: there is no process group, or ``sizes`` are none. Every rank raises.
 
-    Cost: ``2 * repeats`` calls of attention of the whole sequence and their gradients on one rank's processor, and
-    their tensors' memory.
+    Cost: ``2 * (repeats + 1)`` calls of attention of the whole sequence and their gradients on one rank's processor,
+    some short calls, and their tensors' memory.
 
     >>> from clearhead.distributed import simulate
     >>> def measured(plan):  # on each rank of torchrun
