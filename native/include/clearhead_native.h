@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 25
+#define CH_ABI 26
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -293,6 +293,8 @@ typedef struct ch_projection {
   int64_t slope_gate_row;
   void* row_sums;       /* [rows] contiguous, written: sums of left along its steps; null for none. Only with a
                            transposed left: the gradient of a bias, together with that of its weight        */
+  const void* panels;   /* right as ch_pack wrote it for this set and dtype, read in its place; null for none. Only with
+                           one term and a left that is not transposed                                       */
 } ch_projection;
 
 /* Dropout of activations: output = mask * input * CH_LEVELS / (CH_LEVELS - dropped) + added, all contiguous. The mask is a
@@ -406,6 +408,11 @@ CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT int ch_linear_forward(const ch_linear* work);
 CH_EXPORT int ch_linear_backward(const ch_linear* work);
 CH_EXPORT int ch_project(const ch_projection* work);
+/* Packs the right of the only term of a GEMM, whose rows may be 0, into ch_panel_bytes() bytes at `output`. GEMMs that read
+ * them have the bits of those that read right. */
+CH_EXPORT int ch_pack(const ch_projection* work);
+/* Bytes of the panels of a right [steps, columns]; 0 if dtype, set or sizes are out of range. */
+CH_EXPORT int64_t ch_panel_bytes(int32_t dtype, int32_t isa, int64_t steps, int64_t columns);
 CH_EXPORT int ch_drop(const ch_dropout* work);
 CH_EXPORT int ch_norm_forward(const ch_norm* work);
 CH_EXPORT int ch_norm_backward(const ch_norm* work);

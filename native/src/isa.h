@@ -14,6 +14,8 @@ struct Kernels {
   int (*linear_forward)(const ch_linear* work);
   int (*linear_backward)(const ch_linear* work);
   int (*project)(const ch_projection* work);
+  int (*pack)(const ch_projection* work);
+  int64_t (*panel_bytes)(int dtype, int64_t steps, int64_t columns);
   int (*drop)(const ch_dropout* work);
   int (*norm)(const ch_norm* work);
   int (*norm_backward)(const ch_norm* work);

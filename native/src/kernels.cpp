@@ -32,16 +32,29 @@ template <template <class, class> class Work> int run_dtype(const ch_attention* 
   }
 }
 
-int run_projection(const ch_projection* w) {
-  switch (w->dtype) {
-    case CH_FLOAT32: return Projection<Fp32Fma, Float32>(*w).run();
+// `use` of the GEMMs of a dtype.
+template <class Use> auto with_projection(int dtype, const Use& use) {
+  switch (dtype) {
+    case CH_FLOAT32: return use.template operator()<Projection<Fp32Fma, Float32>>();
 #if defined(CH_BF16DOT)
-    case CH_BFLOAT16: return Projection<Bf16Dot, BFloat16>(*w).run();
+    case CH_BFLOAT16: return use.template operator()<Projection<Bf16Dot, BFloat16>>();
 #else
-    case CH_BFLOAT16: return Projection<Fp32Fma, BFloat16>(*w).run();
+    case CH_BFLOAT16: return use.template operator()<Projection<Fp32Fma, BFloat16>>();
 #endif
-    default: return Projection<Fp32Fma, Float16>(*w).run();
+    default: return use.template operator()<Projection<Fp32Fma, Float16>>();
   }
+}
+
+int run_projection(const ch_projection* w) {
+  return with_projection(w->dtype, [&]<class GEMM>() { return GEMM(*w).run(); });
+}
+
+int run_pack(const ch_projection* w) {
+  return with_projection(w->dtype, [&]<class GEMM>() { return GEMM(*w).pack_right(); });
+}
+
+int64_t panel_bytes(int dtype, int64_t steps, int64_t columns) {
+  return with_projection(dtype, [&]<class GEMM>() { return GEMM::panel_bytes(steps, columns); });
 }
 
 // Work is one of the elementwise kernels.
@@ -65,7 +78,7 @@ template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run()
 }  // namespace
 
 extern const clearhead::Kernels kernels = {rate, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
-                                           run_linear<LinearBackward>, run_projection, run_each<Dropping>,
+                                           run_linear<LinearBackward>, run_projection, run_pack, panel_bytes, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
                                            run_each<Appending>, run_each<Rotating>};
 

@@ -1,7 +1,7 @@
 // GEMMs of linear layers: output[rows, columns] = left[rows, steps] right[steps, columns] + bias, in each form that
 // forward and backward need, and as a sum of several terms.
 //
-// Right is packed once, into panels of PW columns that all threads read. With few rows, where packing would dominate,
+// Right is packed once a call, or before (`panels`), into panels of PW columns that all threads read. With few rows, where packing would dominate,
 // each thread packs the panels it multiplies by; with very few rows nothing is packed (GEMV). Left is read in place; if
 // it is transposed (the gradient of a weight, whose steps are tokens), or cannot be read as operands, each thread packs
 // its block of rows. A block of rows is multiplied by all panels, tile by tile: the tile accumulates in L1, and the
@@ -69,19 +69,21 @@ template <class M, class IO> class Projection {
   int threads;
   int64_t block, blocks, num_panels, panels_at_once;
   bool left_in_place, few_rows, uses_dot, uses_across, uses_axpy;
-  operand* packed;
+  operand* packed;  // panels of right, packed by this call
+  const operand* panels;  // those that are multiplied by: packed by this call or before
   float* sums;
   float* totals;
   int64_t sums_row;
 
  public:
-  explicit Projection(const ch_projection& work) : w(work), panels_at_once(0), packed(nullptr), sums(nullptr),
+  explicit Projection(const ch_projection& work) : w(work), panels_at_once(0), packed(nullptr),
+      panels((const operand*)work.panels), sums(nullptr),
       totals(nullptr), sums_row(0) {
     double steps = 0;
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
     num_panels = round_up(w.columns, PW) / PW;
-    const bool one_term = !w.left_transposed && w.num_terms == 1 && w.terms[0].steps > 0;
+    const bool one_term = !w.left_transposed && w.num_terms == 1 && w.terms[0].steps > 0 && panels == nullptr;
     const bool invariant = clearhead::is_invariant();
     // Independent of the threads: dot products add in another order than panels do.
     const bool replaces_dot = REPLACES_DOT && w.rows > 1 && w.rows <= ACROSS_ROWS;
@@ -96,9 +98,10 @@ template <class M, class IO> class Projection {
   }
 
   int run() {
-    // Without packing there is one group.
-    const int64_t max_steps = in_place() ? INT64_MAX / 4 : w.left_transposed ? TRANSPOSED_STEPS : STEPS;
-    if (!few_rows && !allocate_panels(max_group_steps(max_steps))) return CH_NO_MEMORY;
+    // If nothing is packed there is one group.
+    const int64_t max_steps = in_place() || panels != nullptr ? INT64_MAX / 4 : w.left_transposed ? TRANSPOSED_STEPS : STEPS;
+    if (panels != nullptr) panels_at_once = num_panels;
+    else if (!few_rows && !allocate_panels(max_group_steps(max_steps))) return CH_NO_MEMORY;
     Group group;
     next_group(group, nullptr, max_steps);
     if (!group.last && !allocate_sums()) return CH_NO_MEMORY;
@@ -109,6 +112,18 @@ template <class M, class IO> class Projection {
     }
     clearhead::trim_scratch();
     return CH_OK;
+  }
+
+  // Packs the right of the only term into `output`.
+  int pack_right() {
+    Group group;
+    next_group(group, nullptr, INT64_MAX / 4);
+    packed = (operand*)w.output;
+    return pack(group, 0, num_panels) ? CH_OK : CH_NO_MEMORY;
+  }
+
+  static int64_t panel_bytes(int64_t steps, int64_t columns) {
+    return round_up(row_steps<M>(steps), VL) * round_up(columns, PW) * (int64_t)sizeof(operand);
   }
 
  private:
@@ -158,13 +173,15 @@ template <class M, class IO> class Projection {
   bool allocate_panels(int64_t panel_steps) {
     panels_at_once = minimum(num_panels, maximum((int64_t)1, PACKED_OPERANDS / (panel_steps * PW + 1)));
     packed = (operand*)scratch(clearhead::SLOT_SHARED, (size_t)(panels_at_once * panel_steps * PW) * sizeof(operand) + 64);
+    panels = packed;
     return packed != nullptr;
   }
 
   bool multiply_many(const Group& group) {
     for (int64_t panel = 0; panel < num_panels; panel += panels_at_once) {
       const int64_t count = minimum(panels_at_once, num_panels - panel);
-      if (!pack(group, panel, count) || !multiply(group, panel, count)) return false;
+      if (packed != nullptr && !pack(group, panel, count)) return false;
+      if (!multiply(group, panel, count)) return false;
     }
     return true;
   }
@@ -241,7 +258,7 @@ template <class M, class IO> class Projection {
     parallel(threads, parts, [&](int64_t part) {
       const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
       float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + left_floats) * sizeof(float));
-      const int64_t panel = in_place() ? 0 : group.steps * PW;
+      const int64_t panel = in_place() || panels != nullptr ? 0 : group.steps * PW;
       operand* panel_tile = (operand*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(operand) + 64);
       if (tile == nullptr || panel_tile == nullptr) return fault.set(CH_NO_MEMORY);
       operand* left = (operand*)(tile + block * PW);
@@ -251,12 +268,14 @@ template <class M, class IO> class Projection {
           Widened<IO>::deinterleave(left + row * left_row(group), (int)(w.terms[0].steps / VL));
       DropoutMask mask;
       for (int64_t p = part * per_part; p < minimum(num_panels, (part + 1) * per_part); p++) {
-        if (!in_place() && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
+        const bool packs = !in_place() && panels == nullptr;
+        if (packs && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
+        const operand* right = panels == nullptr ? panel_tile : panels + p * group.steps * PW;
         for (int64_t row = 0; row < w.rows; row += block) {
           const int64_t rows = minimum(block, w.rows - row);
           if (group.last && drops()) mask.draw(w, row, rows, p * PW);
           if (in_place()) gemv_tile(group, left, row, rows, p * PW, tile, mask);
-          else compute_tile(group, panel_tile, left + row * left_row(group), row, rows, p * PW, tile, mask);
+          else compute_tile(group, right, left + row * left_row(group), row, rows, p * PW, tile, mask);
         }
       }
     });
@@ -331,7 +350,7 @@ template <class M, class IO> class Projection {
       for (int64_t p = first; p < end; p++) {
         const int64_t column = (panel + p) * PW;
         if (group.last && drops()) mask.draw(w, row, rows, column);
-        compute_tile(group, packed + p * group.steps * PW, left, row, rows, column, tile, mask);
+        compute_tile(group, panels + p * group.steps * PW, left, row, rows, column, tile, mask);
       }
     });
     return fault.get() == CH_OK;

@@ -42,6 +42,7 @@ int check_sizes(const ch_projection& work) {
     if (flag != 0 && flag != 1) return CH_BAD_OPTION;
   }
   CH_TRY(check_epilogue(work));
+  if (work.panels != nullptr && (work.num_terms != 1 || work.left_transposed)) return CH_BAD_OPTION;
   if (work.row_sums == nullptr) return CH_OK;
   // Row sums are not defined for several terms or for a left that is read in place, and need at least one column.
   if (work.columns == 0) return CH_BAD_SHAPE;
@@ -66,6 +67,14 @@ int check(const ch_projection& work) {
   return check_matrix(work, work.output, work.rows, work.columns, work.output_row, false, Access::write);
 }
 
+int check_pack(const ch_projection& work) {
+  CH_TRY(check_sizes(work));
+  if (work.num_terms != 1 || work.left_transposed || work.panels != nullptr) return CH_BAD_OPTION;
+  const ch_term& term = work.terms[0];
+  CH_TRY(check_matrix(work, term.right, term.steps, work.columns, term.right_row, work.right_transposed, Access::read));
+  return work.output == nullptr ? CH_BAD_POINTER : CH_OK;
+}
+
 }  // namespace
 }  // namespace clearhead
 
@@ -76,6 +85,20 @@ int ch_project(const ch_projection* work) {
   CH_TRY(clearhead::check_library(work, &kernels));
   CH_TRY(clearhead::check(*work));
   return work->rows == 0 || work->columns == 0 ? CH_OK : kernels->project(work);
+}
+
+int ch_pack(const ch_projection* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check_pack(*work));
+  return work->columns == 0 ? CH_OK : kernels->pack(work);
+}
+
+int64_t ch_panel_bytes(int32_t dtype, int32_t isa, int64_t steps, int64_t columns) {
+  const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
+  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16) return 0;
+  if (!clearhead::is_count(steps) || !clearhead::is_count(columns) || !clearhead::countable(1, 1, columns, steps)) return 0;
+  return kernels->panel_bytes(dtype, steps, columns);
 }
 
 }  // extern "C"

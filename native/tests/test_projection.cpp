@@ -39,6 +39,11 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
       if (threads == 1) call.compare_with(right, name), bits = call.bits();
       check(call.bits() == bits, name + ": bits differ from those with one thread");
       call.margins(name);
+      if (call.packable() && c.steps[0] > 0 && c.columns > 0) {
+        expect(call.run_packed(isa, threads), CH_OK, name + ", packed");
+        call.compare_with(right, name + ", packed");
+        call.margins(name + ", packed");
+      }
       if (failures != before) return;
     }
   }

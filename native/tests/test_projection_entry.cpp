@@ -70,6 +70,7 @@ const std::vector<Bad<ch_projection>>& either_way() {
 const std::vector<Bad<ch_projection>>& with_terms() {
   using W = ch_projection;
   static const std::vector<Bad<W>> all = {
+      {"panels of two terms", CH_BAD_OPTION, [](W& w) { w.panels = w.output; }},
       {"negative steps of the second term", CH_BAD_SHAPE, [](W& w) { w.terms[1].steps = -1; }},
       {"huge steps of the second term", CH_BAD_SHAPE, [](W& w) { w.terms[1].steps = huge; }},
       {"no left of the second term", CH_BAD_POINTER, [](W& w) { w.terms[1].left = nullptr; }},

@@ -10,6 +10,12 @@ constexpr int64_t most_parts = 1 << 20;
 
 std::string words(int64_t number) { return std::to_string(number); }
 
+// Lists that do not describe the blocks are a fault of clearhead.ops.block, never of the caller: Python knows them by the
+// last sentence and does not go on op by op.
+[[noreturn]] void malformed(const char* lists, const char* requirement, const char* got) {
+  fail(name, lists, requirement, got, "The description is malformed.");
+}
+
 // Iterates over the three lists.
 class Reader {
  public:
@@ -17,7 +23,7 @@ class Reader {
       : call_(call), integers_(integers), numbers_(numbers) {}
 
   int64_t integer() {
-    if (integer_ >= integers_.size()) fail(name, "integers", "describe every block", "too few", "Use clearhead.ops.block.");
+    if (integer_ >= integers_.size()) malformed("integers", "describe every block", "too few");
     return integers_[integer_++];
   }
   int64_t integer(int64_t low, int64_t high, const char* what) {
@@ -28,11 +34,11 @@ class Reader {
   }
   bool flag() { return integer(0, 1, "a flag") == 1; }
   double number() {
-    if (number_ >= numbers_.size()) fail(name, "numbers", "describe every block", "too few", "Use clearhead.ops.block.");
+    if (number_ >= numbers_.size()) malformed("numbers", "describe every block", "too few");
     return numbers_[number_++];
   }
   Slot slot() {
-    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "include those of every block", "too few", "Use clearhead.ops.block.");
+    if (tensor_ >= call_.tensors.size()) malformed("tensors", "include those of every block", "too few");
     const int64_t index = static_cast<int64_t>(tensor_++);
     return {&call_.tensors[static_cast<size_t>(index)], index};
   }
@@ -40,14 +46,13 @@ class Reader {
   Slot optional_slot() { return flag() ? slot() : Slot{}; }
   Tensor optional_tensor() { return flag() ? slot().tensor->reference() : Tensor(); }
   const Tensor* cache() {
-    if (cache_ >= call_.caches.size()) fail(name, "caches", "include keys and values of each cache", "too few",
-                                            "Use clearhead.ops.block.");
+    if (cache_ >= call_.caches.size()) malformed("caches", "include keys and values of each cache", "too few");
     return &call_.caches[cache_++];
   }
   void check_end() const {
     if (integer_ != integers_.size() || number_ != numbers_.size() || tensor_ != call_.tensors.size() ||
         cache_ != call_.caches.size())
-      fail(name, "integers, numbers, tensors and caches", "have no elements beyond those of the blocks", "more", "Use clearhead.ops.block.");
+      malformed("integers, numbers, tensors and caches", "have no elements beyond those of the blocks", "more");
   }
 
  private:
@@ -62,6 +67,13 @@ LinearSpec read_linear(Reader& reader, BlockCall& call) {
   spec.weight = reader.slot(), spec.bias = reader.optional_slot();
   const Tensor none;
   spec.layer = linear_of(name, *spec.weight.tensor, spec.bias.tensor ? *spec.bias.tensor : none, call.dtype, call.copies);
+  const Slot panels = reader.optional_slot();
+  if (panels.tensor == nullptr) return spec;
+  const int64_t bytes = panel_bytes(call.dtype, spec.layer);
+  if (!panels.tensor->is_shaped({bytes}) || panels.tensor->dtype() != Dtype::byte || !panels.tensor->contiguous())
+    fail(name, "a weight's panels", "be " + words(bytes) + " bytes, as pack_weight made them", panels.tensor->shape(),
+         "Pack the weight again.");
+  spec.layer.panels = panels.tensor->data();
   return spec;
 }
 

@@ -45,6 +45,7 @@ Linear Linear::outputs_from(int64_t first, int64_t count, Dtype dtype) const {
   Linear part = *this;
   part.weight = offset(weight, transposed ? first : first * step, dtype), part.out = count;
   part.bias = bias == nullptr ? nullptr : offset(bias, first, dtype);
+  part.panels = nullptr;
   return part;
 }
 
@@ -73,12 +74,25 @@ Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias,
   return layer;
 }
 
+int64_t panel_bytes(Dtype dtype, const Linear& layer) {
+  return ch_panel_bytes(static_cast<int32_t>(dtype), instruction_set, layer.in, layer.out);
+}
+
+void pack_weight(Dtype dtype, const Linear& layer, void* panels) {
+  ch_projection work = describe<ch_projection>(dtype);
+  work.num_terms = 1, work.right_transposed = layer.transposed ? 0 : 1, work.columns = layer.out;
+  work.terms[0] = {nullptr, layer.weight, 0, layer.step, layer.in};
+  work.output = panels;
+  check_kernel(ch_pack(&work), "pack_weight");
+}
+
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
   ch_projection work = describe<ch_projection>(dtype);
   work.num_terms = 1, work.right_transposed = layer.transposed ? 0 : 1;
   work.rows = x.rows, work.columns = layer.out;
   work.terms[0] = {x.data, layer.weight, x.step, layer.step, x.columns};
   work.bias = layer.bias, work.output = output.data, work.output_row = output.step;
+  work.panels = layer.panels;
   set_epilogue(work, epilogue);
   run(work);
 }

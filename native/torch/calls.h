@@ -22,6 +22,7 @@ struct Linear {
   int64_t out = 0, in = 0, step = 0;
   bool transposed = false;
   const void* bias = nullptr;
+  const void* panels = nullptr;  // the weight as `pack_weight` wrote it; null for none
 
   // Rows `first` to `first + count` of the weight, and the same part of the bias.
   Linear outputs_from(int64_t first, int64_t count, Dtype dtype) const;
@@ -30,6 +31,10 @@ struct Linear {
 // Reads a weight [out, in] and a bias [out], which may be undefined. Tensors that the kernels cannot read in place are
 // copied into `copies`, which must outlive the result.
 Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies);
+
+// Bytes of the panels of a layer's weight, and the panels themselves.
+int64_t panel_bytes(Dtype dtype, const Linear& layer);
+void pack_weight(Dtype dtype, const Linear& layer, void* panels);
 
 // The seed of a dropout, and the index of the first row, which is that in the whole that the call is a part of.
 struct Seed {

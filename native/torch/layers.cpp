@@ -2,6 +2,8 @@
 
 #include "calls.h"
 
+#include <string.h>
+
 namespace clearhead::torch {
 namespace {
 
@@ -85,6 +87,19 @@ void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
   epilogue.activation = static_cast<int32_t>(activation);
   linear(x.tensor.dtype(), x.matrix, layer, as_rows(output), epilogue);
   Results(stack).tensor(std::move(output));
+}
+
+void pack_weight(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor weight = arguments.tensor(), none;
+  check_dtype("pack_weight", "weight", weight);
+  std::vector<Tensor> copies;
+  const Linear layer = linear_of("pack_weight", weight, none, weight.dtype(), copies);
+  Tensor panels = empty(Dtype::byte, {panel_bytes(weight.dtype(), layer)});
+  // Packing leaves vectors beyond the last column as they are.
+  memset(panels.data(), 0, static_cast<size_t>(panels.size(0)));
+  pack_weight(weight.dtype(), layer, panels.data());
+  Results(stack).tensor(std::move(panels));
 }
 
 void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t) {

@@ -6,6 +6,7 @@
 namespace clearhead::torch {
 
 void linear_forward(StableIValue* stack, uint64_t, uint64_t);
+void pack_weight(StableIValue* stack, uint64_t, uint64_t);
 void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t);
 void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t);
 void norm_forward(StableIValue* stack, uint64_t, uint64_t);

@@ -29,6 +29,7 @@ std::vector<Operator> all_operators() {
            ", Tensor? grad_lse=None, Tensor?[]? statistics=None, int sink_keys=0, int[]? rule_slots=None, bool partial_rows=False, int side=0) -> (Tensor[], bool)",
        attention_gradients},
       {"linear", "linear(Tensor x, Tensor weight, Tensor? bias=None, int activation=0) -> Tensor", linear_forward},
+      {"pack_weight", "pack_weight(Tensor weight) -> Tensor", pack_weight},
       {"linear_input_gradient", "linear_input_gradient(Tensor[] grads, Tensor[] weights) -> Tensor", linear_input_gradient},
       {"linear_weight_gradient", "linear_weight_gradient(Tensor grad, Tensor x, bool bias) -> (Tensor, Tensor)",
        linear_weight_gradient},

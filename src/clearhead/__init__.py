@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from clearhead.functional.exact import attention, explain_dispatch, observe_attention
     from clearhead.inspector import view
     from clearhead.integrations.accelerate import accelerate
+    from clearhead.integrations.freeze import freeze, unfreeze
     from clearhead.integrations.swap import swap, unswap
     from clearhead.invariance import invariant, set_invariant
     from clearhead.linear import linear_attention
@@ -54,6 +55,7 @@ else:
         __name__,
         {
             "clearhead.integrations.accelerate": "accelerate",
+            "clearhead.integrations.freeze": "freeze unfreeze",
             "clearhead.integrations.swap": "swap unswap",
             "clearhead.cache": "KVCache",
             "clearhead.errors": "CacheFullError ClearheadError DataError MaskError ShapeError UnsupportedError",
@@ -116,6 +118,7 @@ __all__ = [
     "distributed",
     "explain",
     "explain_dispatch",
+    "freeze",
     "functional",
     "invariant",
     "linear_attention",
@@ -129,6 +132,7 @@ __all__ = [
     "sparse",
     "swap",
     "trace",
+    "unfreeze",
     "unpack",
     "unswap",
     "verify",

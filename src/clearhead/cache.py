@@ -16,6 +16,7 @@ from clearhead.shapes import Float
 __all__ = [
     "KVCache",
     "assume_dropped",
+    "buffers_of",
     "check_cache",
     "count_appended",
     "dropped_by",
@@ -224,6 +225,11 @@ def reserve(
         key = cache._key = cache._with_capacity(key, size, x)
         value = cache._value = cache._with_capacity(value, size, x)
     return key, value
+
+
+def buffers_of(cache: KVCache) -> tuple[Tensor, Tensor] | None:
+    """A cache's keys and values with their spare capacity; None of an empty cache."""
+    return None if cache._key is None or cache._value is None else (cache._key, cache._value)
 
 
 def count_appended(caches: Sequence[KVCache], new: int) -> None:

@@ -29,6 +29,7 @@ PAGES, BLOCKS, KEYS = torch.zeros(3, 16, 2, 8), torch.tensor([[2, 0], [1, 9]]).i
 #: Valid arguments of each operator.
 GOOD: dict[str, tuple[Any, ...]] = {
     "linear": (X, WEIGHT, BIAS, 0),
+    "pack_weight": (WEIGHT,),
     "linear_input_gradient": ([GRAD, GRAD], [WEIGHT, WEIGHT]),
     "linear_weight_gradient": (GRAD, X, True),
     "norm": (X, SCALE, SHIFT, 0, 1e-5, True),
@@ -54,6 +55,8 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("linear", 2, BIAS.bfloat16(), r"bias must be \[out\]"),
     ("linear", 3, 6, "activation must be 0 to 5"),
     ("linear", 3, -1, "activation must be 0 to 5"),
+    ("pack_weight", 0, WEIGHT.double(), "weight must be float32, bfloat16 or float16"),
+    ("pack_weight", 0, WEIGHT[0], r"weight must be \[out, in\] of float32"),
     ("linear_input_gradient", 0, [], "grads and weights must be as many, 1 to 4"),
     ("linear_input_gradient", 0, [GRAD], "grads and weights must be as many, 1 to 4"),
     ("linear_input_gradient", 0, [GRAD.double(), GRAD], "grads must be float32, bfloat16 or float16"),

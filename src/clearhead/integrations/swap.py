@@ -21,6 +21,7 @@ from torch import nn
 from clearhead.arguments import flag
 from clearhead.choices import is_invariant
 from clearhead.errors import UnsupportedError
+from clearhead.integrations.freeze import unfreeze
 from clearhead.integrations.recast import class_of, fast_of, original_of, recast
 from clearhead.integrations.report import BEFORE, OUTSIDE, OUTSIDE_IN_TRAINING, SwapReport, SwapRow
 from clearhead.integrations.torch.attention import SwappedMultiheadAttention
@@ -32,6 +33,7 @@ from clearhead.integrations.torch.layers import (
     SwappedTransformerEncoderLayer,
 )
 from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, linear_gains
+from clearhead.nn.reading import is_frozen
 from clearhead.projection import choice
 
 __all__ = ["swap", "unswap"]
@@ -92,7 +94,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
         replaced layer have no row. If the table names torch's GEMM for linear layers, one row says so.
 
     Raises:
-        UnsupportedError: ``model`` is not a module, or ``CLEARHEAD_PROJECTION`` names no path; nothing is changed then.
+        UnsupportedError: ``model`` is not a module or is frozen, or ``CLEARHEAD_PROJECTION`` names no path; nothing is
+            changed then.
 
     Cost: a walk over the modules, and a trial of less than 50 ms for each class and configuration of transformers.
 
@@ -106,6 +109,10 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     no module of the model attends, or was swapped
     """
     _check_model("swap", model)
+    if any(map(is_frozen, model.modules())):
+        raise UnsupportedError.about(
+            "swap", "model", must="not be frozen", got="a frozen part", then="Call ch.unfreeze(model) first."
+        )
     leave_padding_out = flag("swap", "leave_padding_out", leave_padding_out)
     with _LOCK:
         # First, since it may raise.
@@ -141,7 +148,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
 
 
 def unswap(model: nn.Module) -> SwapReport:
-    """Undo ``swap``, in place: every module gets its original class, with the parameters it has now.
+    """Undo ``swap``, in place: every module gets its original class, with the parameters it has now. A frozen model is
+    unfrozen first.
 
     Args:
         model: a model, or a part of one; what ``swap`` did not replace is not touched.
@@ -157,6 +165,7 @@ def unswap(model: nn.Module) -> SwapReport:
     (True, True)
     """
     _check_model("unswap", model)
+    unfreeze(model)
     with _LOCK:
         hf = _transformers()
         linears = [_restored(name, nn.Linear) for name, _ in _swapped_linears(model)]

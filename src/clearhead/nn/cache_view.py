@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.cache import KVCache, dropped_by, reserve
+from clearhead.cache import KVCache, buffers_of, dropped_by, reserve
 from clearhead.paged_step import PagedLayer, PagedStep
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
 
-__all__ = ["CacheView", "cache_view"]
+__all__ = ["CacheView", "cache_view", "same_view"]
 
 
 class CacheView(NamedTuple):
@@ -34,6 +34,11 @@ class CacheView(NamedTuple):
     grows: bool
     step: PagedStep | None = None
     dropped: int = 0
+
+    @property
+    def traits(self) -> tuple[object, ...]:
+        """What a call says of the view, besides its tensors, and their shape."""
+        return self.length, self.grows, self.step, self.dropped, self.key.shape
 
 
 def cache_view(
@@ -64,3 +69,19 @@ def cache_view(
         return None
     fits = value.shape == key.shape and len(memory) == len(x)
     return CacheView(key, value, cache.length, grows=False, dropped=dropped_by(cache)) if fits else None
+
+
+def same_view(view: CacheView, cache: KVCache) -> CacheView | None:
+    """What is read from another layer's cache in the place of ``view``; None where they differ in more than contents.
+
+    Args:
+        view: what a growing cache gave, without pages.
+        cache: of an attention with the same heads.
+    """
+    buffers = buffers_of(cache)
+    if buffers is None or cache.length != view.length or dropped_by(cache) != view.dropped:
+        return None
+    for buffer, like in zip(buffers, (view.key, view.value), strict=True):
+        if buffer.shape != like.shape or buffer.dtype is not like.dtype or buffer.is_inference() != like.is_inference():
+            return None
+    return view._replace(key=buffers[0], value=buffers[1])

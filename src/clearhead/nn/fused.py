@@ -7,6 +7,7 @@ observed, hooked or edited: the caller then runs op by op, with bitwise identica
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from clearhead.nn.norm import normed, normed_by_torch, takes_norm
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
-from clearhead.ops.block import Recompute, Tape, run_blocks
+from clearhead.ops.block import MALFORMED, Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
@@ -147,15 +148,8 @@ def fused_layers(
     attended = _attended_by_layers(tokens, stack, training, masks, caches)
     if attended is None:
         return None
-    tape, seeds = stack.tape.copy(), list[int]()
-    origin, row = origin_of(tokens[0].shape), first_row(tokens[0].shape)
-    calls = iter(zip(attended, caches or (None,) * len(attended), strict=True))
-    for parts in stack.layers:
-        seeds = [*map(draw_seed, parts.drops)]
-        for place, (attention, call) in enumerate(zip(parts.attentions, calls, strict=False)):
-            _write_call(tape, attention, call[0], seeds[2 * place], call[1], angles, origin)
-        for seed in (seeds[-2], *seeds[1::2]):
-            tape.integer(seed, row)
+    tape = stack.tape.copy()
+    seeds = _write_calls(tape, stack, attended, caches or (None,) * len(masks), angles, tokens[0].shape)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles)
@@ -243,6 +237,8 @@ def _run(tokens: Tokens, tape: Tape, recompute: Recompute | None) -> Tensor | No
     try:
         return run_blocks(tokens, tape, recompute)
     except RuntimeError as error:
+        if MALFORMED in str(error):
+            raise
         UnsupportedError.from_operator(error)
         return None
 
@@ -273,15 +269,16 @@ def _takes(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
 def _attended_by_layers(
     tokens: Tokens, stack: Stack, training: bool, masks: Sequence[Mask | None], caches: Sequence[CacheView | None]
 ) -> list[Attended] | None:
-    """The operator's arguments for the layers' attentions; None if a part would not use the kernels."""
+    """The operator's arguments for the layers' attentions, for those of the first layer if a call is the same for all;
+    None if a part would not use the kernels."""
     for parts in stack.layers:
         if (training and parts.result_norms) or round(max(*parts.dropouts, parts.hidden) * LEVELS) >= LEVELS:
             return None
     if not _takes(tokens, stack, training):
         return None
-    attended = list[Attended]()
-    calls = iter(zip(masks, caches or (None,) * len(masks), strict=True))
-    for parts in stack.layers:
+    views = caches or (None,) * len(masks)
+    attended, calls = list[Attended](), iter(zip(masks, views, strict=True))
+    for parts in stack.layers[:1] if _is_repeated(stack, masks, views) else stack.layers:
         for place, (attention, (mask, cache)) in enumerate(zip(parts.attentions, calls, strict=False)):
             one = _attended(tokens if place else tokens[:1], attention, training, mask, None, cache)
             if one is None:
@@ -448,6 +445,41 @@ def _write_call(
     tape.integer(seed, attended.query_offset, *origin, 0 if cache is None else cache.dropped)
     tape.mask(attended.options)
     tape.rules(attended.options)
+
+
+def _write_calls(
+    tape: Tape, stack: Stack, attended: Sequence[Attended], caches: Sequence[CacheView | None],
+    angles: Tensor | None, size: Sequence[int],
+) -> list[int]:  # fmt: skip
+    """Append what differs from call to call, for each layer; the last one's seeds of dropout."""
+    origin, row, seeds = origin_of(size), first_row(size), list[int]()
+    calls, times = iter(zip(attended, caches, strict=False)), len(caches) // len(attended)
+    written = tape if times == 1 else Tape()
+    for parts in stack.layers if times == 1 else stack.layers[:1]:
+        seeds = [*map(draw_seed, parts.drops)]
+        for place, (attention, call) in enumerate(zip(parts.attentions, calls, strict=False)):
+            _write_call(written, attention, call[0], seeds[2 * place], call[1], angles, origin)
+        for seed in (seeds[-2], *seeds[1::2]):
+            written.integer(seed, row)
+    if times > 1:
+        tape.append_times(written, times)
+        tape.caches += [part for view in caches if view is not None for part in (view.key, view.value)]
+    return seeds
+
+
+def _is_repeated(stack: Stack, masks: Sequence[Mask | None], caches: Sequence[CacheView | None]) -> bool:
+    """Whether what a call says of a layer is the same for every layer, besides tensors of caches."""
+    if not stack.repeats:
+        return False
+    count = len(stack.layers[0].attentions)
+    first, *others = [
+        [
+            (mask, None if view is None else view.traits)
+            for mask, view in zip(masks[start:end], caches[start:end], strict=True)
+        ]
+        for start, end in pairwise(range(0, len(caches) + 1, count))
+    ]
+    return all(each == first for each in others)
 
 
 def _change(places: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor]:

@@ -12,18 +12,18 @@ from clearhead.cache import KVCache, count_appended
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
 from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock, cache_views
-from clearhead.nn.cache_view import CacheView
+from clearhead.nn.cache_view import CacheView, same_view
 from clearhead.nn.fused import fused_layers
-from clearhead.nn.reading import cached_reading
+from clearhead.nn.reading import cached_reading, is_packed, no_gradients_if_frozen
 from clearhead.nn.spec import Stack
 from clearhead.paged_step import PagedLayer
 from clearhead.shapes import Float
 
-__all__ = ["fused_blocks"]
+__all__ = ["MOST_ELEMENTS", "fused_blocks"]
 
 #: Elements of a call's tokens up to which blocks are one operator. In larger calls Python's share is small, and an
 #: interrupt would wait for all blocks.
-_MOST: Final = 2**17
+MOST_ELEMENTS: Final = 2**17
 
 
 def fused_blocks(
@@ -44,8 +44,18 @@ def fused_blocks(
         The output; None where a gradient may be wanted, a part is hooked or observed, the call is large, or a mask is
         not a band.
     """
+    with no_gradients_if_frozen(blocks, tokens):
+        return _fused_blocks(blocks, tokens, masks, caches)
+
+
+def _fused_blocks(
+    blocks: nn.ModuleList,
+    tokens: Sequence[Tensor],
+    masks: Sequence[Mask | None],
+    caches: Sequence[Sequence[KVCache | PagedLayer | None]],
+) -> Tensor | None:
     x, *memory = tokens
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() > _MOST or len(blocks) < 2:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() > MOST_ELEMENTS or len(blocks) < 2:
         return None
     if any(mask is not None and band_of(mask) is None for mask in masks):
         return None
@@ -54,14 +64,17 @@ def fused_blocks(
     def read() -> Stack | None:
         plain = [block for block in blocks if isinstance(block, Block) and _is_plain(block, memory)]
         layers = [parts for block in plain if (parts := block.parts(names, x)) is not None]
-        return Stack(layers) if len(layers) == len(blocks) else None
+        stack = Stack(layers) if len(layers) == len(blocks) else None
+        return stack.packed() if stack is not None and is_packed(blocks) else stack
 
     key = x.shape[-1], x.dtype, *(each.shape[-1] for each in memory)
     stack, views = cached_reading(blocks, key, read), list[CacheView | None]()
     if stack is None:
         return None
     for block, block_caches in zip(blocks, caches, strict=False):
-        cached = cache_views(cast(Block, block), tokens, block_caches)
+        cached = _like(views[: len(masks)], block_caches) if stack.repeats else None
+        if cached is None:
+            cached = cache_views(cast(Block, block), tokens, block_caches)
         if cached is None:
             return None
         views += cached
@@ -75,6 +88,17 @@ def fused_blocks(
     if output is not None:
         count_appended([cache for cache, *_ in caches if isinstance(cache, KVCache)], x.shape[1])
     return output
+
+
+def _like(
+    views: Sequence[CacheView | None], caches: Sequence[KVCache | PagedLayer | None]
+) -> list[CacheView | None] | None:
+    """What a block reads from its caches in the place of the first block's ``views``; None where they differ."""
+    given_views = [
+        same_view(view, cache) if view is not None and view.grows and type(cache) is KVCache else None
+        for view, cache in zip(views, caches, strict=False)
+    ]
+    return given_views if given_views and None not in given_views else None
 
 
 def _is_plain(block: Block, memory: Sequence[Tensor]) -> bool:

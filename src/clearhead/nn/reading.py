@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -11,9 +12,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of
+from clearhead.errors import UnsupportedError
+from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of, version_of
 
-__all__ = ["cached_reading"]
+__all__ = ["cached_reading", "is_frozen", "is_packed", "no_gradients_if_frozen", "set_frozen"]
 
 Record = TypeVar("Record")
 
@@ -37,19 +39,25 @@ def cached_reading(
         read: makes the record. Where it raises AttributeError, something else stands in the place of a part: None.
         may_be_hooked: modules of the tree whose hooks and ``forward`` the caller looks at.
         views: whether the record has views of parameters. It is read again when a parameter has other storage; where
-            gradients are enabled views are part of a graph, and are made for each call.
+            gradients are enabled views are part of a graph, and are made for each call. That of a module that
+            ``is_packed`` is also read again when a parameter was written to.
 
-    Cost: one comparison for each attribute and parameter in the tree, about 10 us for a transformer layer.
+    Raises:
+        UnsupportedError: a frozen module is in training mode, or a part or a parameter of it was replaced.
+
+    Cost: one comparison for each attribute and parameter in the tree, about 10 us for a transformer layer; of a frozen
+    module one for each submodule and parameter, about 3 us.
     """
     learns = torch.is_grad_enabled()
     keep = not (views and learns)
     reading = _READINGS.get(module) if keep else None
     if reading is not None and reading.is_current(key):
         return reading.record  # type: ignore[return-value]
-    state = _State(module, may_be_hooked)
+    state = (_FrozenState if is_frozen(module) else _State)(module, may_be_hooked)
     if state.is_hooked():
         return None
-    viewed = [(parameter, _storage_of(parameter)) for parameter in module.parameters()] if views else []
+    contents = is_packed(module)
+    viewed = [_Viewed.of(parameter, contents) for parameter in module.parameters()] if views or contents else []
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             record = read()
@@ -58,6 +66,72 @@ def cached_reading(
     if keep:
         _READINGS[module] = _CachedReading(key, state, record, viewed)
     return record
+
+
+def set_frozen(modules: Iterable[nn.Module], frozen: bool, pack: bool = False) -> None:
+    """Freeze modules, whose attributes then count as constant, and whose weights are packed; or end that."""
+    for module in modules:
+        _FROZEN.pop(module, None)
+        if frozen:
+            _FROZEN[module] = pack
+        _READINGS.pop(module, None)
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether ``ch.freeze`` froze the module."""
+    return module in _FROZEN
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether ``ch.freeze`` froze the module, with packed weights."""
+    return _FROZEN.get(module, False)
+
+
+def no_gradients_if_frozen(module: nn.Module, inputs: Iterable[object]) -> AbstractContextManager[object]:
+    """Context: no gradients where a frozen module reads inputs that want none; its parameters want none either."""
+    alone = torch.is_grad_enabled() and is_frozen(module)
+    alone = alone and not any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+    return torch.no_grad() if alone else nullcontext()
+
+
+class _FrozenState:
+    """What may not change in a frozen module's tree: submodules, parameters, and eval mode. Hooks are looked at.
+
+    Args:
+        module: the root of the tree, which is not kept alive.
+        may_be_hooked: modules of the tree whose hooks do not count.
+    """
+
+    def __init__(self, module: nn.Module, may_be_hooked: Sequence[nn.Module]) -> None:
+        parts = [*module.modules()]
+        self._attributes = [*map(vars, parts)]
+        self._plain = [vars(part) for part in parts if part not in may_be_hooked]
+        self._tables = [table for part in parts for table in (parameters_of(part), submodules_of(part)) if table]
+        self._values = self._values_now()
+
+    def holds(self) -> bool:
+        """True where nothing is hooked; raises where something was replaced, or is in training mode."""
+        values = self._values_now()
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            _refuse("keep its parameters and submodules", "others")
+        if any(map(_TRAINING, self._attributes)):
+            _refuse("stay in eval mode", "a part in training mode")
+        return not self.is_hooked()
+
+    def is_hooked(self) -> bool:
+        """Whether a module is hooked or its ``forward`` was replaced on the object."""
+        return any_hooks(self._plain) or any(map(dict.__contains__, self._plain, repeat("forward")))
+
+    def _values_now(self) -> list[object]:
+        return [*chain.from_iterable(map(dict.values, self._tables))]
+
+
+def _refuse(must: str, got: str) -> None:
+    raise UnsupportedError.about("freeze", "a frozen model", must=must, got=got, then="Call ch.unfreeze(model) first.")
+
+
+_TRAINING: Final = itemgetter("training")
+_FROZEN: Final[WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
 
 
 class _State:
@@ -105,19 +179,47 @@ class _State:
         return [*attributes, *chain.from_iterable(map(dict.values, filter(None, self._tables)))]
 
 
+class _Viewed(NamedTuple):
+    """A parameter of which a record has a view or a copy, and what tells whether it still is one.
+
+    Attributes:
+        parameter: the parameter.
+        storage: where its elements are.
+        version: how often it had been written to; None where that does not matter.
+        alias: keeps the storage alive, so that no other tensor can be in its place.
+    """
+
+    parameter: nn.Parameter
+    storage: tuple[object, ...]
+    version: int | None
+    alias: Tensor
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, contents: bool) -> _Viewed:
+        """The parameter as it is now; with ``contents`` its elements count."""
+        version = version_of(parameter) if contents else None
+        return cls(parameter, _storage_of(parameter), version, parameter.detach())
+
+    def is_current(self) -> bool:
+        """Whether the view, or the copy, is up to date."""
+        if self.version is not None and version_of(self.parameter) != self.version:
+            return False
+        return _storage_of(self.parameter) == self.storage
+
+
 class _CachedReading(NamedTuple):
-    """A record, and all that it depends on. ``viewed`` are parameters that may have views in it, and their storage."""
+    """A record, and all that it depends on. ``viewed`` are parameters of which it has views or copies."""
 
     key: Hashable
-    state: _State
+    state: _State | _FrozenState
     record: object
-    viewed: Sequence[tuple[nn.Parameter, tuple[object, ...]]]
+    viewed: Sequence[_Viewed]
 
     def is_current(self, key: Hashable) -> bool:
         """Whether another reading would give the same."""
         if key != self.key or not self.state.holds():
             return False
-        return all(_storage_of(parameter) == storage for parameter, storage in self.viewed)
+        return all(viewed.is_current() for viewed in self.viewed)
 
 
 _READINGS: Final[WeakKeyDictionary[nn.Module, _CachedReading]] = WeakKeyDictionary()

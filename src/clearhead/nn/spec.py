@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
+import torch
 from torch import Tensor
 
 from clearhead.ops.block import Tape
@@ -22,6 +23,8 @@ __all__ = ["LayerParts", "NormLike", "Projections", "Stack", "Turning"]
 NormLike: TypeAlias = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]
 #: What rotates an attention's queries and keys: the same at every call, or by ``"angles"`` that come with each.
 Turning: TypeAlias = Rotary | Literal["angles"] | None
+#: Bytes of a packed weight, for each byte of it, up to which the copy is kept.
+_MOST_PANELS: Final = 1.25
 Mapped: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -171,9 +174,15 @@ class LayerParts:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Transformer layers, each of which reads the output of the one before."""
+    """Transformer layers, each of which reads the output of the one before.
+
+    Attributes:
+        layers: in order.
+        panels: packed weights, by the ``id`` of the weight.
+    """
 
     layers: Sequence[LayerParts]
+    panels: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def attentions(self) -> Sequence[Projections]:
@@ -184,6 +193,22 @@ class Stack:
     def linears(self) -> Sequence[Layer]:
         """All linear layers."""
         return [layer for parts in self.layers for layer in parts.linears]
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a call is the same for every layer: only weights differ, nothing is dropped, and no rule is added."""
+        first, *others = map(_call_traits, self.layers)
+        return bool(others) and first is not None and all(traits == first for traits in others)
+
+    def packed(self) -> Stack:
+        """The same layers with a copy of each weight in the kernels' panels, where that is about as large."""
+        panels = {}
+        for weight, _ in self.linears:
+            copy = torch.ops.clearhead.pack_weight.default(weight.detach())
+            # Narrow weights are padded, and instruction sets without dot products of 16 bits widen them.
+            if copy.numel() <= _MOST_PANELS * weight.numel() * weight.element_size():
+                panels[id(weight)] = copy
+        return Stack(self.layers, panels)
 
     def with_rules(self, rules: Sequence[ScoreRule]) -> Stack:
         """The same single layer, whose attention to its own tokens has the score rules of a call besides its own. The
@@ -197,11 +222,21 @@ class Stack:
     @cached_property
     def tape(self) -> Tape:
         """The layers as the block operator reads them, but for what differs from call to call."""
-        tape = Tape()
+        tape = Tape(panels=self.panels)
         tape.integer(len(self.layers))
         for parts in self.layers:
             parts.write(tape)
         return tape
+
+
+def _call_traits(parts: LayerParts) -> tuple[object, ...] | None:
+    """What of a layer decides what a call says of it, besides weights; None where calls differ by themselves."""
+    if any(parts.drops) or any(each.rules is not tuple for each in parts.attentions):
+        return None
+    return tuple(
+        (each.num_heads, each.num_kv_heads, each.head_dim, each.scale, each.backend, each.rotary, len(each.sources))
+        for each in parts.attentions
+    )
 
 
 def _pair(layer: Layer, change: Mapped) -> Layer:

@@ -29,7 +29,7 @@ _ROWS: Final = {
 #: Operators that are called entry by entry: they sum over the batch, or are described by lists.
 _BY_ENTRY: Final = frozenset(
     (
-        *("linear_weight_gradient", "norm_gradients", "cache_append", "attention_paged", "paged_append"),
+        *("pack_weight", "linear_weight_gradient", "norm_gradients", "cache_append", "attention_paged", "paged_append"),
         *("block", "block_forward", "block_backward"),
     )
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from clearhead.backends.recorded import is_recorded, recorded_gradients
 from clearhead.choices import overrides
 from clearhead.shapes import Float
 
-__all__ = ["Tape", "run_blocks"]
+__all__ = ["MALFORMED", "Tape", "run_blocks"]
+
+#: Ends the error of lists that do not describe blocks: a fault of clearhead, which must not be hidden.
+MALFORMED: Final = "The description is malformed."
 
 
 @dataclass
@@ -26,16 +29,24 @@ class Tape:
         numbers: epsilons, scales, probabilities and caps.
         tensors: weights, biases, tables, masks and rules.
         caches: keys and values of each cache, which forward writes to.
+        panels: weights that ``clearhead::pack_weight`` packed, by the ``id`` of the weight.
     """
 
     integers: list[int] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     caches: list[Tensor] = field(default_factory=list)
+    panels: Mapping[int, Tensor] = field(default_factory=dict)
 
     def copy(self) -> Tape:
         """The same lists, to which a call adds its own."""
         return Tape([*self.integers], [*self.numbers], [*self.tensors], [*self.caches])
+
+    def append_times(self, other: Tape, times: int) -> None:
+        """Append what another has, but for caches, several times."""
+        self.integers += other.integers * times
+        self.numbers += other.numbers * times
+        self.tensors += other.tensors * times
 
     def integer(self, *values: int) -> None:
         self.integers.extend(values)
@@ -50,10 +61,11 @@ class Tape:
             self.tensors.append(tensor)
 
     def linears(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """The weight and bias of each linear layer."""
+        """The weight and bias of each linear layer, and the weight's panels where it was packed."""
         for weight, bias in layers:
             self.tensors.append(weight)
             self.optional(bias)
+            self.optional(self.panels.get(id(weight)))
 
     def norm(self, kind: int, epsilon: float, weight: Tensor | None, bias: Tensor | None) -> None:
         """A norm."""

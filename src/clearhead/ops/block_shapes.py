@@ -139,7 +139,8 @@ class _ListReader:
     def _linear(self) -> LinearShape:
         weight = self.tensor()
         outputs, inputs = self._tensors[weight]
-        return LinearShape(outputs, inputs, weight, self.optional_tensor())
+        bias, _panels = self.optional_tensor(), self.optional_tensor()
+        return LinearShape(outputs, inputs, weight, bias)
 
     def norm(self) -> tuple[int, int]:
         self.integer()

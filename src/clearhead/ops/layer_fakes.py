@@ -28,6 +28,11 @@ def _linear(x: Tensor, weight: Tensor, **others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _pack_weight(weight: Tensor) -> Tensor:
+    # The instruction set decides the width of a panel.
+    return weight.new_empty((torch.library.get_ctx().new_dynamic_size(),), dtype=torch.uint8)
+
+
 def _linear_input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return grads[0].new_empty((*grads[0].shape[:-1], weights[0].shape[1]))
 
@@ -89,6 +94,7 @@ def _block_backward(
 
 LAYER_FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear": _linear,
+    "pack_weight": _pack_weight,
     "linear_input_gradient": _linear_input_gradient,
     "linear_weight_gradient": _linear_weight_gradient,
     "norm": _norm,

@@ -27,8 +27,9 @@ from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
 from clearhead.nn.fused import fused_layers, norm_of, of_parts, takes_parts
+from clearhead.nn.fused_blocks import MOST_ELEMENTS
 from clearhead.nn.linear import Linear
-from clearhead.nn.reading import cached_reading
+from clearhead.nn.reading import cached_reading, is_frozen, is_packed, no_gradients_if_frozen
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
 from clearhead.torch_private import hooks_of, is_hooked, modules_are_hooked
@@ -64,7 +65,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
             return _jagged_encoder(self, "src_mask", src, src_mask, src_key_padding_mask, is_causal)
         if src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
-        fused = _fused(self, (src,), [(src_mask, src_key_padding_mask, is_causal)])
+        fused = _fused(self, [self], (src,), [(src_mask, src_key_padding_mask, is_causal)])
         if fused is not None:
             return fused
         if self.norm_first:
@@ -104,7 +105,7 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        fused = _fused(self, (tgt, memory), [own_mask, other])
+        fused = _fused(self, [self], (tgt, memory), [own_mask, other])
         # In torch's order: masks, padding masks, hints.
         theirs: Any = chain.from_iterable(zip(own_mask, other, strict=True))
         return super().forward(tgt, memory, *theirs) if fused is None else fused
@@ -166,35 +167,53 @@ _Said = tuple[Tensor | Mask | Meaning | None, Tensor | None, bool]
 
 
 def _fused(
-    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer,
+    owner: nn.Module,
+    layers: Sequence[SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer],
     tokens: Sequence[Tensor],
     said: Sequence[_Said],
 ) -> Tensor | None:
-    """The output of a layer whose parts are plain and not observed, fused; None otherwise.
+    """The output of layers whose parts are plain, fused; None otherwise. A single one may be observed.
 
     Args:
-        layer: one of ours.
-        tokens: its own and, of a decoder, the memory.
-        said: the mask arguments of each attention.
+        owner: the single layer, or the list of the layers.
+        layers: some of ours.
+        tokens: their own and, of decoders, the memory.
+        said: the mask arguments of each attention of a layer.
     """
     if torch.compiler.is_compiling() or not is_plain(*tokens):
         return None
-    attentions = [getattr(layer, name) for name in ATTENTIONS[: len(said)]]
+    by_layer = [[getattr(layer, name) for name in ATTENTIONS[: len(said)]] for layer in layers]
+    attentions = [attention for of_layer in by_layer for attention in of_layer]
     # Parametrized weights are computed anew for each call: not cached.
-    if not all(_is_seen_as_called(attention, tokens[: place + 1]) for place, attention in enumerate(attentions)):
+    if not all(
+        _is_seen_as_called(attention, tokens[: place + 1])
+        for of_layer in by_layer
+        for place, attention in enumerate(of_layer)
+    ):
         return None
-    may_be_hooked, key = (layer, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
-    stack = cached_reading(layer, key, lambda: _stack_of(layer, attentions, tokens[0]), may_be_hooked=may_be_hooked)
+
+    def read() -> Stack | None:
+        read_layers = [_parts_of(*each, tokens[0]) for each in zip(layers, by_layer, strict=True)]
+        if None in read_layers or len({attention.batch_first for attention in attentions}) > 1:
+            return None
+        stack = Stack([parts for parts in read_layers if parts is not None])
+        return stack.packed() if is_packed(owner) else stack
+
+    may_be_hooked, key = (owner, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
+    stack = cached_reading(owner, key, read, may_be_hooked=may_be_hooked)
     if stack is None:
         return None
     meanings = [
         _meaning(attention, tokens[0], keys, masks_of_one)
-        for attention, keys, masks_of_one in zip(attentions, tokens, said, strict=True)
+        for attention, keys, masks_of_one in zip(by_layer[0], tokens, said, strict=True)
     ]
     if any(meaning.scores for meaning in meanings):
         return None
-    masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
+    masks, laid = [meaning.mask for meaning in meanings] * len(layers), attentions[0].by_batch(*tokens)
     if watched() or takes_parts() or any(map(is_hooked, attentions)):
+        if len(layers) > 1:
+            return None
+        (layer,) = layers
         sublayers = [partial(_attended, *each) for each in zip(attentions, (None, *tokens[1:]), meanings, strict=True)]
         output = of_parts(laid, stack, masks, [*sublayers, partial(_feedforward, layer)])
     else:
@@ -230,11 +249,11 @@ def _is_seen_as_called(attention: nn.Module, sequences: Sequence[Tensor]) -> boo
     return not shown_padding(hooks_of(attention))
 
 
-def _stack_of(
+def _parts_of(
     layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer,
     attentions: Sequence[SwappedMultiheadAttention],
     x: Tensor,
-) -> Stack | None:
+) -> LayerParts | None:
     """A layer's weights and options, where there is no more to its parts."""
     places = range(1, len(attentions) + 2)
     norms = [norm for place in places if (norm := norm_of(getattr(layer, f"norm{place}"), x)) is not None]
@@ -247,14 +266,10 @@ def _stack_of(
         return None
     if len(norms) < len(places) or len(residual_drops) < len(places):
         return None
-    # One memory is read by a layer whose attentions take sequences alike.
-    if (
-        any(_is_replaced(vars(part)) for part in (layer, *attentions))
-        or len({part.batch_first for part in attentions}) > 1
-    ):
+    if any(_is_replaced(vars(part)) for part in (layer, *attentions)):
         return None
     read = [each.projections() for each in attentions]
-    return Stack([LayerParts(read, (first, second), norms, layer.norm_first, called, tuple(residual_drops), hidden)])
+    return LayerParts(read, (first, second), norms, layer.norm_first, called, tuple(residual_drops), hidden)
 
 
 def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
@@ -309,12 +324,12 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         attended, padding = reader.attn_mask(mask, bool(is_causal)), reader.key_padding(src_key_padding_mask)
         real = self._real_tokens(attended, padding, src, src_key_padding_mask)
         if real is None:
-            output = _through(self, src, src_mask=attended.joined(padding))
+            output = _through_masked(self, (src,), src_mask=attended.joined(padding))
             return self._without_padding(output, src_key_padding_mask)
         packed = Packed.of(real, batch_first=attention.batch_first)
         laid_out(packed.documents, *real.shape)
         axis, mask = (0 if attention.batch_first else 1), attended.joined(Meaning(packed.documents))
-        return packed.unpack(_through(self, packed.pack(src).unsqueeze(axis), src_mask=mask).squeeze(axis))
+        return packed.unpack(_through_masked(self, (packed.pack(src).unsqueeze(axis),), src_mask=mask).squeeze(axis))
 
     def _real_tokens(
         self, attended: Meaning, padding: Meaning, src: Tensor, key_padding_mask: Tensor | None
@@ -377,13 +392,26 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
             return _through(self, tgt, memory, **masks, tgt_is_causal=bool(tgt_is_causal))
         attention = self.layers[0].self_attn
         own_mask, other = (mask_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
-        return _through(
+        return _through_masked(
             self,
-            tgt,
-            memory,
+            (tgt, memory),
             tgt_mask=own_mask.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
             memory_mask=other.meaning(memory_mask, memory_key_padding_mask, memory_is_causal),
         )
+
+
+def _through_masked(
+    stack: nn.TransformerEncoder | nn.TransformerDecoder, tokens: Sequence[Tensor], **masks: Meaning
+) -> Tensor:
+    """The layers with masks that were read: as one operator where the stack is frozen and the call not large."""
+    layers, x = stack.layers, tokens[0]
+    if is_frozen(stack) and len(layers) > 1 and x.numel() <= MOST_ELEMENTS:
+        with no_gradients_if_frozen(stack, tokens):
+            said: list[_Said] = [(mask, None, False) for mask in masks.values()]
+            output = None if torch.is_grad_enabled() else _fused(layers, [*layers], tokens, said)
+        if output is not None:
+            return output if stack.norm is None else stack.norm(output)
+    return _through(stack, x, *tokens[1:], **masks)
 
 
 def _through(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
@@ -13,21 +13,61 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from clearhead.cache import KVCache, assume_dropped, count_appended, forget_first
 from clearhead.nn.cache_view import CacheView, cache_view
 
-__all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
-
-
-@dataclass
-class _Memory:
-    """A layer's keys and values as they were last set: views of the memory of ``cache``."""
-
-    keys: Tensor
-    values: Tensor
-    cache: KVCache
+__all__ = ["CacheLayer", "cache_layer_of", "count_tokens", "of_memory", "of_own_tokens"]
 
 
 #: With a window of one token transformers drops nothing, as it slices from 0 on.
 _LEAST_WINDOW: Final = 2
-_MEMORY: Final[WeakKeyDictionary[DynamicLayer, _Memory]] = WeakKeyDictionary()
+
+
+class _InKVCache:
+    """Mixin of transformers' layers: keys and values are views of a ``KVCache``, made when they are read.
+
+    Assigning keys or values, as reordering and cropping do, makes them attributes again.
+    """
+
+    __slots__ = ()
+    #: What has the layer's keys and values; None where they are attributes, as in transformers' layers.
+    kv_cache: KVCache | None = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """``[batch, kv_heads, length, head_dim]``."""
+        return vars(self).get("keys") if self.kv_cache is None else self.kv_cache.key
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._assign(keys, self.values)
+
+    @property
+    def values(self) -> Tensor | None:
+        """``[batch, kv_heads, length, value_dim]``."""
+        return vars(self).get("values") if self.kv_cache is None else self.kv_cache.value
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._assign(self.keys, values)
+
+    def _assign(self, keys: Tensor | None, values: Tensor | None) -> None:
+        vars(self).update(keys=keys, values=values, kv_cache=None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has keys and values of its own.
+        return {**vars(self), "keys": self.keys, "values": self.values, "kv_cache": None}
+
+
+# transformers' class comes first, and the mixin has no slots: only then can a layer become one of these.
+class _AppendedLayer(DynamicLayer, _InKVCache):  # type: ignore[misc]
+    pass
+
+
+class _AppendedSlidingLayer(DynamicSlidingWindowLayer, _InKVCache):  # type: ignore[misc]
+    pass
+
+
+#: transformers' layers that the kernels can append to, and what they become then.
+_IN_KV_CACHE: Final = {DynamicLayer: _AppendedLayer, DynamicSlidingWindowLayer: _AppendedSlidingLayer}
+_KINDS: Final = {*_IN_KV_CACHE, *_IN_KV_CACHE.values()}
 
 
 @dataclass(frozen=True)
@@ -59,21 +99,28 @@ class CacheLayer:
         return view._replace(key=view.key[:, :, :capacity], value=view.value[:, :, :capacity])
 
     def appended(self, x: Tensor) -> None:
-        """Count the tokens of ``x``, whose keys and values the kernels appended."""
-        count_appended([self.cache], x.shape[1])
+        """Give transformers' layer the tokens of ``x``, which were counted."""
+        layer = self.layer
         if self.most is not None:
             forget_first(self.cache, max(0, self.cache.length - self.most))
-        key, value = self.cache.key, self.cache.value
-        assert key is not None
-        assert value is not None
-        if not self.layer.is_initialized:
+            layer.cumulative_length += x.shape[1]
+        if getattr(layer, "kv_cache", None) is self.cache:
+            return
+        if not layer.is_initialized:
             # Before transformers 5, of keys alone.
-            count = len(inspect.signature(self.layer.lazy_initialization).parameters)
-            self.layer.lazy_initialization(*(key, value)[:count])
-        self.layer.keys, self.layer.values = key, value
-        if isinstance(self.layer, DynamicSlidingWindowLayer):
-            self.layer.cumulative_length += x.shape[1]
-        _MEMORY[self.layer] = _Memory(key, value, self.cache)
+            count = len(inspect.signature(layer.lazy_initialization).parameters)
+            layer.lazy_initialization(*(self.cache.key, self.cache.value)[:count])
+        layer.__class__ = _IN_KV_CACHE.get(type(layer), type(layer))
+        vars(layer).update(keys=None, values=None, kv_cache=self.cache)
+
+
+def count_tokens(layers: Sequence[CacheLayer], x: Tensor) -> None:
+    """Count the tokens of ``x``, whose keys and values the kernels appended to each layer's cache."""
+    if not layers:
+        return
+    count_appended([layer.cache for layer in layers], x.shape[1])
+    for layer in layers:
+        layer.appended(x)
 
 
 def of_own_tokens(past: Any) -> Any:
@@ -86,7 +133,7 @@ def of_memory(past: Any, place: Any) -> CacheView | None:
     if type(past) is not EncoderDecoderCache or not past.is_updated.get(place):
         return None
     cache = past.cross_attention_cache
-    if not _is_plain(cache) or type(cache.layers[place]) is not DynamicLayer:
+    if not _is_plain(cache) or type(cache.layers[place]) not in (DynamicLayer, _AppendedLayer):
         return None
     key, value = cache.layers[place].keys, cache.layers[place].values
     if not isinstance(key, Tensor) or not isinstance(value, Tensor) or key.shape != value.shape or key.dim() != 4:
@@ -103,12 +150,13 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     if not _is_plain(past) or not isinstance(place, int) or place >= len(past.layers):
         return None
     layer = past.layers[place]
-    most = _most_kept(layer)
-    if most is None and type(layer) is not DynamicLayer:
+    if type(layer) not in _KINDS:
         return None
-    memory = _MEMORY.get(layer)
-    if memory is not None and layer.keys is memory.keys and layer.values is memory.values:
-        return CacheLayer(layer, memory.cache, most)
+    most = _most_kept(layer)
+    if most is None and isinstance(layer, DynamicSlidingWindowLayer):
+        return None
+    if isinstance(layer, _InKVCache) and layer.kv_cache is not None:
+        return CacheLayer(layer, layer.kv_cache, most)
     cache = KVCache()
     if layer.is_initialized and layer.keys is not None and layer.values is not None and layer.keys.numel() > 0:
         cache.append(layer.keys, layer.values)
@@ -127,7 +175,7 @@ def _is_plain(cache: Any) -> bool:
 
 def _most_kept(layer: Any) -> int | None:
     """Number of tokens that a sliding layer keeps, if the others are never read again; None of other layers."""
-    if type(layer) is not DynamicSlidingWindowLayer:
+    if not isinstance(layer, DynamicSlidingWindowLayer):
         return None
     window: int = layer.sliding_window
     return None if getattr(layer, "record_past", False) or window < _LEAST_WINDOW else window - 1

@@ -14,7 +14,7 @@ from clearhead.choices import is_invariant
 from clearhead.integrations.torch.parts import is_plain
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.integrations.transformers.attention import NAME, is_causal_alone, planned
-from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
+from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, count_tokens, of_memory, of_own_tokens
 from clearhead.integrations.transformers.calls import Arguments
 from clearhead.integrations.transformers.families import AttentionRow
 from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor, symbolic_mask
@@ -38,7 +38,18 @@ from clearhead.shapes import Float
 from clearhead.torch_private import implementation_of
 from clearhead.watch import watched
 
-__all__ = ["attention_output", "layer_output"]
+__all__ = [
+    "LayerCall",
+    "attention_output",
+    "call_of",
+    "is_ours",
+    "is_relative",
+    "layer_output",
+    "may_fuse",
+    "run_fused",
+    "unpadded_of",
+    "with_memory",
+]
 
 #: Padded tokens times width squared from which removing padding saves time.
 _LEAST_UNPADDED: Final = 2**22
@@ -49,7 +60,7 @@ _AXES: Final = 3
 
 
 @dataclass(frozen=True)
-class _LayerCall:
+class LayerCall:
     """What a fused call reads, besides weights.
 
     Attributes:
@@ -57,7 +68,7 @@ class _LayerCall:
         masks: of each attention.
         causal: whether the first attention is causal where no mask was given.
         caches: what each attention reads from a KV cache.
-        cache: the KV cache of the layer's own tokens.
+        growing: the KV caches of the own tokens, of each layer where there are some.
         rotary: cosines and sines.
     """
 
@@ -65,11 +76,11 @@ class _LayerCall:
     masks: tuple[Mask | None, ...]
     causal: bool
     caches: tuple[CacheView | None, ...]
-    cache: CacheLayer | None
+    growing: tuple[CacheLayer, ...]
     rotary: Float[Tensor, "_rows head_dim"] | None
 
 
-def _may_fuse(given: Arguments) -> bool:
+def may_fuse(given: Arguments) -> bool:
     x = given.tokens
     if not isinstance(x, Tensor) or not are_plain(x) or x.dim() != _AXES:
         return False
@@ -77,7 +88,7 @@ def _may_fuse(given: Arguments) -> bool:
     return given.cache is None or not torch.is_grad_enabled()
 
 
-def _is_ours(core: Any) -> bool:
+def is_ours(core: Any) -> bool:
     """Whether an attention's implementation is ``"clearhead"``."""
     return implementation_of(getattr(core, "config", None)) == NAME
 
@@ -94,7 +105,7 @@ def _is_causal(core: Any, interface: bool) -> bool:
     return is_causal_alone(core) if interface else bool(first_of((core,), ("is_causal", "is_decoder")))
 
 
-def _call_of(core: Any, projections: Projections, given: Arguments, interface: bool) -> _LayerCall | None:
+def call_of(core: Any, projections: Projections, given: Arguments, interface: bool) -> LayerCall | None:
     """What attention to the layer's own tokens reads; None if the original code is to compute it."""
     x, head_dim, rotary = given.tokens, projections.last[0].shape[1] // projections.num_heads, None
     if projections.rotary is not None:
@@ -113,7 +124,7 @@ def _call_of(core: Any, projections: Projections, given: Arguments, interface: b
     view = None if cache is None else cache.view(x, projections.num_kv_heads, head_dim)
     if view is None and cache is not None:
         return None
-    return _LayerCall((x,), (mask,), causal, (view,), cache, rotary)
+    return LayerCall((x,), (mask,), causal, (view,), () if cache is None else (cache,), rotary)
 
 
 def _mask_of(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
@@ -137,7 +148,7 @@ def _mask_of_tensor(given: Any, before: int) -> tuple[bool, Mask | None]:
         return False, None
 
 
-def _with_memory(call: _LayerCall, core: Any, given: Arguments) -> _LayerCall | None:
+def with_memory(call: LayerCall, core: Any, given: Arguments) -> LayerCall | None:
     """The same with attention to a memory; None if the original code is to read it, and to fill the cache."""
     states, mask, view, batch = given.memory, given.memory_mask, None, len(call.tokens[0])
     if states is None or not is_plain(states) or len(states) != batch:
@@ -167,7 +178,7 @@ def attention_output(
 ) -> Tensor | None:
     """What an attention module returns for its own tokens; None if the original code is to compute it."""
     core = at(module, row.core)
-    if given.memory is not None or not _may_fuse(given) or (interface and not _is_ours(core)) or _is_relative(given):
+    if given.memory is not None or not may_fuse(given) or (interface and not is_ours(core)) or is_relative(given):
         return None
     x, rotary = given.tokens, bool(given.rotary)
     reading = cached_reading(
@@ -177,7 +188,7 @@ def attention_output(
         may_be_hooked=(module, core),
         views=len(row.projections) == 1,
     )
-    call = None if reading is None else _call_of(core, reading[0], given, interface)
+    call = None if reading is None else call_of(core, reading[0], given, interface)
     if reading is None or call is None:
         return None
     projections, dropout = reading
@@ -187,8 +198,8 @@ def attention_output(
         output: Tensor | None = _observed_attention(core, projections, given, call, x)
     else:
         output = fused_attention(call.tokens, projections, mask=call.masks[0], cache=call.caches[0], angles=call.rotary)
-        if output is not None and call.cache is not None:
-            call.cache.appended(x)
+        if output is not None:
+            count_tokens(call.growing, x)
     if output is None or dropout == 0.0:
         return output
     assert row.dropout is not None
@@ -200,7 +211,7 @@ def layer_output(
     match: LayerMatch, layer: Any, given: Arguments, *, formulas: Formulas, interface: bool
 ) -> Tensor | None:
     """What a layer returns; None if the original code is to compute it."""
-    if not _may_fuse(given) or (given.memory is not None) != (len(match.attentions) > 1):
+    if not may_fuse(given) or (given.memory is not None) != (len(match.attentions) > 1):
         return None
     try:
         modules = [at(layer, path) for path in match.row.attentions]
@@ -208,7 +219,7 @@ def layer_output(
     except AttributeError:
         # An attention was replaced by another module.
         return None
-    if any(map(hooked, {*modules, *cores})) or (interface and not all(map(_is_ours, cores))):
+    if any(map(hooked, {*modules, *cores})) or (interface and not all(map(is_ours, cores))):
         return None
     x, rotary = given.tokens, bool(given.rotary)
 
@@ -221,21 +232,21 @@ def layer_output(
     )
     if match.is_disentangled:
         given = _with_zeros_read(given)
-    call = None if stack is None else _call_of(cores[0], stack.attentions[0], given, interface)
+    call = None if stack is None else call_of(cores[0], stack.attentions[0], given, interface)
     if call is not None and len(cores) > 1:
-        call = _with_memory(call, cores[1], given)
+        call = with_memory(call, cores[1], given)
     if stack is None or call is None:
         return None
-    if _is_relative(given) or (match.is_disentangled and cores[0].relative_attention):
+    if is_relative(given) or (match.is_disentangled and cores[0].relative_attention):
         return _relative_layer(match, layer, stack, cores, given, call)
     # Padding has places in a cache.
-    unpadded = _unpadded(layer, given) if given.memory is None and given.cache is None else None
+    unpadded = unpadded_of(layer, given) if given.memory is None and given.cache is None else None
     if watched() or takes_parts():
         return _observed_layer(stack, cores, given, call, unpadded)
-    return _fused(stack, call, unpadded)
+    return run_fused(stack, call, unpadded)
 
 
-def _is_relative(given: Arguments) -> bool:
+def is_relative(given: Arguments) -> bool:
     return not given.bias is given.distances is given.embeddings is None
 
 
@@ -248,7 +259,7 @@ def _with_zeros_read(given: Arguments) -> Arguments:
 
 
 def _relative_layer(
-    match: LayerMatch, layer: Any, stack: Stack, cores: Sequence[Any], given: Arguments, call: _LayerCall
+    match: LayerMatch, layer: Any, stack: Stack, cores: Sequence[Any], given: Arguments, call: LayerCall
 ) -> Tensor | None:
     """A layer that adds to scores by relative positions: fused if it adds a bias that learns nothing, else op by op."""
     core, length = cores[0], given.tokens.shape[1]
@@ -273,13 +284,13 @@ def _relative_layer(
     unpadded = None
     if rule.relative and type(given.mask) is Tensor:
         # Distances within a packed sequence are those in its row.
-        unpadded = _unpadded(layer, replace(given, mask=symbolic_mask(given.mask)))
+        unpadded = unpadded_of(layer, replace(given, mask=symbolic_mask(given.mask)))
     if watched() or takes_parts() or (torch.is_grad_enabled() and bias.requires_grad):
         return _observed_layer(stack, cores, given, call, unpadded, _Relative((rule,)))
-    return _fused(stack.with_rules((rule,)), call, unpadded)
+    return run_fused(stack.with_rules((rule,)), call, unpadded)
 
 
-def _fused(stack: Stack, call: _LayerCall, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
+def run_fused(stack: Stack, call: LayerCall, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
     tokens, masks, rotary = call.tokens, call.masks, call.rotary
     if unpadded is not None:
         packed, mask = unpadded
@@ -288,12 +299,11 @@ def _fused(stack: Stack, call: _LayerCall, unpadded: tuple[Packed, Mask] | None)
     output = fused_layers(tokens, stack, masks, call.caches, rotary)
     if output is None:
         return None
-    if call.cache is not None:
-        call.cache.appended(tokens[0])
+    count_tokens(call.growing, tokens[0])
     return output if unpadded is None else unpadded[0].unpack(output[0])
 
 
-def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
+def unpadded_of(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
     """How to remove padding, and the mask of the packed tokens; None if this is not wanted or saves no time."""
     x, mask = given.tokens, given.mask
     if type(mask) is not MaskTensor or not getattr(layer, "leaves_padding_out", True):
@@ -326,7 +336,7 @@ def _observed_layer(
     stack: Stack,
     cores: Sequence[Any],
     given: Arguments,
-    call: _LayerCall,
+    call: LayerCall,
     unpadded: tuple[Packed, Mask] | None,
     relative: _Relative = _Relative(),
 ) -> Tensor | None:
@@ -346,7 +356,7 @@ def _observed_attention(
     core: Any,
     projections: Projections,
     given: Arguments,
-    call: _LayerCall,
+    call: LayerCall,
     x: Tensor,
     relative: _Relative = _Relative(),
 ) -> Tensor:

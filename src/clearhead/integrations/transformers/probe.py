@@ -45,7 +45,7 @@ from clearhead.masks import Causal, Mask, Padding, Window
 from clearhead.ops.kinds import NormKind
 from clearhead.torch_private import implementation_of, set_implementation
 
-__all__ = ["Trial", "attempt"]
+__all__ = ["Trial", "attempt", "traits_of"]
 
 #: Largest relative differences in float32: of outputs, and of gradients.
 _BUDGETS: Final = (2e-5, 2e-4)
@@ -98,7 +98,7 @@ def attempt(module: nn.Module, *, interface: bool) -> Trial | None:
         return None
     # A norm does not attend.
     interface = interface or epsilon_name(module) is not None
-    key = (class_of(module), interface, _traits(module))
+    key = (class_of(module), interface, traits_of(module))
     if key not in _TRIALS:
         trial = _tried(module, candidates)
         if trial.difference is None:
@@ -119,7 +119,7 @@ def _candidates(module: nn.Module, interface: bool) -> Iterator[Fast]:
         yield from (AttentionForward(row, interface=interface) for row in attention_rows(module))
 
 
-def _traits(module: nn.Module) -> tuple[object, ...]:
+def traits_of(module: nn.Module) -> tuple[object, ...]:
     """All that may distinguish two modules of one class, besides their weights."""
     traits: list[object] = []
     for name, part in module.named_modules():
