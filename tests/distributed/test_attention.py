@@ -91,6 +91,11 @@ def test_parts_that_end_within_a_block_of_queries(length: int) -> None:
     assert run_ranks(_compare, 3, ("gather",), "zigzag", length, names, torch.float32, HEADS) == [[]] * 3
 
 
+@pytest.mark.parametrize("length", [1_100, 1_301])
+def test_chunks_that_read_some_tiles_of_keys(length: int) -> None:
+    assert run_ranks(_compare, 3, ("gather",), "contiguous", length, ["window"], torch.float32, HEADS) == [[]] * 3
+
+
 def test_grouped_heads() -> None:
     assert run_ranks(_compare, 4, ("gather", "ring"), "zigzag", 37, ["causal", "rules"], torch.float32, 2) == [[]] * 4
 

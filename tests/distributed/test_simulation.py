@@ -22,6 +22,7 @@ from clearhead.distributed.launch import RankError, run_ranks
 from clearhead.distributed.layout import LAYOUTS
 from clearhead.distributed.simulation import METHODS, _finished
 from clearhead.masks import Mask
+from clearhead.ops.kinds import QUERY_BLOCK
 
 #: One pair of one head takes a second forward and 2.5 s backward; a key and its value have 8 bytes, a query has 4.
 SIZES = AttentionSizes(heads=1, head_dim=1, dtype=torch.float32)
@@ -58,16 +59,43 @@ def test_mask_of_a_batch_counts_each_entry_once() -> None:
 
 
 def test_gather_waits_for_all_messages_before_it_computes() -> None:
-    done = simulate(plan_attention(None, 16, ranks=4), SIZES, _machine(link=Link(2.0, 0.5)), method="gather")
-    message = 3 * (2 * 0.5 + 4 * 8 / 2)
-    assert done.forward.seconds == pytest.approx(message + 4 * 16)
-    assert done.forward.idle == pytest.approx(message / (message + 64))
-    assert done.forward.sent.tolist() == [3 * 4 * 8] * 4
-    assert done.forward.critical_compute == pytest.approx(64)
+    mine, length = QUERY_BLOCK, 4 * QUERY_BLOCK
+    done = simulate(plan_attention(None, length, ranks=4), SIZES, _machine(link=Link(0.1, 0.5)), method="gather")
+    message, pairs = 3 * (2 * 0.5 + mine * 8 / 0.1), mine * length
+    assert done.forward.seconds == pytest.approx(message + pairs)
+    assert done.forward.idle == pytest.approx(message / (message + pairs))
+    assert done.forward.sent.tolist() == [3 * mine * 8] * 4
+    assert done.forward.critical_compute == pytest.approx(pairs)
     # Queries, gradients and three numbers of each row follow the keys, and arrive after gradients of queries are done.
-    rows = 3 * (3 * 0.5 + 4 * (8 + 12) / 2)
-    assert done.backward.seconds == pytest.approx(message + rows + 2.0 * 64)
-    assert rows > 1.5 * 64
+    rows = 3 * (3 * 0.5 + mine * (8 + 12) / 0.1)
+    assert done.backward.seconds == pytest.approx(message + rows + 2.0 * pairs)
+    assert rows > 1.5 * pairs
+
+
+def test_gather_computes_chunks_extended_to_whole_blocks() -> None:
+    plan = plan_attention(None, 3 * QUERY_BLOCK, ranks=2)
+    done = simulate(plan, SIZES, _machine(), method="gather")
+    # Each of two ranks has one and a half blocks, and computes two.
+    pairs = 3 * QUERY_BLOCK * 2 * QUERY_BLOCK
+    assert done.forward.compute.tolist() == [pairs, pairs]
+    mine = 1.5 * QUERY_BLOCK * 3 * QUERY_BLOCK
+    assert done.backward.compute.tolist() == pytest.approx([1.5 * pairs + 2.0 * mine] * 2)
+
+
+@pytest.mark.parametrize(("method", "calls"), [("gather", 2), ("heads", 1), ("ring", 2)])
+def test_each_kernel_call_takes_time_for_its_queries_and_keys(method: Any, calls: int) -> None:
+    sizes = AttentionSizes(heads=4, kv_heads=2, head_dim=1, dtype=torch.float32)
+    plan = plan_attention(None, 2 * 4 * QUERY_BLOCK, ranks=2, layout="zigzag")
+    plain, with_rows, with_keys = (
+        simulate(plan, sizes, _machine(**options), method=method).forward.compute
+        for options in ({}, {"row": 1.0}, {"key": 1.0})
+    )
+    length = plan.layout.length
+    # Two chunks of queries with all keys; half of the heads with all tokens; two chunks with four of keys.
+    rows = {"gather": 4 * length / 2, "heads": 2 * length, "ring": 4 * length / 2 * 4}[method]
+    keys = {"gather": 2 * length * calls, "heads": length * calls, "ring": 2 * length * calls}[method]
+    assert (with_rows - plain).tolist() == pytest.approx([rows, rows])
+    assert (with_keys - plain).tolist() == pytest.approx([keys, keys])
 
 
 def test_heads_exchanges_twice() -> None:
@@ -137,7 +165,7 @@ def test_ring_sends_what_the_plan_says() -> None:
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_idle_share_is_that_of_the_balance(method: Any) -> None:
     for layout in ("contiguous", "zigzag"):
-        plan = plan_attention(ch.Causal(), 256, ranks=4, layout=layout)
+        plan = plan_attention(ch.Causal(), 8 * QUERY_BLOCK, ranks=4, layout=layout)
         done = simulate(plan, SIZES, _machine(), method=method)
         assert done.forward.idle == pytest.approx(1 - 1 / plan.balance)
         assert done.forward.last_rank == (3 if layout == "contiguous" else 0)
@@ -166,18 +194,21 @@ def test_two_processors_for_four_ranks_take_twice_as_long() -> None:
 
 def test_links_between_nodes_carry_what_leaves_a_node() -> None:
     machine = _machine(link=Link(1e30), outer=Link(2.0, 0.5), ranks_per_node=2)
-    plan = plan_attention(None, 16, ranks=4)
+    mine = QUERY_BLOCK
+    plan = plan_attention(None, 4 * mine, ranks=4)
+    message, pairs = 2 * 0.5 + mine * 8 / 2, 4 * mine**2
     gathered = simulate(plan, SIZES, machine, method="gather")
-    assert gathered.forward.seconds == pytest.approx(2 * (2 * 0.5 + 16) + 64)
+    assert gathered.forward.seconds == pytest.approx(2 * message + pairs)
     far = simulate(plan, SIZES, _machine(link=Link(2.0, 0.5)), method="gather")
-    assert far.forward.seconds == pytest.approx(3 * (2 * 0.5 + 16) + 64)
+    assert far.forward.seconds == pytest.approx(3 * message + pairs)
 
 
 def test_rank_without_tokens_computes_nothing() -> None:
-    layout = ShardLayout(((range(0, 8),), (), (range(8, 16),)))
-    plan = plan_attention(None, 16, ranks=3, layout=layout)
+    mine = QUERY_BLOCK
+    layout = ShardLayout(((range(mine),), (), (range(mine, 2 * mine),)))
+    plan = plan_attention(None, 2 * mine, ranks=3, layout=layout)
     gather, ring = (simulate(plan, SIZES, _machine(), method=method) for method in ("gather", "ring"))  # type: ignore[arg-type]
-    assert gather.forward.compute.tolist() == ring.forward.compute.tolist() == [128.0, 0.0, 128.0]
+    assert gather.forward.compute.tolist() == ring.forward.compute.tolist() == [2.0 * mine**2, 0.0, 2.0 * mine**2]
     assert gather.forward.idle == pytest.approx(1 / 3)
 
 
@@ -276,6 +307,7 @@ def test_counted_copies_are_those_that_operators_make() -> None:
     length, ranks, sizes = 2304, 2, AttentionSizes(heads=4, head_dim=32, dtype=torch.float32)
     masks = {"contiguous": ch.Causal() & ch.Window(143), "zigzag": ch.Causal()}
     cases: list[Any] = [(method, layout, mask) for method in METHODS for layout, mask in masks.items()]
+    cases.append(("gather", "zigzag", masks["contiguous"]))
     by_rank = run_ranks(_moved, ranks, cases, length, timeout=120)
     for place, (method, layout, mask) in enumerate(cases):
         plan = plan_attention(mask, length, ranks=ranks, layout=layout)
@@ -353,3 +385,19 @@ def test_measured_times_are_printed_beside_simulated_ones() -> None:
     # Ranks, masks, layouts and passes.
     assert len(rows) == 2 * 3 * 2 * 2 * len(METHODS)
     assert all(sent == simulated for *_, sent, simulated in rows)
+
+
+@pytest.mark.slow
+def test_ring_sends_needed_keys_and_keeps_one_block_of_others() -> None:
+    program = Path(__file__).parents[2] / "benchmarks" / "distributed_attention.py"
+    command = [sys.executable, str(program), "--exchange"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    lines = [line.split() for line in done.stdout.splitlines() if "contiguous" in line or "zigzag" in line]
+    assert len(lines) == 6
+    for *_, sent, needed, _, _, alive, _, limit in lines:
+        assert float(sent) <= 1.05 * float(needed)
+        # A part of 1,024 tokens is cut into pieces of 342 tokens or fewer.
+        assert float(alive) <= float(limit) * 1.002
+    window = [float(line[-7]) / float(line[-5]) for line in lines if line[0] == "window"]
+    assert len(window) == 2
+    assert max(window) < 0.15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clearhead.errors import ShapeError
+from clearhead.garbage_collector import collector_off
 
 __all__ = ["Timing", "geometric_mean", "interleaved"]
 
@@ -142,13 +142,8 @@ def _settle(call: Callable[[], object], warmup: int, min_seconds: float) -> int:
 
 def _sample(call: Callable[[], object], times: int) -> float:
     """Seconds per call over ``times`` calls, with the garbage collector off as in ``timeit``."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_off():
         started = time.perf_counter()
         for _ in range(times):
             call()
         return (time.perf_counter() - started) / times
-    finally:
-        if collecting:
-            gc.enable()

@@ -41,6 +41,8 @@ class RankWork:
         kernel: which pass of attention.
         pairs: pairs of query and key that the mask allows, summed over what the mask distinguishes.
         calls: calls of the kernel.
+        rows: queries of all calls, of a head.
+        keys: keys of all calls, of a key head.
         moved: bytes that are read and written besides: copies, fills and sums.
         fresh: bytes of memory that the process returned to the system before, and gets again.
     """
@@ -48,6 +50,8 @@ class RankWork:
     kernel: Kernel = "forward"
     pairs: Float[Tensor, " ranks"] = field(default=_NONE)
     calls: Float[Tensor, " ranks"] = field(default=_NONE)
+    rows: Float[Tensor, " ranks"] = field(default=_NONE)
+    keys: Float[Tensor, " ranks"] = field(default=_NONE)
     moved: Float[Tensor, " ranks"] = field(default=_NONE)
     fresh: Float[Tensor, " ranks"] = field(default=_NONE)
 
@@ -131,10 +135,15 @@ class GatherCosts(_Counts):
         rows = self.tokens * self.queries
         # Queries in whole blocks, the output of each chunk, and that in float32 if the tensors are not.
         written = 2 * rows * self._in_blocks + 2 * rows + self.cast * 2 * self.tokens * self.outputs
-        moved = self._joined(self.plan.tokens, self.keys, self.plan.layout.length) + written
-        pairs = self.plan.work.sum(dim=1).double()
+        joined, given = self._key_spans
+        moved = self._joined(self.plan.tokens, self.keys, joined) + written
+        pairs = self.plan.work.sum(dim=1).double() * self._block_share
         before = RankWork(moved=self._cut(self.plan.tokens, self.keys))
-        return before, RankWork("forward", pairs, self.chunks, moved, self._new_keys)
+        rows_of_blocks = self.tokens * self._block_share
+        after = RankWork(
+            "forward", pairs, self.chunks, rows=rows_of_blocks, keys=given, moved=moved, fresh=joined * self.keys
+        )
+        return before, after
 
     def backward(self) -> tuple[RankWork, RankWork, RankWork]:
         """What is done before the transfers, after that of keys, and after that of rows."""
@@ -150,18 +159,26 @@ class GatherCosts(_Counts):
         # Gradients of keys are filled with 0 and written; numbers of rows are split.
         of_keys = 3 * keys + 2 * self.plan.rows.sum(dim=1) * self.row_numbers(3)
         gathered = self._joined(self.plan.rows, of_row, self._spans)
-        new_rows = self._touched(self.plan.rows, self._spans) * of_row
         work, calls = self.plan.work.double(), self.chunks
         return (
             RankWork(moved=looked + cut),
-            RankWork("queries", work.sum(dim=1), calls, queries, self._new_keys),
-            RankWork("keys", work.sum(dim=0), calls, gathered + of_keys, new_rows),
+            RankWork("queries", work.sum(dim=1) * self._block_share, calls, moved=queries, fresh=self._new_keys),
+            RankWork("keys", work.sum(dim=0), calls, moved=gathered + of_keys, fresh=self._spans * of_row),
         )
 
     @property
     def _new_keys(self) -> Float[Tensor, " ranks"]:
-        """Bytes of new memory for keys and values: an allocation for all tokens is not kept for the next pass."""
-        return self._touched(self.plan.tokens, self.plan.layout.length) * self.keys
+        """Bytes of new memory for all keys and values: such an allocation is not kept for the next pass."""
+        return torch.full_like(self.tokens, self.plan.layout.length * self.keys)
+
+    @property
+    def _block_share(self) -> Float[Tensor, " ranks"]:
+        """Queries that a rank computes over those that it has: a chunk is extended to whole blocks."""
+        length, rows = self.plan.layout.length, []
+        for chunks in self.plan.layout.chunks:
+            blocks = [(chunk.start // QUERY_BLOCK, -(-chunk.stop // QUERY_BLOCK)) for chunk in chunks if len(chunk)]
+            rows.append(sum(min(last * QUERY_BLOCK, length) - first * QUERY_BLOCK for first, last in blocks))
+        return torch.tensor(rows, dtype=torch.float64) / self.tokens.clamp(min=1.0)
 
     @property
     def _in_blocks(self) -> Float[Tensor, " ranks"]:
@@ -174,6 +191,14 @@ class GatherCosts(_Counts):
             ]
             shares.append(sum(uneven) / max(1, sum(map(len, chunks))))
         return torch.tensor(shares, dtype=torch.float64)
+
+    @property
+    def _key_spans(self) -> tuple[Float[Tensor, " ranks"], Float[Tensor, " ranks"]]:
+        """Keys of the joined spans that a rank's chunks of queries read forward, and keys of all chunks' calls."""
+        every = [[self.plan.keys_of(chunk) for chunk in chunks if len(chunk)] for chunks in self.plan.layout.chunks]
+        joined = [sum(map(len, joined_ranges(spans))) for spans in every]
+        given = [sum(map(len, spans)) for spans in every]
+        return torch.tensor(joined, dtype=torch.float64), torch.tensor(given, dtype=torch.float64)
 
     @property
     def _spans(self) -> Float[Tensor, " ranks"]:
@@ -191,14 +216,8 @@ class GatherCosts(_Counts):
         return 2 * copied.sum(dim=0) * size
 
     def _joined(self, needed: Tensor, size: int, span: Float[Tensor, " ranks"] | int) -> Float[Tensor, " ranks"]:
-        """Bytes moved to join what a rank needs, and to fill the rest of the span."""
-        placed = needed.double().sum(dim=1)
-        return (placed + self._touched(needed, span)) * size
-
-    def _touched(self, needed: Tensor, span: Float[Tensor, " ranks"] | int) -> Float[Tensor, " ranks"]:
-        """Tokens of a span that are written: those that a rank needs, and all if these are half of it or more."""
-        placed = needed.double().sum(dim=1)
-        return torch.where(2 * placed < span, placed, placed + (span - placed).clamp(min=0.0))
+        """Bytes moved to read what a rank needs, and to write it and 0 elsewhere in the span."""
+        return (needed.double().sum(dim=1) + span) * size
 
 
 @dataclass(frozen=True)
@@ -233,10 +252,12 @@ class HeadsCosts(_Counts):
         cut_tokens = 2 * (length - mine) * self.share * back
         pairs = self.plan.work.sum().double() * self.share
         calls = (self.share > 0).double()
+        # Every rank has some of the heads of all tokens.
+        tokens = length * self.share
         kernel: Kernel = "backward" if backward else "forward"
         return (
             RankWork(moved=cut_heads),
-            RankWork(kernel, pairs, calls, joined + cut_tokens),
+            RankWork(kernel, pairs, calls, rows=tokens, keys=tokens, moved=joined + cut_tokens),
             RankWork(moved=2 * self.tokens * back),
         )
 
@@ -304,10 +325,26 @@ class RingCosts(_Counts):
                 copied = self.tokens * (3 * self.outputs + self.row_numbers(_MERGED))
                 moved = moved - (copied if step == 0 else 0.0)
             kernel: Kernel = "backward" if backward else "forward"
-            works.append(RankWork(kernel, pairs[place], calls * present, moved.clamp(min=0.0) * present))
+            works.append(
+                RankWork(
+                    kernel,
+                    pairs[place],
+                    calls * present,
+                    rows=rows * present,
+                    keys=self._given(step, received[place]) * present,
+                    moved=moved.clamp(min=0.0) * present,
+                )
+            )
         cut = [RankWork(moved=2 * one * self.keys * (one < self.tokens)) for one in sent]
         back = [RankWork(moved=one * (2 * self.sums + self.keys)) for one in sent]
         return RingStep(received, sent, (works[0], works[1]), (cut[0], cut[1]), (back[0], back[1]))
+
+    def _given(self, step: int, received: Tensor) -> Tensor:
+        """Keys of all calls with those that a rank received: of each chunk of queries, those that it needs."""
+        meetings, rank = self._meetings, torch.arange(self.plan.ranks)
+        owner = (rank - step) % self.plan.ranks
+        most = meetings.keys[rank, owner]
+        return torch.minimum(most, meetings.active[rank, owner] * received) if step else most
 
     @cached_property
     def _meetings(self) -> _Meetings:

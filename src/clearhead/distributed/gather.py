@@ -103,9 +103,20 @@ def _queries_of(call: ShardedCall, chunk: range) -> range:
     """The queries with which gradients of a chunk of keys are computed, in the blocks that one process has."""
     plan = _plan(call)
     needed = range(call.whole.q_len) if plan is None else plan.queries_of(chunk)
-    # Blocks begin at the first query of a document, or of another part with keys of its own.
-    in_segments = call.whole.mask is not None and call.whole.mask_parts.intervals is not None
-    return range(call.whole.q_len) if len(needed) and in_segments else needed
+    return range(call.whole.q_len) if len(needed) and _in_segments(call) else needed
+
+
+def _keys_of(call: ShardedCall, chunk: range) -> range:
+    """The keys that the forward pass of a chunk of queries reads, in the tiles that one process has."""
+    plan = _plan(call)
+    if plan is None or not len(chunk) or call.backend.by_rows is None or _in_segments(call):
+        return range(call.whole.k_len)
+    return plan.keys_of(chunk)
+
+
+def _in_segments(call: ShardedCall) -> bool:
+    """Whether blocks and tiles begin at the first token of a document, or of another part with keys of its own."""
+    return call.whole.mask is not None and call.whole.mask_parts.intervals is not None
 
 
 def _plan(call: ShardedCall) -> Plan | None:
@@ -121,7 +132,7 @@ class _QueryBlocks:
     """
 
     def __init__(self, call: ShardedCall, chunk: range, part: slice) -> None:
-        self._call, self._part = call, part
+        self._call, self._part, self.chunk = call, part, chunk
         start, stop = chunk.start // QUERY_BLOCK * QUERY_BLOCK, -(-chunk.stop // QUERY_BLOCK) * QUERY_BLOCK
         self._block = range(start, min(stop, call.whole.q_len)) if len(chunk) else chunk
         self._mine = slice(chunk.start - self._block.start, chunk.stop - self._block.start)
@@ -132,9 +143,9 @@ class _QueryBlocks:
         chunks = slices_of(call.queries, call.exchange.rank) or [(range(0), slice(0, 0))]
         return [cls(call, chunk, part) for chunk, part in chunks]
 
-    def problem(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """These queries of this rank's part, with all keys."""
-        region = Region(self._call.heads, self._block, range(self._call.whole.k_len))
+    def problem(self, query: Tensor, key: Tensor, value: Tensor, keys: range) -> Problem:
+        """These queries of this rank's part, with some keys."""
+        region = Region(self._call.heads, self._block, keys)
         return self._call.part(region, self.placed(query.detach(), 0.0), key, value)
 
     def placed(self, part: Tensor, other: Tensor | float) -> Tensor:
@@ -156,22 +167,36 @@ class _QueryBlocks:
         return rows[:, :, self._mine]
 
 
+def _gathered(call: ShardedCall, key: Tensor, value: Tensor) -> list[tuple[_QueryBlocks, range, list[Tensor]]]:
+    """Each chunk of this rank's queries with the positions of the keys that it reads, and these keys and values."""
+    arriving = _Arriving(call, _needed_keys(call), (key, value))
+    arriving.wait()
+    every = [(rows, _keys_of(call, rows.chunk)) for rows in _QueryBlocks.of(call)]
+    spans = joined_ranges([keys for _, keys in every])
+    tensors = [arriving.over(span) for span in spans]
+    gathered = []
+    for rows, keys in every:
+        place = next((place for place, span in enumerate(spans) if len(keys) and keys.start in span), None)
+        if place is None:
+            gathered.append((rows, keys, arriving.over(keys)))
+            continue
+        here = slice(keys.start - spans[place].start, keys.stop - spans[place].start)
+        gathered.append((rows, keys, [tensor[:, :, here] for tensor in tensors[place]]))
+    return gathered
+
+
 class _GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        arriving = _Arriving(call, _needed_keys(call), (key, value))
-        arriving.wait()
-        whole_key, whole_value = arriving.over(range(call.whole.k_len))
-        del arriving
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=call.whole.work_dtype)
         saved: list[list[Tensor]] = []
         # The first of the rows for backward is the output itself.
         exact = output.dtype is torch.float32
-        for rows in _QueryBlocks.of(call):
-            problem = rows.problem(query, whole_key, whole_value)
+        for rows, keys, (near_key, near_value) in _gathered(call, key, value):
+            problem = rows.problem(query, near_key, near_value, keys)
             if call.backend.by_rows is not None and any(ctx.needs_input_grad):
                 done, lse_of_rows, for_backward = call.backend.by_rows.forward(problem)
                 saved.append([rows.mine(one) for one in for_backward[exact:]])
@@ -278,7 +303,7 @@ class _GatheredBackward:
         # Rows of other ranks have no weights. Their log-sum-exp makes that of a sink 0 too.
         others: tuple[Tensor | float, ...] = (0.0, torch.inf, self.rows[2].new_tensor([torch.inf, 0.0]))
         for rows in _QueryBlocks.of(call):
-            problem = rows.problem(self.tensors[0], key, value)
+            problem = rows.problem(self.tensors[0], key, value, range(call.whole.k_len))
             saved = [rows.placed(part, other) for part, other in zip(self.rows, others, strict=True)]
             grads = rows.placed(self.grad_output, 0.0), rows.placed(self.grad_lse, 0.0)
             grad, of_rules, sums_of_rows = by_rows.query_gradients(problem, saved, grads, learned)

@@ -55,6 +55,8 @@ class Machine:
             takes no time.
         fresh: bytes per second at which a process gets memory from the system and first writes it, beyond the time of
             the write; by default that takes no time.
+        row: seconds of a query of one head forward, besides its pairs.
+        key: seconds of a key and its value of one key head forward, which each kernel call packs, besides its pairs.
         call: seconds of a kernel's start forward, for each block that a rank computes.
         backward_call: those of backward; ``call`` by default.
         start: seconds in which ranks validate and compare a call's arguments.
@@ -76,6 +78,8 @@ class Machine:
     split_flops: float | None = None
     memory: float | None = None
     fresh: float | None = None
+    row: float = 0.0
+    key: float = 0.0
     call: float = 0.0
     backward_call: float | None = None
     start: float = 0.0
@@ -91,7 +95,7 @@ class Machine:
                 whole("Machine", name, value, low=1)
         must, then = "be from 0 to 1", "1 hides messages behind computing."
         number("Machine", "overlap", self.overlap, must=must, fits=lambda share: 0 <= share <= 1, then=then)
-        for name in ("call", "backward_call", "start"):
+        for name in ("row", "key", "call", "backward_call", "start"):
             if (value := getattr(self, name)) is not None:
                 _at_least_zero("Machine", name, value)
 

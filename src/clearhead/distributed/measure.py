@@ -7,6 +7,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import inf
 from typing import Any, Final
 
 import torch
@@ -15,15 +18,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from clearhead.arguments import repr_of, whole
-from clearhead.cut import Region
+from clearhead.cut import Region, part_of
 from clearhead.dispatch import choose, run
 from clearhead.distributed.call import FinishedRows, Request, ShardedCall
 from clearhead.distributed.exchange import Exchange
-from clearhead.distributed.layout import finish
+from clearhead.distributed.layout import ShardLayout, finish
 from clearhead.distributed.machine import AttentionSizes, Link, Machine
 from clearhead.distributed.plan import check_mask, plan_attention
 from clearhead.errors import UnsupportedError
+from clearhead.garbage_collector import collector_off
 from clearhead.masks.base import Mask
+from clearhead.ops.kinds import QUERY_BLOCK
 from clearhead.problem import Problem
 from clearhead.statistics import Want
 
@@ -50,9 +55,10 @@ def measure_machine(
     """The figures of the processors and links of the ranks of a group, for ``simulate``.
 
     Every rank of the group makes the call. Probes measure FLOP/s of whole calls of attention with the mask, forward,
-    backward and with gradients of queries and keys apart; the fixed cost of a sharded call and of a kernel; bytes per
-    second that are copied; the cost of new memory; bandwidth and latency of messages between all ranks at once; and how
-    far messages hide behind computing.
+    backward and with gradients of queries and keys apart; what a query and a key take in a forward call besides their
+    pairs, from calls of few of them; the fixed cost of a sharded call and of a kernel; bytes per second that are copied;
+    the cost of new memory; bandwidth and latency of messages between all ranks at once; and how far messages hide
+    behind computing.
 
     Args:
         sizes: batch, heads, channels and dtype of the calls.
@@ -71,8 +77,8 @@ def measure_machine(
         MaskError: ``mask`` is no mask, or does not fit ``length``.
         UnsupportedError: there is no process group, or ``sizes`` are none. Every rank raises.
 
-    Cost: ``2 * repeats`` calls of attention of the whole sequence and their gradients on one rank's processor, and
-    their tensors' memory.
+    Cost: ``2 * (repeats + 1)`` calls of attention of the whole sequence and their gradients on one rank's processor,
+    some short calls, and their tensors' memory.
 
     >>> from clearhead.distributed import simulate
     >>> def measured(plan):  # on each rank of torchrun
@@ -113,20 +119,21 @@ class _Probes:
 
     def machine(self) -> Machine:
         """All figures."""
-        plan = plan_attention(self.mask, self.length, ranks=1)
-        sizes = self.sizes
-        pairs = int(plan.work) * sizes.batch * sizes.heads * sizes.head_dim / max(1, plan.variants)
-        forward, backward, split = self._kernels()
         start, call, backward_call = self._fixed_costs()
-        link = self._link()
+        pairs, seconds = self._pairs(range(self.length), range(self.length)), self._kernels()
+        pair, row, key = self._parts(pairs, seconds[0], call)
+        sizes, link = self.sizes, self._link()
+        channels = sizes.batch * sizes.heads * sizes.head_dim
         return Machine(
-            flops=4 * pairs / forward,
-            backward_flops=10 * pairs / backward,
-            split_flops=None if split is None else 14 * pairs / split,
+            flops=4 * channels / pair,
+            backward_flops=10 * channels * pairs / seconds[1],
+            split_flops=None if seconds[2] is None else 14 * channels * pairs / seconds[2],
             link=link,
             overlap=self._overlap(link),
             memory=self._memory(),
             fresh=self._fresh(),
+            row=row / (sizes.batch * sizes.heads),
+            key=key / (sizes.batch * (sizes.kv_heads or sizes.heads)),
             call=call,
             backward_call=backward_call,
             start=start,
@@ -141,12 +148,13 @@ class _Probes:
     def _seconds(self, call: Callable[[], Any], *, everywhere: bool = False, times: int | None = None) -> float:
         """The median of the slowest rank's seconds for a call that all ranks begin together; the first one warms up."""
         seconds = []
-        for _ in range((times or self.repeats) + 1):
-            dist.barrier(group=self.exchange.group)
-            begin = time.perf_counter()
-            if everywhere or self._computes:
-                call()
-            seconds.append(time.perf_counter() - begin)
+        with collector_off():
+            for _ in range((times or self.repeats) + 1):
+                dist.barrier(group=self.exchange.group)
+                begin = time.perf_counter()
+                if everywhere or self._computes:
+                    call()
+                seconds.append(time.perf_counter() - begin)
         every = self.exchange.numbers([int(1e9 * one) for one in seconds[1:]])
         slowest: list[int] = [max(one) for one in zip(*every, strict=True)]
         return 1e-9 * max(1.0, statistics.median(slowest))
@@ -160,6 +168,37 @@ class _Probes:
         tensors = [torch.randn(shape, generator=generator).to(sizes.dtype) for shape in shapes]
         return [tensor.requires_grad_(grads and place < 3) for place, tensor in enumerate(tensors)]
 
+    def _pairs(self, queries: range, keys: range) -> float:
+        """Pairs of some queries and keys that the mask allows, in the mean over what it distinguishes."""
+        length = self.length
+        cuts = sorted({0, queries.start, queries.stop, keys.start, keys.stop, length})
+        chunks = [range(first, last) for first, last in pairwise(cuts)]
+        plan = plan_attention(self.mask, length, ranks=len(chunks), layout=ShardLayout(tuple((c,) for c in chunks)))
+        asking, given = ([chunk.start in part for chunk in chunks] for part in (queries, keys))
+        return int(plan.work[asking][:, given].sum()) / max(1, plan.variants)
+
+    def _parts(self, pairs: float, seconds: float, call: float) -> tuple[float, float, float]:
+        """Seconds forward of a pair, a query and a key of all heads, from the whole call and two smaller ones.
+
+        A few queries with all keys show what a key takes, and all queries with one key what a query takes.
+        """
+        length, few = self.length, 2 * QUERY_BLOCK
+        pair = seconds / max(1.0, pairs)
+        if length < 4 * few:
+            return pair, 0.0, 0.0
+        query, key, value, _ = self._tensors(length)
+        whole = Problem.of(_FUNCTION, query, key, value, mask=self.mask)
+        counts, times = [[pairs, length, length]], [seconds - call]
+        for rows, keys in ((range(length - few, length), range(length)), (range(length), range(1))):
+            here = slice(keys.start, keys.stop)
+            tensors = query[:, :, rows.start : rows.stop], key[:, :, here], value[:, :, here]
+            part = part_of(whole, Region(range(self.sizes.heads), rows, keys), *tensors)
+            counts.append([self._pairs(rows, keys), len(rows), len(keys)])
+            times.append(self._seconds(partial(run, _FUNCTION, part, Want()), times=_RUNS) - call)
+        solved = torch.linalg.solve_ex(torch.tensor(counts).double(), torch.tensor(times).double()).result.tolist()
+        # Few pairs for each query and key cannot be distinguished from them.
+        return tuple(solved) if all(0.0 < one < inf for one in solved) else (pair, 0.0, 0.0)
+
     def _kernels(self) -> tuple[float, float, float | None]:
         """Seconds of forward, of backward, and of backward with gradients of queries and of keys apart."""
         *leaves, grad = self._tensors(self.length, grads=True)
@@ -167,7 +206,9 @@ class _Probes:
         results: list[Tensor] = []
 
         def forward() -> None:
-            results[:] = [run(_FUNCTION, problem, Want()).output]
+            # The next result takes the memory of the one before; new memory is a figure of its own.
+            results.clear()
+            results.append(run(_FUNCTION, problem, Want()).output)
 
         def backward() -> None:
             torch.autograd.grad(results[0], leaves, grad, retain_graph=True)
@@ -215,8 +256,8 @@ class _Probes:
         """Bytes per second of new memory that is written, beyond the time of writing it again."""
 
         def first() -> None:
-            # An anonymous map is new memory, whatever the allocator keeps.
-            memory = mmap.mmap(-1, _PAGES)
+            # A private map is new memory, whatever the allocator keeps; pages of a shared one take longer.
+            memory = mmap.mmap(-1, _PAGES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
             memory.close()
 

@@ -100,14 +100,7 @@ class Needs:
             if tensor is not None:
                 pieces += zip(ranges, tensor.split([len(one) for one in ranges], dim=2), strict=True)
         pieces = [(positions, piece) for positions, piece in pieces if positions.start in span]
-        shape = (*mine.shape[:2], len(span), mine.shape[3])
-        if 2 * sum(len(positions) for positions, _ in pieces) < len(span):
-            # New memory contains zeros and takes no time where nothing reads it.
-            whole = mine.new_zeros(shape)
-            for positions, piece in pieces:
-                whole[:, :, positions.start - span.start : positions.stop - span.start] = piece
-            return whole
-        whole = mine.new_empty(shape)
+        whole = mine.new_empty(*mine.shape[:2], len(span), mine.shape[3])
         end = 0
         for positions, piece in sorted(pieces, key=lambda one: one[0].start):
             start = positions.start - span.start

@@ -25,7 +25,7 @@ from clearhead.distributed.needed_keys import (
 )
 from clearhead.errors import MaskError
 from clearhead.masks.base import Mask, carried_sizes
-from clearhead.ops.kinds import QUERY_BLOCK
+from clearhead.ops.kinds import FORWARD_TILE, KEY_TILE, QUERY_BLOCK
 from clearhead.record import decode
 from clearhead.shapes import Bool, Int
 
@@ -56,6 +56,7 @@ class Plan:
         attending: bool ``[blocks, chunks]``: whether a query of a block of ``QUERY_BLOCK`` may attend to a key of a
             chunk, of which those that are not empty count, in the order of positions.
         meeting: bool ``[chunks, chunks]``: whether a query of the first chunk may attend to a key of the second.
+        spans: int64 ``[chunks, 2]``: the first key that a query of a chunk may attend to, and the one after the last.
     """
 
     layout: ShardLayout
@@ -66,6 +67,7 @@ class Plan:
     ranges: tuple[tuple[range, ...], ...] = field(repr=False)
     attending: Bool[Tensor, "blocks chunks"] = field(compare=False, repr=False)
     meeting: Bool[Tensor, "chunks chunks"] = field(compare=False, repr=False)
+    spans: Int[Tensor, "chunks 2"] = field(compare=False, repr=False)
 
     def needs(self, query_rank: int, key_rank: int) -> tuple[range, ...]:
         """The positions of the keys of one rank that a query of another rank may attend to.
@@ -110,6 +112,15 @@ class Plan:
         if not len(blocks):
             return range(0)
         return range(int(blocks[0]) * QUERY_BLOCK, min((int(blocks[-1]) + 1) * QUERY_BLOCK, self.layout.length))
+
+    def keys_of(self, chunk: range) -> range:
+        """The keys from the first to the last tile of forward that a query of a chunk of the layout may attend to."""
+        start, stop = self.spans[self._chunks.index((chunk.start, chunk.stop))].tolist()
+        if start >= stop:
+            return range(0)
+        # A call of fewer keys than a tile of backward saves other rows.
+        first = min(start, max(0, self.layout.length - KEY_TILE - 1)) // FORWARD_TILE * FORWARD_TILE
+        return range(first, min(-(-stop // FORWARD_TILE) * FORWARD_TILE, self.layout.length))
 
     @cached_property
     def rows(self) -> Int[Tensor, "ranks ranks"]:
@@ -284,9 +295,13 @@ def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
     work, unions = torch.zeros(ranks, ranks, dtype=torch.int64), []
     attending = BlockedQueries(-(-length // QUERY_BLOCK), QUERY_BLOCK, bounds)
     meeting, chunk_of = BlockedQueries(len(pieces), 1, bounds), _chunk_of_positions(bounds)
+    first, last = torch.full((len(pieces),), length), torch.zeros(len(pieces), dtype=torch.int64)
     for block in key_intervals(mask, length):
         attending.add(block)
-        meeting.add(block.owned_by(chunk_of))
+        by_chunk = block.owned_by(chunk_of)
+        meeting.add(by_chunk)
+        first.scatter_reduce_(0, by_chunk.owner, by_chunk.start, "amin")
+        last.scatter_reduce_(0, by_chunk.owner, by_chunk.stop, "amax")
         intervals = block.owned_by(rank_of)
         work += by_rank(intervals)
         unions.append(intervals.union(length))
@@ -304,6 +319,7 @@ def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
         ranges=tuple(map(tuple, ranges)),
         attending=attending.table,
         meeting=meeting.table,
+        spans=torch.stack([first, last], dim=1),
     )
 
 

@@ -161,14 +161,18 @@ class _Ring:
         return blocks
 
     def arrivals(self, *tensors: Tensor) -> Iterator[tuple[_Visit, tuple[Tensor, ...]]]:
-        """Each visit with the tensors that are here; those of the next one are on their way meanwhile."""
-        waiting: tuple[tuple[Tensor, ...], list[Any]] = (tensors, [])
-        following = [*self.visits[1:], None]
-        for visit, upcoming in zip(self.visits, following, strict=True):
-            here, works = waiting
+        """Each visit with the tensors that are here; those of the next one are on their way meanwhile.
+
+        The caller deletes them before the next visit.
+        """
+        arriving: tuple[Tensor, ...] = tensors
+        works: list[Any] = []
+        for visit, upcoming in zip(self.visits, [*self.visits[1:], None], strict=True):
             self.call.exchange.finish(works)
+            # What was sent is freed before more is cut, so that three pieces are alive at a time.
+            here, arriving, works = arriving, (), []
             if upcoming is not None:
-                waiting = self._begin(upcoming, tensors)
+                arriving, works = self._begin(upcoming, tensors)
             yield visit, here
 
     def _begin(self, visit: _Visit, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Any]]:
@@ -250,6 +254,7 @@ class _RingAttention(torch.autograd.Function):
                 done = ring.call.run(_problem(ring.call, block, query, tensors), _LSE)
                 assert done.lse is not None
                 rows.add(block.queries, done.output, done.lse)
+            del tensors
         if ring.sink is not None:
             rows.add_sink(ring.sink)
         ctx.ring = ring
@@ -296,6 +301,8 @@ class _RingBackward:
                 pairs = zip(grads, here, strict=True)
                 narrow = [torch.zeros_like(one) if grad is None else grad.to(one.dtype) for grad, one in pairs]
                 self._add_returned(ring.mine(visit), ring.return_grads(visit, narrow, key_value))
+                del pairs, narrow
+            del here, grads
         self._add_sink()
         ring.call.exchange.sum(list(self.of_parameters.values()))
         summed = [(total, tensor) for total, tensor in zip(self.sums, self.tensors, strict=True)]

@@ -165,6 +165,12 @@ class _Ranks:
         operations = sizes.batch * sizes.heads / variants * OPERATIONS[work.kernel] * sizes.head_dim
         call = machine.call if work.kernel == "forward" or machine.backward_call is None else machine.backward_call
         computed = work.pairs * (operations / rates.get(work.kernel, machine.split_flops or backward))
+        if work.kernel == "forward":
+            rows, keys = (
+                work.rows * sizes.heads * machine.row,
+                work.keys * (sizes.kv_heads or sizes.heads) * machine.key,
+            )
+            computed = computed + sizes.batch * (rows + keys)
         moved = work.moved / machine.memory if machine.memory else 0.0
         return computed + work.calls * call + moved + (work.fresh / machine.fresh if machine.fresh else 0.0)
 

@@ -9,6 +9,7 @@ import torch
 
 __all__ = [
     "DTYPES",
+    "FORWARD_TILE",
     "KEY_TILE",
     "MAX_BLOCK",
     "MAX_CHUNK",
@@ -30,6 +31,8 @@ MAX_BLOCK: Final = 2**31 - 1
 QUERY_BLOCK: Final = 96
 #: Keys that backward processes at a time, ``CH_TILE``: with as many or fewer it needs no output of forward.
 KEY_TILE: Final = 256
+#: The most keys that forward processes at a time, ``MAX_TILE`` of forward.h, which is a multiple of all other tiles.
+FORWARD_TILE: Final = 512
 #: Tokens of a chunk of linear attention.
 MAX_CHUNK: Final = 256
 #: What the kernels read, in the order of ``ch_dtype``.
