@@ -187,26 +187,27 @@ def _check_gradients(trial: BitComparison) -> None:
 
 
 def _check_micro_batches(trial: BitComparison) -> None:
-    def summed(size: int) -> dict[str, Tensor]:
-        """Gradients of micro-batches of ``size``, added in the order in which one batch adds those of sequences."""
+    def summed(parts: int) -> dict[str, Tensor]:
+        """Gradients of so many micro-batches, added in the order in which one batch adds those of sequences."""
         with _own_gradients(trial) as named:
-            with GradientSum(trial.subject.model) as total:
-                for first in range(0, len(trial.equal), size):
-                    _backward(trial, [*trial.equal[first : first + size]])
-                    total.add(counts=True)
+            total = GradientSum(trial.subject.model, len(trial.equal), parts=parts)
+            with total:
+                for rows in total.nodes:
+                    with total.node(rows):
+                        _backward(trial, [*trial.equal[rows.start : rows.stop]])
             total.store()
             return {name: part.grad.clone() for name, part in named.items() if part.grad is not None}
 
-    whole = summed(len(trial.equal))
+    whole = summed(1)
     if not whole:
         raise NotApplicable("no parameter requires a gradient")
-    for size in (1, 2, 4):
-        errors = {name: difference(part, whole[name]) for name, part in summed(size).items()}
+    for parts in sorted({2, 3, len(trial.equal)} & {*range(2, len(trial.equal) + 1)}):
+        errors = {name: difference(part, whole[name]) for name, part in summed(parts).items()}
         wrong = {name: error for name, error in errors.items() if error is not None}
         if wrong:
             name = max(wrong, key=wrong.__getitem__)
             raise Broken(
-                f"in micro-batches of {size}, gradients of {len(wrong)} of {len(whole)} parameters differ, that of "
+                f"in {parts} micro-batches, gradients of {len(wrong)} of {len(whole)} parameters differ, that of "
                 f"{name} by {wrong[name]:.2g}"
             )
 
