@@ -56,8 +56,8 @@ def measure_machine(
 
     Every rank of the group makes the call. Probes measure FLOP/s of whole calls of attention with the mask, forward,
     backward and with gradients of queries and keys apart; what a query and a key take in a forward call besides their
-    pairs, from calls of few of them; the fixed cost of a sharded call and of a kernel; bytes per second that are copied;
-    the cost of new memory; bandwidth and latency of messages between all ranks at once; and how far messages hide
+    pairs, from calls of few of them; the fixed cost of a sharded call and of a kernel; the speed of copies and the
+    cost of new memory; bandwidth and latency of messages between all ranks at once; and how far messages hide
     behind computing.
 
     Args:
