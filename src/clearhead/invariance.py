@@ -32,10 +32,11 @@ def set_invariant(invariant: bool) -> None:
     - prefilled whole, in chunks of any sizes, or decoded token by token from a KV cache;
     - with any number of threads, fused or op by op, observed or not, compiled or not.
 
-    Gradients of a sequence's inputs have the same bits in any batch. Sampling from a seed gives a sequence the same
-    text in any batch. A call for which this cannot hold raises ``UnsupportedError``, and
-    ``ch.explain_dispatch`` shows the reason. ``ch.swap`` names the modules of a model that torch computes.
-    ``ch.verify_model`` tests a model.
+    Gradients of a sequence's inputs have the same bits in any batch. ``ch.train`` ends in the same weights in
+    micro-batches of any size and on any number of data parallel ranks. Dropout belongs to the seed, the layer, the
+    sequence and the position. Sampling from a seed gives a sequence the same text in any batch. A call for which this
+    cannot hold raises ``UnsupportedError``, and ``ch.explain_dispatch`` shows the reason. ``ch.swap`` names the modules
+    of a model that torch computes. ``ch.verify_model`` tests a model.
 
     The setting is of the process, since backward runs on autograd's threads: it holds for every thread at once, and
     child processes begin with ``CLEARHEAD_INVARIANT``. The variable decides until the first call; it is read once.
