@@ -33,10 +33,11 @@ def set_invariant(invariant: bool | Literal["portable"]) -> None:
     - prefilled whole, in chunks of any sizes, or decoded token by token from a KV cache;
     - with any number of threads, fused or op by op, observed or not, compiled or not.
 
-    Gradients of a sequence's inputs have the same bits in any batch. Sampling from a seed gives a sequence the same
-    text in any batch. A call for which this cannot hold raises ``UnsupportedError``, and
-    ``ch.explain_dispatch`` shows the reason. ``ch.swap`` names the modules of a model that torch computes.
-    ``ch.verify_model`` tests a model.
+    Gradients of a sequence's inputs have the same bits in any batch. ``ch.train`` ends in the same weights in
+    micro-batches of any size and on any number of data parallel ranks. Dropout belongs to the seed, the layer, the
+    sequence and the position. Sampling from a seed gives a sequence the same text in any batch. A call for which this
+    cannot hold raises ``UnsupportedError``, and ``ch.explain_dispatch`` shows the reason. ``ch.swap`` names the modules
+    of a model that torch computes. ``ch.verify_model`` tests a model.
 
     With ``"portable"`` the bits of float32 are also the same on every instruction set of the kernels that fuses
     multiplication and addition: AVX2, AVX-512 with and without bfloat16 instructions, and NEON. Other dtypes raise.
