@@ -147,9 +147,10 @@ template <class M, class IO> struct Forward {
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     in_place = blocks == 1 && can_read_in_place();
-    // Backward compares bits of the row maximum. In 16 bits, and with more rows, transposing costs nothing.
+    // Backward recomputes scores, and compares bits of the row maximum where that is observed. In 16 bits, and with more
+    // rows, transposing costs nothing.
     along_rows = __is_same(element, float) && in_place && rows <= COLUMN_DOT_ROWS && w.head_dim % VL == 0 &&
-                 !observed.ties && !clearhead::is_invariant();
+                 w.softmax == nullptr && !clearhead::is_invariant();
     in_lanes = TILES && in_place && rows <= LANE_ROWS && flushes_subnormals(w) &&
                (w.page_table == nullptr || w.page_size % VALUE_PART == 0);
     values_packed = w.page_table == nullptr && has_packed_layout<M, IO>(w.value, w.value_dim);
