@@ -31,9 +31,15 @@ LINEAR = ((768, 768), (768, 3072), (3072, 768))
 ROWS = (1, 4, 16, 64, 256, 2048)
 #: Batch, heads, queries, keys, channels of a head, whether causal.
 ATTENTION = (
-    (1, 8, 2048, 2048, 128, False), (1, 8, 2048, 2048, 128, True), (1, 12, 512, 512, 64, False),
-    (1, 12, 512, 512, 64, True), (8, 8, 64, 64, 64, False), (1, 8, 16, 4096, 128, False), (1, 8, 1, 2048, 128, False), (1, 32, 1, 8192, 128, False),
-)  # fmt: skip
+    (1, 8, 2048, 2048, 128, False),
+    (1, 8, 2048, 2048, 128, True),
+    (1, 12, 512, 512, 64, False),
+    (1, 12, 512, 512, 64, True),
+    (8, 8, 64, 64, 64, False),
+    (1, 8, 16, 4096, 128, False),
+    (1, 8, 1, 2048, 128, False),
+    (1, 32, 1, 8192, 128, False),
+)
 
 
 def named(path: str, call: Call) -> Call:
