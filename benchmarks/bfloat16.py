@@ -1,11 +1,11 @@
-"""Linear layers and attention in bfloat16: the kernels against torch's, whose GEMMs use a matrix unit where there is one.
+"""Linear layers and attention in bfloat16: the kernels against torch's, which use a matrix unit where there is one.
 
     python benchmarks/bfloat16.py                            one thread, processor time
     python benchmarks/bfloat16.py --threads 2                wall-clock time
     CLEARHEAD_ISA=avx512 python benchmarks/bfloat16.py       another instruction set of the kernels
 
-Both alternate call by call; a figure is a median in µs, and the last column is the ratio of the kernels' time to the lower
-one of torch's and oneDNN's.
+Calls alternate; a figure is a median in µs, and the last column is the ratio of the kernels' time to the lower one of
+torch's and oneDNN's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ LINEAR = ((768, 768), (768, 3072), (3072, 768))
 ROWS = (1, 4, 16, 64, 256, 2048)
 #: Batch, heads, queries, keys, channels of a head, whether causal.
 ATTENTION = (
-    (1, 8, 2048, 2048, 128, False), (1, 8, 2048, 2048, 128, True), (1, 12, 512, 512, 64, False), (1, 12, 512, 512, 64, True),
-    (8, 8, 64, 64, 64, False), (1, 8, 16, 4096, 128, False), (1, 8, 1, 2048, 128, False), (1, 32, 1, 8192, 128, False),
-)  # fmt: skip
+    (1, 8, 2048, 2048, 128, False),
+    (1, 8, 2048, 2048, 128, True),
+    (1, 12, 512, 512, 64, False),
+    (1, 12, 512, 512, 64, True),
+    (8, 8, 64, 64, 64, False),
+    (1, 8, 16, 4096, 128, False),
+    (1, 8, 1, 2048, 128, False),
+    (1, 32, 1, 8192, 128, False),
+)
 
 
 def named(path: str, call: Call) -> Call:

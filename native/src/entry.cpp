@@ -86,7 +86,7 @@ bool permits_amx() {
 
 [[maybe_unused]] bool has_amx() {
   static int answer = -1;
-  if (const int known = __atomic_load_n(&answer, __ATOMIC_RELAXED); known >= 0) return known == 1;
+  if (const int earlier = __atomic_load_n(&answer, __ATOMIC_RELAXED); earlier >= 0) return earlier == 1;
   unsigned eax, ebx, ecx, edx;
   // CPUID's bits for AMX-BF16 and AMX-TILE, and XCR0's for the configuration and the data of tiles.
   constexpr unsigned AMX = 1u << 22 | 1u << 24, OSXSAVE = 1u << 27, TILE_STATE = 3u << 17;

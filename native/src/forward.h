@@ -479,7 +479,7 @@ template <class M, class IO> struct Forward {
                               Workspace& d) const {
     if constexpr (__is_same(element, float))
       if (along_rows) return multiply_keys_along_rows(b, kh, t0, count, run, score_tile, d);
-    if (TILES && w.head_dim % (M::PACK * M::BLOCK) == 0) return multiply_keys_as_left(b, kh, t0, run, score_tile, d);
+    if (TILES && w.head_dim % (M::PACK * M::BLOCK) == 0) return multiply_keys_as_left(b, kh, t0, count, run, score_tile, d);
     const bool in_registers = !TILES && HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS &&
                               w.head_dim * (int64_t)sizeof(element) % 16 == 0;
     for (int c = run.low, next; c < run.high; c = next) {
@@ -499,7 +499,7 @@ template <class M, class IO> struct Forward {
   }
 
   // The same in tiles: keys in place are A and queries B, and the tiles of scores are transposed.
-  void multiply_keys_as_left(int64_t b, int64_t kh, int64_t t0, Interval run, const ScoreTile& score_tile,
+  void multiply_keys_as_left(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
                              const Workspace& d) const {
 #if defined(CH_AMX)
     const int64_t row_bytes = w.key.row * (int64_t)sizeof(element), bytes = w.head_dim * (int64_t)sizeof(element);
@@ -513,11 +513,17 @@ template <class M, class IO> struct Forward {
       alignas(64) float sums[2 * VL * VL];
       multiply_rows_in_place((int)(last - first), operands / VL, (const char*)key, row_bytes, (const uint32_t*)d.q_columns,
                              upcoming, sums + (first - t0 - c) * VL);
+      if (count <= 2) {
+        // A whole transposition would take longer than the product.
+        for (int r = 0; r < count; r++)
+          for (int from = c; from < next; from++) score_tile.at[r * score_tile.ld + from] = sums[(from - c) * VL + r];
+        continue;
+      }
       for (int from = c; from < next; from += VL)
         transpose_block((const uint32_t*)sums + (from - c) * VL, VL, (uint32_t*)score_tile.at + from, score_tile.ld);
     }
 #else
-    (void)b, (void)kh, (void)t0, (void)run, (void)score_tile, (void)d;
+    (void)b, (void)kh, (void)t0, (void)count, (void)run, (void)score_tile, (void)d;
 #endif
   }
 

@@ -95,8 +95,8 @@ def processor(vendor: str, features: Iterable[str]) -> Iterator[Processor]:
 
     Args:
         vendor: the ``vendor_id`` in ``/proc/cpuinfo``, such as ``"GenuineIntel"`` or ``"AuthenticAMD"``.
-        features: any of ``avx2``, ``avx512``, ``avx512_bf16``, ``amx_bf16``, ``amx_fp16``, ``amx_kernels``, ``neon`` and
-            ``bf16``.
+        features: any of ``avx2``, ``avx512``, ``avx512_bf16``, ``amx_bf16``, ``amx_fp16``, ``amx_kernels``, ``neon``
+            and ``bf16``.
 
     Yields:
         The processor.
