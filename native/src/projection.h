@@ -126,7 +126,7 @@ template <class M, class IO> class Projection {
   }
 
   static int64_t panel_bytes(int64_t steps, int64_t columns) {
-    return round_up(row_steps<M>(steps), VL) * round_up(columns, PW) * (int64_t)sizeof(operand);
+    return round_up(row_steps<M>(steps), LANES) * round_up(columns, PW) * (int64_t)sizeof(operand);
   }
 
  private:

@@ -203,7 +203,7 @@ def _swapped(draw: Draw) -> tuple[str, list[Tensor]]:
         padded = model.eval()(x, src_key_padding_mask=hidden)[:, :length]
     output = model.train()(x.requires_grad_())
     gradients = torch.autograd.grad(output, [x, *model.parameters()], draw.tensor(*output.shape))
-    return f"{activation}, norm first {first}, {tuple(x.shape)}", [padded, output.detach(), *gradients]
+    return f"{activation}, {'pre' if first else 'post'}-norm, {tuple(x.shape)}", [padded, output.detach(), *gradients]
 
 
 #: Kinds of calls by name: each gives words and the tensors whose bits are compared.
