@@ -345,6 +345,10 @@ def _prefill(model: nn.Module, *, ids: Tensor, real: Tensor, memory_len: int | N
     return lambda: _hidden(model, ids[:, :-_DECODED], real[:, :-_DECODED])
 
 
+#: Attributes of a cache's layer that change with its tokens.
+_STATE: Final = ("keys", "values", "cumulative_length")
+
+
 def _decoding(model: Any, *, ids: Tensor, real: Tensor, memory_len: int | None) -> Call:
     """Each call decodes the same tokens after the same prompt, then restores the cache."""
     from transformers import DynamicCache, EncoderDecoderCache
@@ -368,13 +372,14 @@ def _decoding(model: Any, *, ids: Tensor, real: Tensor, memory_len: int | None) 
     with torch.no_grad():
         states(0, prompt)
     # A sliding-window cache cannot be truncated, so its state is saved and restored.
-    before = [dict(vars(layer)) for layer in self_cache.layers]
+    before = [{name: getattr(layer, name) for name in _STATE if hasattr(layer, name)} for layer in self_cache.layers]
 
     def call() -> Groups:
         with torch.no_grad():
             outputs = [states(place, place + 1) for place in range(prompt, ids.shape[1])]
         for layer, state in zip(self_cache.layers, before, strict=True):
-            vars(layer).update(state)
+            for name, value in state.items():
+                setattr(layer, name, value)
         return ((torch.cat(outputs, dim=1),),)
 
     return call
