@@ -128,10 +128,12 @@ def _made(name: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, row.cls)._from_config(config, attn_implementation="eager")
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             # As large as trained weights, so that attention is not uniform and tokens differ.
             if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=2.0 * parameter.shape[-1] ** -0.5)
+                # T5 does not divide scores by the square root of head_dim; its query weights are smaller instead.
+                scale = config.d_kv**-0.5 if parameter_name.endswith("Attention.q.weight") else 1.0
+                torch.nn.init.normal_(parameter, std=2.0 * scale * parameter.shape[-1] ** -0.5)
             elif bool((parameter == 0).all()):
                 torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
