@@ -335,6 +335,31 @@ def test_small_attention_of_transformers_takes_the_kernels(monkeypatch: pytest.M
     assert calls == [1]
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_of_transformers_behind_left_padding_has_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
+    """More keys than a tile, so that where a sequence starts decides what is added first."""
+    interface = pytest.importorskip("clearhead.integrations.transformers.attention")
+    masks = pytest.importorskip("clearhead.integrations.transformers.masks")
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 1, 16, generator=generator, dtype=dtype)
+    # Larger and larger scores: the row maximum grows in every tile.
+    key = query[:, ::2].expand(2, 2, 1100, 16) * torch.linspace(0.0, 1.0, 1100)[:, None].to(dtype)
+    value = torch.randn(2, 2, 1100, 16, generator=generator, dtype=dtype)
+    starts, module = (0, 333), nn.Module()
+    real = torch.stack([torch.arange(1100) >= start for start in starts])
+    with ch.invariant():
+        given = masks.mask_of_tensor(real[:, None, None], 1099)
+        padded, _ = interface.attend_for(module, query, key, value, real[:, None, None])
+        for row, start in enumerate(starts):
+            tokens = (tensor[row : row + 1, :, start:] for tensor in (key, value))
+            alone, _ = interface.attend_for(module, query[row : row + 1], *tokens, None)
+            assert torch.equal(padded[row : row + 1], alone), f"sequence {row}"
+    assert not isinstance(given, ch.Dense)
+    with ch.invariant(False):
+        assert isinstance(masks.mask_of_tensor(real[:, None, None].clone(), 1099), ch.Dense)
+
+
 def test_modules_of_many_kinds_can_be_compiled_in_one_process() -> None:
     """torch.compile bounds the recompilations of a code object, which decorated forwards must not share."""
     torch.compiler.reset()

@@ -23,6 +23,8 @@ __all__ = ["KINDS", "compare"]
 
 #: Around the kernels' rows and tiles; small ones are as likely as large ones.
 _LENGTHS = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 48, 63, 64, 65, 97, 128, 129, 150, 200, 257)
+#: The same with several tiles of keys.
+_LONG = (*_LENGTHS, 300, 511, 520, 700, 1100)
 _WIDTHS = (1, 3, 8, 16, 24, 32, 40, 64, 65, 80, 128)
 _DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float16)
 #: A mask of some sequences of the batch: ``mask(rows)``.
@@ -152,6 +154,25 @@ def _padded(random: Random, generator: torch.Generator) -> tuple[str, Tensor, Te
     return f"{call.words}; {slots} further slots", call.run(), call.run(tensors=tensors)[:, :, :count]
 
 
+def _padded_left(random: Random, generator: torch.Generator) -> tuple[str, Tensor, Tensor]:
+    """The last queries of sequences that start later: each is the call without its padding."""
+    batch, kv_heads, group = random.randint(1, 3), random.randint(1, 2), random.choice((1, 2, 4))
+    k_len, width, dtype = random.choice(_LONG), random.choice(_WIDTHS), random.choice(_DTYPES)
+    starts = [random.choice((0, random.randrange(k_len))) for _ in range(batch)]
+    q_len = random.choice((1, random.randint(1, k_len - max(starts))))
+    shapes = ((batch, kv_heads * group, q_len, width), *[(batch, kv_heads, k_len, width)] * 2)
+    query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    padding, causal = ~ch.Padding(torch.tensor(starts)), random.random() < 0.5
+    mask = padding & ch.Causal() if causal else padding
+    whole = ch.attention(query, key, value, mask=mask, query_offset=k_len - q_len)
+    place = random.randrange(batch)
+    row, start = slice(place, place + 1), starts[place]
+    tokens = (query[row], key[row, :, start:], value[row, :, start:])
+    alone = ch.attention(*tokens, mask=ch.Causal() if causal else None, query_offset=k_len - start - q_len)
+    words = f"{dtype} query {tuple(query.shape)} key {tuple(key.shape)} causal {causal}; starts {starts}[{place}]"
+    return words, whole[row], alone
+
+
 def _packed(random: Random, generator: torch.Generator) -> tuple[str, Tensor, Tensor]:
     call = _call(random, generator, causal=True)
     lengths, rest = list[int](), call.query.shape[2]
@@ -245,6 +266,7 @@ KINDS: dict[str, Callable[[Random, torch.Generator], tuple[str, Tensor, Tensor]]
     "queries": _queries,
     "chunk": _chunk,
     "padded": _padded,
+    "padded left": _padded_left,
     "packed": _packed,
     "gradients": _gradients,
     "threads": _threads,

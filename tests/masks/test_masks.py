@@ -132,6 +132,7 @@ def test_written_and_read_back(mask: ch.Mask) -> None:
         (ch.Causal(), 1),
         (ch.Causal() & ch.Window(2), 1),
         (ch.Padding([3, 5]) & ch.Causal(), 1),
+        (~ch.Padding([0, 5]) & ch.Causal(), 1),
         (ch.Documents(lengths=[5, 7]) & ch.Causal() & ch.Window(3), 1),
         (ch.Prefix(2) | ch.Window(1), 2),
         (~ch.Window(1, 1), 2),

@@ -65,12 +65,15 @@ class Intervals:
         return Intervals(torch.maximum(start, reached), stop)
 
     def bounded(self) -> Intervals | None:
-        """The same intervals without columns that are empty in every row; None if too many remain."""
-        used = (self.stop > self.start).flatten(0, -2).any(dim=0)
-        columns = [column for column, filled in enumerate(used.tolist()) if filled] or [0]
-        if len(columns) > MAX_INTERVALS:
+        """The same intervals in as few columns as the fullest row needs, empty ones last; None if too many."""
+        empty = self.stop <= self.start
+        count = int((~empty).sum(dim=-1).max()) if empty.numel() else 0
+        if count > MAX_INTERVALS:
             return None
-        return Intervals(self.start[..., columns], self.stop[..., columns])
+        if count == self.count:
+            return self
+        columns = empty.to(torch.int8).argsort(dim=-1, stable=True)[..., : max(count, 1)]
+        return Intervals(self.start.gather(-1, columns), self.stop.gather(-1, columns))
 
     def count_in_tiles(self, tile_starts: Tensor, tile_stops: Tensor) -> Tensor:
         """How many keys of each tile a row reaches: ``[batch | 1, heads | 1, q_len, tiles]``."""

@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from clearhead.functional.paged import attend_to_pages
 from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
 from clearhead.integrations.torch.masks import may_look
 from clearhead.integrations.torch.polarity import from_additive
-from clearhead.integrations.transformers.masks import MaskTensor
+from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor
 from clearhead.integrations.transformers.paged import PagesTensor
 from clearhead.masks import Causal, Dense, Mask
 from clearhead.masks.parts import band_of
@@ -340,6 +341,11 @@ def _meaning(attention_mask: Tensor) -> tuple[Mask | None, int | None, list[Scor
     """The mask, where the first query stands if that is known, and what is added to scores."""
     if isinstance(attention_mask, MaskTensor):
         return attention_mask.meaning(), attention_mask.query_offset, []
+    if is_invariant() and may_look(attention_mask):
+        # Sums run from the start of a sequence, which a table does not tell.
+        offset = attention_mask.shape[3] - attention_mask.shape[2]
+        with suppress(ValueError):
+            return mask_of_tensor(attention_mask, offset), offset, []
     if attention_mask.dtype == torch.bool:
         return Dense(attention_mask), None, []
     if not may_look(attention_mask):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from clearhead.choices import is_invariant
 from clearhead.integrations.torch.attention_weights import MaskTable
 from clearhead.integrations.torch.polarity import from_additive
 from clearhead.integrations.torch.unpadded import Packed
@@ -315,13 +316,13 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any], _Place], Mask | None]]
 
 def _padding(attention_mask: Tensor | None, place: _Place) -> list[Mask]:
     """Which keys are real: an interval of each sequence, or one row of booleans where they form none, and for a
-    single query over few keys."""
+    single query over few keys. In invariant mode an interval tells where a sequence's sums start."""
     if attention_mask is None:
         return []
     real = place.keys(attention_mask.to(torch.bool), False)
     if bool(real.all()):
         return []
-    if place.q_len == 1 and real.numel() <= _FEW_KEYS:
+    if place.q_len == 1 and real.numel() <= _FEW_KEYS and not is_invariant():
         return [Dense(real[:, None, None, :])]
     start = real.to(torch.int8).argmax(dim=1)
     stop = start + real.sum(dim=1)
