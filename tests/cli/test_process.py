@@ -148,6 +148,14 @@ def test_progress_without_standard_error_is_silent(monkeypatch: pytest.MonkeyPat
     assert isinstance(watcher_for(), Silent)
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Processes that a test starts are interruptible, also where a shell runs the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 #: Modules that interrupt the process while they are imported; the second hides the interruption, as some modules do.
 INTERRUPTING = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
 HIDING = f"try:\n    {INTERRUPTING.strip()}\nexcept BaseException:\n    raise ImportError\n".replace("; ", "\n    ")
@@ -197,14 +205,6 @@ def test_other_programs_keep_their_interruption(tmp_path: Path) -> None:
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ignored_interruption_stays_ignored() -> None:
     """As in a job that a shell runs in the background."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
