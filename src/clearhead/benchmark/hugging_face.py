@@ -19,13 +19,13 @@ from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
 
-__all__ = ["ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow"]
+__all__ = ["ENCODERS", "ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow"]
 
 SDPA_MODEL: Final = "transformers, sdpa"
 ONNX_MODEL: Final = "ONNX Runtime"
 
 #: Sizes of BERT base (Devlin et al. 2019, section 3) and of MiniLM with 6 layers (Wang et al. 2020, section 4.1).
-_ENCODERS: Final = {
+ENCODERS: Final = {
     "BERT base": {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072},
     "MiniLM 6x384": {"hidden_size": 384, "num_attention_heads": 12, "num_hidden_layers": 6, "intermediate_size": 1536},
 }
@@ -89,7 +89,7 @@ class EncoderModelRow:
     @property
     def operations(self) -> float:
         """Operations of the linear layers and of attention."""
-        size = _ENCODERS[self.model]
+        size = ENCODERS[self.model]
         width, inner = size["hidden_size"], size["intermediate_size"]
         work: float = sum(
             (8.0 * width**2 + 4.0 * width * inner + 4.0 * count * width) * count for count in self.lengths.tolist()
@@ -104,7 +104,7 @@ class EncoderModelRow:
         """The contenders; only the last sequences are compared with float64."""
         from transformers import BertConfig, BertModel
 
-        size = {**_ENCODERS[self.model], **({} if self.layers is None else {"num_hidden_layers": self.layers})}
+        size = {**ENCODERS[self.model], **({} if self.layers is None else {"num_hidden_layers": self.layers})}
         config = BertConfig(**size, max_position_embeddings=max(512, self.length), attn_implementation="sdpa")
         theirs = _seeded(lambda: BertModel(config, add_pooling_layer=False))
         ids = torch.randint(0, config.vocab_size, (self.batch, self.length), generator=torch.Generator().manual_seed(1))
