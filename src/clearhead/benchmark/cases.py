@@ -132,7 +132,8 @@ class Comparison:
             try:
                 errors[name] = self._error_within(name, budget, self.pick(exact))
             except Exception as error:
-                reasons[name] = str(error) if isinstance(error, UnsupportedError) else f"failed: {error}"[:_LONGEST_REASON]
+                text = " ".join(str(error).split())
+                reasons[name] = text if isinstance(error, UnsupportedError) else f"failed: {text}"[:_LONGEST_REASON]
         return replace(self._without(reasons), left_out={**self.left_out, **reasons}), errors
 
     def _error_within(self, name: str, budget: float, exact: Groups) -> float:

@@ -19,7 +19,7 @@ from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
 
-__all__ = ["ENCODERS", "ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow"]
+__all__ = ["ENCODERS", "ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow", "EncoderStates"]
 
 SDPA_MODEL: Final = "transformers, sdpa"
 ONNX_MODEL: Final = "ONNX Runtime"
@@ -143,7 +143,7 @@ def _hidden(model: nn.Module, ids: Tensor, real: Tensor | None = None) -> Groups
     return ((output if real is None else output[real],),)
 
 
-class _States(nn.Module):
+class EncoderStates(nn.Module):
     """Wrapper for the exporter: it calls a model with token ids and an optional attention mask."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -166,7 +166,7 @@ def _onnx_call(model: nn.Module, ids: Tensor, real: Tensor) -> tuple[dict[str, C
     eager: Any = deepcopy(model)
     eager.set_attn_implementation("eager")
     given = (ids,) if bool(real.all()) else (ids, real.long())
-    torch.onnx.export(_States(eager).eval(), given, content, dynamo=False, opset_version=17, verbose=False)
+    torch.onnx.export(EncoderStates(eager).eval(), given, content, dynamo=False, opset_version=17, verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL

@@ -15,8 +15,8 @@ import torch
 __all__ = ["load", "machine", "threads", "torch_build", "usable_cores", "versions"]
 
 INSTRUCTIONS = (
-    "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
-    "asimd", "asimddp", "i8mm", "sve", "bf16",
+    "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+    "amx_int8", "asimd", "asimddp", "i8mm", "sve", "bf16",
 )  # fmt: skip
 """CPU instruction sets that decide the speed of attention."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead.benchmark.model_peers.peer import CannotRunError
-from clearhead.benchmark.model_peers.work import DECODED, Work
+from clearhead.benchmark.model_peers.work import DECODED, ModelWork
 from clearhead.benchmark.peers import Call, Groups
 
 __all__ = ["ctranslate2_call"]
@@ -34,10 +34,11 @@ class _Tokenizer:
         self.words = words
 
     def get_vocab(self) -> dict[str, int]:
+        """The words and their ids."""
         return {f"w{number}": number for number in range(self.words)}
 
 
-def ctranslate2_call(work: Work, number_format: str) -> Call:
+def ctranslate2_call(work: ModelWork, number_format: str) -> Call:
     """The call of an encoder's states, of a prompt's logits, or of one step of a greedy generation."""
     import ctranslate2
 
@@ -55,7 +56,7 @@ def ctranslate2_call(work: Work, number_format: str) -> Call:
     return _prefill(model, work) if work.kind == "prefill" else _Generation(model, work)
 
 
-def _converted(work: Work, folder: Path) -> Path:
+def _converted(work: ModelWork, folder: Path) -> Path:
     from ctranslate2.converters import TransformersConverter
 
     model = _convertible(work)
@@ -73,7 +74,7 @@ def _converted(work: Work, folder: Path) -> Path:
     return Path(Converter(str(folder / "source")).convert(str(folder / "model")))
 
 
-def _convertible(work: Work) -> Any:
+def _convertible(work: ModelWork) -> Any:
     """A copy of the model with what the converter reads: Bert's pooler, and fields that transformers has dropped."""
     model = deepcopy(work.model)
     if work.kind == "encoder":
@@ -100,7 +101,7 @@ def _tensor(storage: Any) -> Tensor:
     return torch.from_numpy(numpy.array(storage))
 
 
-def _encoder(model: Any, work: Work) -> Call:
+def _encoder(model: Any, work: ModelWork) -> Call:
     ids, lengths = _storage(work.ids), _storage(work.lengths)
 
     def call() -> Groups:
@@ -109,7 +110,7 @@ def _encoder(model: Any, work: Work) -> Call:
     return call
 
 
-def _prefill(model: Any, work: Work) -> Call:
+def _prefill(model: Any, work: ModelWork) -> Call:
     ids, lengths = _storage(work.ids), _storage(work.lengths)
 
     def call() -> Groups:
@@ -125,7 +126,7 @@ class _Generation:
     prompt, as with the other peers; later steps decode the tokens that the model chose.
     """
 
-    def __init__(self, model: Any, work: Work) -> None:
+    def __init__(self, model: Any, work: ModelWork) -> None:
         self.model, self.left = model, 0
         self.prompts = [[f"w{number}" for number in row] for row in work.ids[:, : work.length + 1].tolist()]
         self.permits: SimpleQueue[bool] = SimpleQueue()
@@ -155,7 +156,9 @@ def _stop(permits: SimpleQueue[bool], threads: Sequence[Thread]) -> None:
         thread.join(_SECONDS)
 
 
-def _generate(model: Any, prompts: Sequence[Sequence[str]], permits: SimpleQueue[bool], steps: SimpleQueue[Any]) -> None:
+def _generate(
+    model: Any, prompts: Sequence[Sequence[str]], permits: SimpleQueue[bool], steps: SimpleQueue[Any]
+) -> None:
     """Generate tokens; each step's logits go to ``steps``, and the next step waits for a permit."""
     left, logits, stopped = 0, torch.zeros(0), False
 

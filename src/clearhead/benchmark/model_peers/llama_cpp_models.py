@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clearhead.benchmark.model_peers.peer import CannotRunError
-from clearhead.benchmark.model_peers.work import Work
+from clearhead.benchmark.model_peers.work import ModelWork
 from clearhead.benchmark.peers import Call, Groups
 
 __all__ = ["llama_cpp_call", "write_gguf"]
@@ -39,7 +39,7 @@ _NAMES: Final = {
 }
 
 
-def llama_cpp_call(work: Work, number_format: str) -> Call:
+def llama_cpp_call(work: ModelWork, number_format: str) -> Call:
     """The call that computes a prompt's logits, or the logits of the next token of each sequence."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
@@ -102,7 +102,7 @@ def _pairs(weight: Tensor, heads: int) -> Tensor:
 class _Context:
     """A loaded model with its cache, and the batch of tokens that is decoded."""
 
-    def __init__(self, path: Path, work: Work, cache_type: str) -> None:
+    def __init__(self, path: Path, work: ModelWork, cache_type: str) -> None:
         import gguf
         import llama_cpp
 
@@ -176,7 +176,7 @@ def _free(batch: Any, context: Any, model: Any) -> None:
 _SILENT: Final = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *line: None)
 
 
-def _prefill(context: _Context, work: Work) -> Call:
+def _prefill(context: _Context, work: ModelWork) -> Call:
     def call() -> Groups:
         context.clear()
         context.decode(work.ids, 0)
@@ -185,7 +185,7 @@ def _prefill(context: _Context, work: Work) -> Call:
     return call
 
 
-def _decoding(context: _Context, work: Work) -> Call:
+def _decoding(context: _Context, work: ModelWork) -> Call:
     place = work.ids.shape[1]
 
     def call() -> Groups:

@@ -12,11 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from clearhead.benchmark.hugging_face import EncoderStates
 from clearhead.benchmark.machine import machine
 from clearhead.benchmark.model_peers.plain_llama import PlainLlama, empty_cache
-from clearhead.benchmark.model_peers.work import Work
+from clearhead.benchmark.model_peers.work import ModelWork
 from clearhead.benchmark.peers import Call, Groups
 
 __all__ = ["onnx_call"]
@@ -25,18 +26,7 @@ _OPSET: Final = 17
 _ONLY_ERRORS: Final = 3
 
 
-class _States(nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The states of the last layer."""
-        states: Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-        return states
-
-
-def onnx_call(work: Work, number_format: str) -> Call:
+def onnx_call(work: ModelWork, number_format: str) -> Call:
     """The call of an ONNX Runtime session; ``"int8"`` quantises weights beforehand and activations at run time."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -51,14 +41,14 @@ def onnx_call(work: Work, number_format: str) -> Call:
     return _prefill(session, work) if work.kind == "prefill" else _decoding(session, work)
 
 
-def _export_encoder(work: Work, given: Sequence[Tensor], path: Path) -> None:
+def _export_encoder(work: ModelWork, given: Sequence[Tensor], path: Path) -> None:
     model = deepcopy(work.model)
     model.set_attn_implementation("eager")
     with _quiet():
-        torch.onnx.export(_States(model).eval(), tuple(given), str(path), dynamo=False, opset_version=_OPSET)
+        torch.onnx.export(EncoderStates(model).eval(), tuple(given), str(path), dynamo=False, opset_version=_OPSET)
 
 
-def _export_llama(work: Work, path: Path) -> None:
+def _export_llama(work: ModelWork, path: Path) -> None:
     model = PlainLlama(work.model).eval()
     # With a cached token, so that no length is 0 or 1 in the trace.
     past = [torch.zeros(work.batch, model.kv_heads, 3, model.head_dim) for _ in empty_cache(model, work.batch)]
@@ -127,7 +117,7 @@ def _encoder(session: Any, given: Sequence[Tensor]) -> Call:
     return call
 
 
-def _prefill(session: Any, work: Work) -> Call:
+def _prefill(session: Any, work: ModelWork) -> Call:
     step = _Step(session, work)
 
     def call() -> Groups:
@@ -136,7 +126,7 @@ def _prefill(session: Any, work: Work) -> Call:
     return call
 
 
-def _decoding(session: Any, work: Work) -> Call:
+def _decoding(session: Any, work: ModelWork) -> Call:
     step = _Step(session, work)
     place, past = work.length, step(work.ids[:, : work.length], step.empty())[1]
 
@@ -154,7 +144,7 @@ def _decoding(session: Any, work: Work) -> Call:
 class _Step:
     """A call of the session; keys and values stay in ONNX Runtime's own memory."""
 
-    def __init__(self, session: Any, work: Work) -> None:
+    def __init__(self, session: Any, work: ModelWork) -> None:
         self.session, self.work = session, work
         self.names = [node.name for node in session.get_inputs()][1:]
 

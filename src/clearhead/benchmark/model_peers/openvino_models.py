@@ -11,11 +11,12 @@ from typing import Any, Final
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from clearhead.benchmark.hugging_face import EncoderStates
 from clearhead.benchmark.model_peers.peer import CannotRunError
 from clearhead.benchmark.model_peers.plain_llama import PlainLlama, empty_cache
-from clearhead.benchmark.model_peers.work import Work
+from clearhead.benchmark.model_peers.work import ModelWork
 from clearhead.benchmark.peers import Call, Groups
 
 __all__ = ["openvino_call"]
@@ -24,18 +25,7 @@ __all__ = ["openvino_call"]
 _CALIBRATION: Final = 4
 
 
-class _States(nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The states of the last layer."""
-        states: Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-        return states
-
-
-def openvino_call(work: Work, number_format: str) -> Call:
+def openvino_call(work: ModelWork, number_format: str) -> Call:
     """The call of a compiled model; ``"int8"`` quantises encoders by calibration, and the weights of decoders."""
     import openvino
 
@@ -73,16 +63,16 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _encoder_model(work: Work) -> Any:
+def _encoder_model(work: ModelWork) -> Any:
     import openvino
 
     given = (work.ids,) if work.padding_mask is None else (work.ids, work.padding_mask)
-    model = openvino.convert_model(_States(work.model).eval(), example_input=given)
+    model = openvino.convert_model(EncoderStates(work.model).eval(), example_input=given)
     model.reshape({place: list(tensor.shape) for place, tensor in enumerate(given)})
     return model
 
 
-def _stateful_llama(work: Work) -> Any:
+def _stateful_llama(work: ModelWork) -> Any:
     import openvino
     from openvino._offline_transformations import apply_make_stateful_transformation
 
@@ -101,7 +91,7 @@ def _stateful_llama(work: Work) -> Any:
     return model
 
 
-def _quantised(model: Any, work: Work) -> Any:
+def _quantised(model: Any, work: ModelWork) -> Any:
     import nncf
 
     if work.kind != "encoder":
@@ -111,12 +101,10 @@ def _quantised(model: Any, work: Work) -> Any:
     batches = [torch.randint(1, words, work.ids.shape, generator=generator) for _ in range(_CALIBRATION)]
     mask = work.padding_mask
     given = [[ids.numpy()] if mask is None else [ids.numpy(), mask.numpy()] for ids in batches]
-    return nncf.quantize(
-        model, nncf.Dataset(given), model_type=nncf.ModelType.TRANSFORMER, subset_size=_CALIBRATION
-    )
+    return nncf.quantize(model, nncf.Dataset(given), model_type=nncf.ModelType.TRANSFORMER, subset_size=_CALIBRATION)
 
 
-def _encoder(request: Any, work: Work) -> Call:
+def _encoder(request: Any, work: ModelWork) -> Call:
     given = [work.ids.numpy()] if work.padding_mask is None else [work.ids.numpy(), work.padding_mask.numpy()]
 
     def call() -> Groups:
@@ -130,7 +118,7 @@ def _output(request: Any) -> Tensor:
     return torch.from_numpy(numpy.array(request.get_output_tensor(0).data))
 
 
-def _prefill(request: Any, work: Work) -> Call:
+def _prefill(request: Any, work: ModelWork) -> Call:
     ids = work.ids.contiguous().numpy()
 
     def call() -> Groups:
@@ -141,7 +129,7 @@ def _prefill(request: Any, work: Work) -> Call:
     return call
 
 
-def _decoding(request: Any, work: Work) -> Call:
+def _decoding(request: Any, work: ModelWork) -> Call:
     prompt = work.ids[:, : work.length].contiguous().numpy()
     tokens = [work.ids[:, place : place + 1].contiguous().numpy() for place in range(work.length, work.ids.shape[1])]
 

@@ -11,7 +11,7 @@ import torch
 from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.model_peers.contenders import peers_of
 from clearhead.benchmark.model_peers.peer import Peer, reason_of
-from clearhead.benchmark.model_peers.work import MODELS, Work
+from clearhead.benchmark.model_peers.work import MODELS, ModelWork
 from clearhead.benchmark.peers import OURS, Call
 
 __all__ = ["HALF_FILLED", "ModelRow", "comparison_of", "peer_rows"]
@@ -33,7 +33,7 @@ class ModelRow:
     """A model's forward pass, one decoded token, or a training step, in clearhead and all peers.
 
     Args:
-        kind: a kind of ``Work``.
+        kind: a kind of ``ModelWork``.
         model: a name in ``MODELS``.
         batch: number of sequences.
         length: tokens of each sequence, of the longest, or of the prompt.
@@ -88,12 +88,12 @@ class ModelRow:
         return peers_of(self.number_format)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> ModelWork:
         """The model and its inputs, made anew: a list of rows keeps no model alive."""
         size = dict(MODELS[self.model])
         if self.tiny:
             size |= _SMALL_SIZE | ({"num_key_value_heads": 2} if "num_key_value_heads" in size else {})
-        return Work(
+        return ModelWork(
             kind=self.kind,
             size=size,
             batch=self.batch,

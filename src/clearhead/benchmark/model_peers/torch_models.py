@@ -12,7 +12,7 @@ import torch
 from clearhead.benchmark.machine import machine
 from clearhead.benchmark.model_peers.peer import CannotRunError, dtype_of
 from clearhead.benchmark.model_peers.work import (
-    Work,
+    ModelWork,
     decoding_call,
     encoder_call,
     prefill_call,
@@ -25,7 +25,7 @@ from clearhead.integrations.swap import swap
 __all__ = ["clearhead_call", "compiled_call", "sdpa_call", "torchao_dynamic_call", "torchao_weights_call", "zen_call"]
 
 
-def clearhead_call(work: Work, number_format: str) -> Call:
+def clearhead_call(work: ModelWork, number_format: str) -> Call:
     """The model after ``swap``, and for inference after ``freeze`` with packed weights."""
     model = deepcopy(work.model).to(dtype_of(number_format))
     swap(model)
@@ -35,7 +35,7 @@ def clearhead_call(work: Work, number_format: str) -> Call:
     return _call(work, model)
 
 
-def sdpa_call(work: Work, number_format: str) -> Call:
+def sdpa_call(work: ModelWork, number_format: str) -> Call:
     """The model as it is, with scaled_dot_product_attention."""
     model = deepcopy(work.model).to(dtype_of(number_format))
     if work.kind == "training":
@@ -43,35 +43,33 @@ def sdpa_call(work: Work, number_format: str) -> Call:
     return _call(work, model)
 
 
-def compiled_call(work: Work, number_format: str) -> Call:
+def compiled_call(work: ModelWork, number_format: str) -> Call:
     """The model after ``torch.compile``; a token with transformers' static cache."""
     return _compiled(work, deepcopy(work.model).to(dtype_of(number_format)), torch.compile)
 
 
-def zen_call(work: Work, number_format: str) -> Call:
+def zen_call(work: ModelWork, number_format: str) -> Call:
     """The model compiled by zentorch."""
     if "avx512f" not in machine()["instructions"]:
         raise CannotRunError("zentorch needs AVX-512")
-    return _compiled(
-        work, deepcopy(work.model).to(dtype_of(number_format)), partial(torch.compile, backend="zentorch")
-    )
+    return _compiled(work, deepcopy(work.model).to(dtype_of(number_format)), partial(torch.compile, backend="zentorch"))
 
 
-def torchao_weights_call(work: Work, number_format: str) -> Call:
+def torchao_weights_call(work: ModelWork, number_format: str) -> Call:
     """The model in bfloat16 with linear weights in int8, compiled."""
     from torchao.quantization import Int8WeightOnlyConfig
 
     return _quantised(work, Int8WeightOnlyConfig())
 
 
-def torchao_dynamic_call(work: Work, number_format: str) -> Call:
+def torchao_dynamic_call(work: ModelWork, number_format: str) -> Call:
     """The model in bfloat16 with linear weights and activations in int8, compiled."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
     return _quantised(work, Int8DynamicActivationInt8WeightConfig())
 
 
-def _quantised(work: Work, config: Any) -> Call:
+def _quantised(work: ModelWork, config: Any) -> Call:
     from torchao.quantization import quantize_
 
     model = deepcopy(work.model).bfloat16()
@@ -79,7 +77,7 @@ def _quantised(work: Work, config: Any) -> Call:
     return _compiled(work, model, torch.compile)
 
 
-def _call(work: Work, model: Any) -> Call:
+def _call(work: ModelWork, model: Any) -> Call:
     """The call of a model, with transformers' dynamic cache."""
     if work.kind == "encoder":
         return encoder_call(model, work.ids, work.padding_mask)
@@ -90,7 +88,7 @@ def _call(work: Work, model: Any) -> Call:
     return _decoding(work, model, model, lambda: DynamicCache(config=model.config))
 
 
-def _compiled(work: Work, model: Any, wrap: Callable[[Any], Any]) -> Call:
+def _compiled(work: ModelWork, model: Any, wrap: Callable[[Any], Any]) -> Call:
     if work.kind == "training":
         return training_call(model, work.ids, work.upstream, dropout=work.dropout, wrap=wrap)
     step = wrap(model)
@@ -103,7 +101,7 @@ def _compiled(work: Work, model: Any, wrap: Callable[[Any], Any]) -> Call:
     return _decoding(work, model, step, lambda: StaticCache(config=model.config, max_cache_len=work.ids.shape[1]))
 
 
-def _decoding(work: Work, model: Any, step: Callable[..., Any], empty: Callable[[], Any]) -> Call:
+def _decoding(work: ModelWork, model: Any, step: Callable[..., Any], empty: Callable[[], Any]) -> Call:
     def prompt() -> Any:
         cache = empty()
         with torch.no_grad():

@@ -19,7 +19,7 @@ from clearhead.benchmark.encoders import dropping
 from clearhead.benchmark.hugging_face import ENCODERS
 from clearhead.benchmark.peers import Call, Groups
 
-__all__ = ["DECODED", "KINDS", "MODELS", "Work", "decoding_call", "encoder_call", "prefill_call", "training_call"]
+__all__ = ["DECODED", "KINDS", "MODELS", "ModelWork", "decoding_call", "encoder_call", "prefill_call", "training_call"]
 
 KINDS: Final = ("encoder", "prefill", "token", "training")
 #: A call decodes one token; after this many calls the cache is made anew.
@@ -45,7 +45,7 @@ MODELS: Final[Mapping[str, Mapping[str, int]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class ModelWork:
     """One piece of work, the same for all peers.
 
     Args:
