@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from clearhead.benchmark import Journal, Line, measure_row
+from clearhead.benchmark import Journal, Line, machine, measure_row
 from clearhead.benchmark.block import block
 from clearhead.benchmark.cases import errors_against
 from clearhead.benchmark.model_peers import rows as rows_module
@@ -28,6 +28,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 ROWS = peer_rows()
 TINY = {(row.kind, row.half_filled, row.batch > 1): row.small() for row in ROWS if row.number_format == "float32"}
+HAS_VNNI = any("vnni" in name for name in machine()["instructions"])
 WORKS = [pytest.param(row, id=row.title) for row in TINY.values()]
 #: Compiling takes half a minute for each model.
 COMPILED = ("torch.compile", "zentorch", "torchao weights", "torchao dynamic")
@@ -99,11 +100,9 @@ def test_peer_reproduces_float64_within_its_budget(peer: Peer, row: ModelRow) ->
     exact = work.pick(work.exact())
     errors = errors_against(exact, work.pick(call()))
     assert len(errors) == len(exact)
-    if peer.name == "CTranslate2" and peer.number_format == "int8":
-        # Without VNNI its sums of pairs overflow, with which the suite leaves it out.
-        assert max(errors) < 1.0
-        return
-    assert max(errors) <= peer.budget
+    overflows = peer.name == "CTranslate2" and peer.number_format == "int8" and not HAS_VNNI
+    # Without VNNI its decoders in int8 are off by up to 0.4, and the suite leaves them out.
+    assert max(errors) <= (0.5 if overflows else peer.budget)
 
 
 @pytest.mark.parametrize("name", [OURS, "torch sdpa", "ONNX Runtime", "OpenVINO", "llama.cpp"])

@@ -57,7 +57,7 @@ _LLAMA_CPP: Final = {
     "spinning": "OpenMP threads: after a call they spin, unless OMP_WAIT_POLICY=passive",
 }
 _TORCH: Final = {"own_threads": False, "spinning": TORCH_THREADS}
-# zentorch exports oneDNN's symbols: CTranslate2 computes garbage if it is loaded after it.
+# zentorch exports symbols that CTranslate2 looks up too, which computes garbage if it is loaded after it.
 _ZENTORCH: Final = {**_TORCH, "modules": ("zentorch",), "excuses": _INFERENCE, "loaded_last": True}
 _TORCHAO: Final = {**_TORCH, "modules": ("torchao",)}
 

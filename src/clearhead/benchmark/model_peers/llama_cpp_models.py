@@ -96,7 +96,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _pairs(weight: Tensor, heads: int) -> Tensor:
     """Rows reordered from transformers' halves of a head to llama.cpp's neighbours, which RoPE rotates together."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+    pairs: Tensor = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2)
+    return pairs.reshape(weight.shape)
 
 
 class _Context:

@@ -25,6 +25,7 @@ class PlainLlama(nn.Module):
         config = model.config
         self.embedding, self.norm, self.head = model.model.embed_tokens, model.model.norm, model.lm_head
         self.layers = model.model.layers
+        self.frequencies: Tensor
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.register_buffer("frequencies", model.model.rotary_emb.inv_freq.detach().clone())
