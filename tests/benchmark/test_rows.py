@@ -17,6 +17,7 @@ from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, 
 from clearhead.benchmark.layer_rows import LINEAR
 from clearhead.benchmark.linear_rows import FULL
 from clearhead.benchmark.lines import Line, measure_row
+from clearhead.benchmark.model_peers.contenders import PEERS
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
 from clearhead.benchmark.product import PRODUCT, yardsticks
@@ -167,7 +168,8 @@ def test_floors_name_existing_contenders() -> None:
     contenders = {OURS, PLAIN, FULL, EAGER_WEIGHTS}
     layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER, PLAIN_LAYERS}
     biases, flex, padded = {DENSE, MADE}, {COMPILED, PLAIN_CAUSAL}, {PADDED, PADDED_SDPA}
-    assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases | flex | padded
+    peers = {peer.name for peer in PEERS if peer.rows != "int8"}
+    assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases | flex | padded | peers
 
 
 def test_operations_and_bytes_equal_the_formulas() -> None:

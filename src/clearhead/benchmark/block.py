@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from clearhead.benchmark.journal import Journal
 from clearhead.benchmark.lines import Line
+from clearhead.benchmark.model_peers.sheets import peers_sheets
 from clearhead.benchmark.sheets import GRID, Sheet, floors_sheet, grid_sheet, suite_sheet
 from clearhead.benchmark.sparse_rows import SPARSE, SparsePoint, sparse_sheet
-from clearhead.benchmark.suites import SUITES
+from clearhead.benchmark.suites import PEERS_SUITE, SUITES
 from clearhead.benchmark.sweep import Point
 
-__all__ = ["block", "measured", "write_block"]
+__all__ = ["block", "measured", "source", "write_block"]
 
 _BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
@@ -26,21 +27,26 @@ def _is_small(journal: Mapping[str, Any]) -> bool:
     return bool(journal["head"].get("small"))
 
 
-def _suite(name: str, journal: Mapping[str, Any]) -> Sheet:
-    return suite_sheet(name, _lines(journal), judged=not _is_small(journal))
+def _suite(name: str, journal: Mapping[str, Any]) -> tuple[Sheet, ...]:
+    return (suite_sheet(name, _lines(journal), judged=not _is_small(journal)),)
 
 
-def _grid(name: str, journal: Mapping[str, Any]) -> Sheet:
-    return grid_sheet([Point.from_dict(row) for row in journal["rows"]])
+def _grid(name: str, journal: Mapping[str, Any]) -> tuple[Sheet, ...]:
+    return (grid_sheet([Point.from_dict(row) for row in journal["rows"]]),)
 
 
-def _sparse(name: str, journal: Mapping[str, Any]) -> Sheet:
-    return sparse_sheet([SparsePoint.from_dict(row) for row in journal["rows"]])
+def _sparse(name: str, journal: Mapping[str, Any]) -> tuple[Sheet, ...]:
+    return (sparse_sheet([SparsePoint.from_dict(row) for row in journal["rows"]]),)
 
 
-#: The function that builds the sheet of each result file, in the order of the block.
-_SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Sheet]]] = {
+def _peers(name: str, journal: Mapping[str, Any]) -> tuple[Sheet, ...]:
+    return peers_sheets(_lines(journal), journal["head"], judged=not _is_small(journal))
+
+
+#: The function that builds the sheets of each result file, in the order of the block.
+_SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], tuple[Sheet, ...]]]] = {
     **dict.fromkeys(SUITES, _suite),
+    PEERS_SUITE: _peers,
     SPARSE: _sparse,
     GRID: _grid,
 }
@@ -61,7 +67,7 @@ def block(folder: Path) -> str:
     if floors.rows:
         sections += [floors.markdown()]
     for name, journal in journals.items():
-        sections += [_SHEETS[name](name, journal).markdown(), f"{_source(journal['head'])}", ""]
+        sections += [*(sheet.markdown() for sheet in _SHEETS[name](name, journal)), source(journal["head"]), ""]
     return "\n".join([_BEGIN, *sections, _END])
 
 
@@ -71,7 +77,8 @@ _HOW = (
 )
 
 
-def _source(head: Mapping[str, Any]) -> str:
+def source(head: Mapping[str, Any]) -> str:
+    """The command, the machine and the versions of a result file, in one sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if name != "clearhead")
     # Older result files do not record the instruction set of the kernels.
     machine, kernels = head["machine"], f"kernels {head['kernels']}{_limits(head)}, " if head.get("kernels") else ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
 
 import torch
 
@@ -27,6 +27,7 @@ _ALLOWANCE = 8.0
 _NOISE_ALLOWANCE = 0.15
 #: The noise is estimated from at least this many numbers of each group, or from at most this many draws.
 _NOISE_NUMBERS, _MOST_DRAWS = 2**17, 64
+_LONGEST_REASON: Final = 160
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ class Comparison:
         yardsticks: further calls that do different work and are timed in the same rounds.
         isolated: names of calls that start their own threads; the timing pauses before and after them.
         backend: returns the name of the backend that clearhead selects.
+        budgets: for contenders that are left out with the reason where they fail: the largest error, relative to the
+            largest exact number of its group. Other contenders that fail stop the command.
+        block_seconds: shortest duration of a contender's sample; shorter calls are repeated.
     """
 
     title: str
@@ -102,11 +106,59 @@ class Comparison:
     yardsticks: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     isolated: Sequence[str] = ()
     backend: Callable[[], str] = lambda: "none"
+    budgets: Mapping[str, float] = field(default_factory=dict)
+    block_seconds: float = 0.005
 
     @property
     def timed(self) -> dict[str, Callable[[], object]]:
         """All calls that are timed in the same rounds."""
         return {**self.calls, **self.yardsticks}
+
+    def examine(self) -> tuple[Self, dict[str, float]]:
+        """Check all contenders; those with a budget that fail are left out, with the reason.
+
+        Returns:
+            The comparison without them, and each contender's largest error.
+
+        Raises:
+            UnsupportedError: a contender without a budget computes different numbers.
+        """
+        if not self.budgets:
+            return self, self.check()
+        exact = self.exact()
+        rest = replace(self._without(self.budgets), exact=lambda: exact)
+        errors, reasons = rest.check(), {}
+        for name, budget in self.budgets.items():
+            try:
+                errors[name] = self._error_within(name, budget, self.pick(exact))
+            except Exception as error:
+                text = " ".join(str(error).split())
+                reasons[name] = text if isinstance(error, UnsupportedError) else f"failed: {text}"[:_LONGEST_REASON]
+        return replace(self._without(reasons), left_out={**self.left_out, **reasons}), errors
+
+    def _error_within(self, name: str, budget: float, exact: Groups) -> float:
+        """A contender's largest error; raises where it is above the budget or the noise is not that of the others."""
+        groups = self.pick((self.calls if self.checked is None else self.checked)[name]())
+        errors = errors_against(exact, groups)
+        worst = max(errors) if len(errors) == len(exact) and len(groups) == len(exact) else torch.inf
+        if not worst <= budget:
+            raise UnsupportedError(f"wrong: error {worst:.1e} against float64, allowed {budget:g}")
+        others = [other for other in self.noisy if other not in self.budgets]
+        if name in self.noisy and others:
+            replace(self, noisy=(others[0], name))._check_noise(exact)
+        return worst
+
+    def _without(self, names: Collection[str]) -> Self:
+        def rest(calls: Mapping[str, Call]) -> dict[str, Call]:
+            return {name: call for name, call in calls.items() if name not in names}
+
+        return replace(
+            self,
+            calls=rest(self.calls),
+            checked=None if self.checked is None else rest(self.checked),
+            noisy=[name for name in self.noisy if name not in names],
+            isolated=[name for name in self.isolated if name not in names],
+        )
 
     def check(self) -> dict[str, float]:
         """Run every contender once and compare it with float64; contenders with dropout also by their noise.

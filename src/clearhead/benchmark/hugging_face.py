@@ -19,13 +19,13 @@ from clearhead.benchmark.cases import Comparison
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
 
-__all__ = ["ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow"]
+__all__ = ["ENCODERS", "ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow", "EncoderStates"]
 
 SDPA_MODEL: Final = "transformers, sdpa"
 ONNX_MODEL: Final = "ONNX Runtime"
 
 #: Sizes of BERT base (Devlin et al. 2019, section 3) and of MiniLM with 6 layers (Wang et al. 2020, section 4.1).
-_ENCODERS: Final = {
+ENCODERS: Final = {
     "BERT base": {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072},
     "MiniLM 6x384": {"hidden_size": 384, "num_attention_heads": 12, "num_hidden_layers": 6, "intermediate_size": 1536},
 }
@@ -89,7 +89,7 @@ class EncoderModelRow:
     @property
     def operations(self) -> float:
         """Operations of the linear layers and of attention."""
-        size = _ENCODERS[self.model]
+        size = ENCODERS[self.model]
         width, inner = size["hidden_size"], size["intermediate_size"]
         work: float = sum(
             (8.0 * width**2 + 4.0 * width * inner + 4.0 * count * width) * count for count in self.lengths.tolist()
@@ -104,7 +104,7 @@ class EncoderModelRow:
         """The contenders; only the last sequences are compared with float64."""
         from transformers import BertConfig, BertModel
 
-        size = {**_ENCODERS[self.model], **({} if self.layers is None else {"num_hidden_layers": self.layers})}
+        size = {**ENCODERS[self.model], **({} if self.layers is None else {"num_hidden_layers": self.layers})}
         config = BertConfig(**size, max_position_embeddings=max(512, self.length), attn_implementation="sdpa")
         theirs = _seeded(lambda: BertModel(config, add_pooling_layer=False))
         ids = torch.randint(0, config.vocab_size, (self.batch, self.length), generator=torch.Generator().manual_seed(1))
@@ -143,7 +143,7 @@ def _hidden(model: nn.Module, ids: Tensor, real: Tensor | None = None) -> Groups
     return ((output if real is None else output[real],),)
 
 
-class _States(nn.Module):
+class EncoderStates(nn.Module):
     """Wrapper for the exporter: it calls a model with token ids and an optional attention mask."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -166,7 +166,7 @@ def _onnx_call(model: nn.Module, ids: Tensor, real: Tensor) -> tuple[dict[str, C
     eager: Any = deepcopy(model)
     eager.set_attn_implementation("eager")
     given = (ids,) if bool(real.all()) else (ids, real.long())
-    torch.onnx.export(_States(eager).eval(), given, content, dynamo=False, opset_version=17, verbose=False)
+    torch.onnx.export(EncoderStates(eager).eval(), given, content, dynamo=False, opset_version=17, verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL

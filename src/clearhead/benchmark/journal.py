@@ -13,7 +13,10 @@ from clearhead.train.files import read_json, write_json
 
 __all__ = ["Journal", "peer_versions"]
 
-_PEERS = ("onnxruntime", "onnx")
+_PEERS = (
+    "onnxruntime", "onnx", "transformers", "openvino", "nncf", "ctranslate2", "gguf", "llama-cpp-python", "torchao",
+    "zentorch",
+)  # fmt: skip
 #: Fields that must be equal for a resumed run.
 _SAME = ("machine", "versions", "torch", "kernels", "threads")
 

@@ -14,11 +14,16 @@ import torch
 
 __all__ = ["load", "machine", "threads", "torch_build", "usable_cores", "versions"]
 
-INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
+INSTRUCTIONS = (
+    "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+    "amx_int8", "asimd", "asimddp", "i8mm", "sve", "bf16",
+)  # fmt: skip
 """CPU instruction sets that decide the speed of attention."""
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "KMP_BLOCKTIME",
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "OMP_PROC_BIND",

@@ -121,7 +121,7 @@ def timed(
         memory: whether to measure the contenders' peak memory first.
         after_round: called with the number of rounds done.
     """
-    errors = comparison.check()
+    comparison, errors = comparison.examine()
     sizes = {name: peak_extra_bytes(call) for name, call in comparison.calls.items()} if memory else {}
     # The check has warmed the contenders up.
     timings = interleaved(
@@ -130,6 +130,7 @@ def timed(
         warmup=0,
         seconds=seconds,
         fewest=fewest,
+        min_seconds=comparison.block_seconds,
         after_round=after_round,
         isolated=comparison.isolated,
     )

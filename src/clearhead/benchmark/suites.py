@@ -15,6 +15,8 @@ from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, funct
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
 from clearhead.benchmark.layer_rows import LINEAR, layer_rows
 from clearhead.benchmark.linear_rows import FULL, linear_rows
+from clearhead.benchmark.model_peers.contenders import PEERS
+from clearhead.benchmark.model_peers.rows import HALF_FILLED, peer_rows
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, WANTS, ObserveRow
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW
@@ -28,7 +30,9 @@ from clearhead.benchmark.small_layer_rows import (
 from clearhead.benchmark.varlen_rows import PADDED, PADDED_SDPA, varlen_rows
 from clearhead.benchmark.weights_rows import EAGER_WEIGHTS, weights_rows
 
-__all__ = ["SUITES", "Floor", "Suite"]
+__all__ = ["PEERS_SUITE", "SUITES", "Floor", "Suite"]
+
+PEERS_SUITE = "peers"
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _FORWARD = ((8, 12, 128, 64), (8, 12, 512, 64), (1, 12, 2048, 64), (1, 12, 8192, 64), (1, 8, 2048, 128))
@@ -67,11 +71,19 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Rows that are measured together, with their floors."""
+    """Rows that are measured together, with their floors.
+
+    Args:
+        about: what is measured, in a line.
+        rows: makes the rows.
+        floors: the floors.
+        in_all: whether ``--suite all`` measures it.
+    """
 
     about: str
     rows: Callable[[], Sequence[SuiteRow]]
     floors: tuple[Floor, ...]
+    in_all: bool = True
 
 
 def _forward() -> list[SuiteRow]:
@@ -294,6 +306,11 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
     "weights": tuple(
         (group, OURS, (EAGER_WEIGHTS,), round(1 / 1.5, 3), None) for group in ("weights", "weights, training")
     ),
+    # A model in float32 or bfloat16 is first, or within 2 % of the first.
+    PEERS_SUITE: tuple(
+        (dtype, OURS, tuple(peer.name for peer in PEERS if peer.rows == dtype and peer.name != OURS), 0.98, None)
+        for dtype in ("float32", "bfloat16")
+    ),
     "encoder": (
         ("float32", OURS, (STACK,), 3.0, None),
         ("float32", SWAPPED, (STACK,), 3.0, None),
@@ -306,6 +323,8 @@ _SHARES = {
     "forward": (("float32", "1x12x8192x64 full", 0.85), ("bfloat16", "1x12x8192x64 full", 0.78)),
     "linear": (("linear, training, from 1024 tokens", "", 0.5), ("linear, forward, from 1024 tokens", "", 0.5)),
 }
+#: For each suite: group, part of the title, peers, ratio of each row.
+_PARTS = {PEERS_SUITE: tuple((dtype, HALF_FILLED, ("OpenVINO",), 1.3) for dtype in ("float32", "bfloat16"))}
 _ROWS: tuple[tuple[str, str, Callable[[], Sequence[SuiteRow]]], ...] = (
     ("forward", "attention forward, full and causal, against SDPA and ONNX Runtime", _forward),
     ("training", "attention forward and backward, full and causal, against SDPA", _training),
@@ -356,6 +375,7 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[SuiteRow]]], ...] = (
     ("varlen", "attention on a half-filled batch, packed, against padded and nested tensors", varlen_rows),
     ("function", "a user's own function, forward and backward, against SDPA with the bias in full", function_rows),
     ("flex", "functional.flex_attention, against torch's compiled; in training against plain causal", flex_rows),
+    (PEERS_SUITE, "whole models, against the libraries of the extra 'peers'; not part of all", peer_rows),
 )
 
 
@@ -366,8 +386,14 @@ def _floors(suite: str) -> tuple[Floor, ...]:
             for group, ours, against, each, mean in _RATIOS[suite]
         ),
         *(Floor(group=group, only=only, share=share) for group, only, share in _SHARES.get(suite, ())),
+        *(
+            Floor(group=group, only=only, against=against, each=each)
+            for group, only, against, each in _PARTS.get(suite, ())
+        ),
     )
 
 
-SUITES: dict[str, Suite] = {name: Suite(about=about, rows=rows, floors=_floors(name)) for name, about, rows in _ROWS}
+SUITES: dict[str, Suite] = {
+    name: Suite(about=about, rows=rows, floors=_floors(name), in_all=name != PEERS_SUITE) for name, about, rows in _ROWS
+}
 """Every suite by its name."""

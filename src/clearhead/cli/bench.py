@@ -76,6 +76,12 @@ def command(
     --suite measures the rows of named suites, whose ratios have to reach floors. --grid searches about a hundred calls
     for any that is slower than torch's. --sparse compares patterns of sparse attention with full attention over
     growing lengths. All of them write the results after each row.
+
+    --suite peers runs whole models in clearhead and in torch.compile, ONNX Runtime, OpenVINO, CTranslate2, llama.cpp,
+    zentorch and torchao, in float32, bfloat16 and int8: those that are installed, as by
+    pip install "clearhead[peers]". A peer that is missing, cannot run a row or computes other numbers than float64 is
+    listed with the reason. Set OMP_WAIT_POLICY=passive, so that the threads of one library do not spin while another
+    is timed. "all" leaves this suite out.
     """
     if list_suites:
         return _list()
@@ -157,7 +163,8 @@ def _suites(text: str | None, shape: list[str] | None, with_grid: bool) -> list[
                 got=repr(name)[:80],
                 then="'clearhead bench --list' describes them.",
             )
-    return list(SUITES) if "all" in names else list(dict.fromkeys(names))
+    named = [each for name in names for each in ([s for s in SUITES if SUITES[s].in_all] if name == "all" else [name])]
+    return list(dict.fromkeys(named))
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,10 @@ class _Measurement:
 
     def _suite(self, name: str, before: float | None) -> list[Line]:
         from clearhead.benchmark import SUITES, Line, measure_row
+        from clearhead.benchmark.block import source
+        from clearhead.benchmark.model_peers.sheets import peers_sheets
         from clearhead.benchmark.sheets import suite_sheet
+        from clearhead.benchmark.suites import PEERS_SUITE
 
         rows = [row.small() if self.quick else row for row in SUITES[name].rows() if row.dtype in self.dtypes]
         by_title = {row.title: row for row in rows}
@@ -206,7 +216,11 @@ class _Measurement:
                     journal.add(measure_row(row, repeats=repeats, seconds=seconds).to_dict())
                 progress.done()
         lines = [Line.from_dict(journal.rows[title]) for title in by_title]
-        if lines:
+        if lines and name == PEERS_SUITE:
+            for sheet in peers_sheets(lines, journal.head, judged=not self.quick):
+                _print_sheet(sheet)
+            typer.echo(f"{source(journal.head)}\n{name}: wrote {journal.path}")
+        elif lines:
             _show_sheet(suite_sheet(name, lines, judged=not self.quick), journal)
         return lines
 

@@ -1,0 +1,1 @@
+"""The suite ``peers``: whole models in clearhead and in the libraries that a user would pick instead."""
