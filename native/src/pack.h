@@ -18,6 +18,13 @@ struct BFloat16 {
 struct Float16 {
   typedef uint16_t type;
 };
+// The numbers of quantized rows, without their scales. They are exact in bfloat16.
+struct Int8 {
+  typedef int8_t type;
+};
+typedef int8_t vb __attribute__((vector_size(VL)));
+// The upper bytes of words as numbers.
+CH_INLINE vf signed_byte(vu words) { return __builtin_convertvector((vi)words >> 24, vf); }
 
 CH_INLINE float bits_to_float(uint32_t bits) {
   float value;
@@ -62,6 +69,7 @@ template <class IO> CH_INLINE float get_one(const typename IO::type* p);
 template <> CH_INLINE float get_one<Float32>(const float* p) { return *p; }
 template <> CH_INLINE float get_one<BFloat16>(const uint16_t* p) { return bits_to_float((uint32_t)*p << 16); }
 template <> CH_INLINE float get_one<Float16>(const uint16_t* p) { return half_to_float(*p); }
+template <> CH_INLINE float get_one<Int8>(const int8_t* p) { return (float)*p; }
 
 template <class IO> CH_INLINE void put_one(typename IO::type* p, float x);
 template <> CH_INLINE void put_one<Float32>(float* p, float x) { *p = x; }
@@ -71,6 +79,10 @@ template <> CH_INLINE void put_one<Float16>(uint16_t* p, float x) { *p = float_t
 template <class IO> CH_INLINE vf get_vector(const typename IO::type* p) {
   if constexpr (__is_same(typename IO::type, float)) {
     return load(p);
+  } else if constexpr (__is_same(IO, Int8)) {
+    vb bytes;
+    memcpy(&bytes, p, sizeof(bytes));
+    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
   } else {
 #if defined(CH_AVX512)
     __m256i halves = _mm256_loadu_si256((const __m256i*)p);
@@ -134,6 +146,19 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
   put_vector<IO>(rounded, load(padded));
   for (int i = 0; i < count - c; i++) to[c + i] = rounded[i];
 }
+
+#if defined(CH_BF16DOT)
+// Two vectors of int8 numbers as pairs of bfloat16. The lower half of such a float is 0.
+CH_INLINE vu paired_numbers(vf one, vf other) { return (vu)one >> 16 | (vu)other; }
+
+// A vector of pairs from a row of int8 numbers with `count` left, zero-padded.
+CH_INLINE vu get_pairs(const int8_t* from, int count) {
+  uint16_t padded[VL] = {};
+  memcpy(padded, from, (size_t)maximum(0, minimum(count, 2 * VL)));
+  const vu two = __builtin_convertvector(get_halves(padded), vu);
+  return paired_numbers(signed_byte(two << 24), signed_byte(two << 16));
+}
+#endif
 
 // A row as operands of M: floats, or bfloat16 unconverted; whole vectors, zero-padded.
 template <class M, class IO>
@@ -267,6 +292,7 @@ CH_INLINE vf second_step(Words words) { return (vf)((vu)words & 0xffff0000u); }
 
 // Whether rows can be read in place as operands of M.
 template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO::type* from, int64_t stride) {
+  if constexpr (__is_same(IO, Int8)) return false;
   if constexpr (M::PACK == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
   return __is_same(typename IO::type, typename M::operand);
 }
@@ -329,6 +355,18 @@ CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, u
 }
 #endif
 
+#if defined(CH_BF16DOT)
+// The same with int8 numbers; either row may be null.
+CH_INLINE void pair_row(const int8_t* one, const int8_t* other, int count, uint32_t* to, int ld) {
+  const auto vector = [](const int8_t* row, int c) CH_INLINED { return row != nullptr ? get_vector<Int8>(row + c) : (vf){}; };
+  const auto number = [](const int8_t* row, int c) CH_INLINED { return row != nullptr ? float_to_bits((float)row[c]) : 0; };
+  int c = 0;
+  for (; c + VL <= count; c += VL) *(vu_any*)(to + c) = paired_numbers(vector(one, c), vector(other, c));
+  for (; c < count; c++) to[c] = number(one, c) >> 16 | number(other, c);
+  for (; c < ld; c++) to[c] = 0;
+}
+#endif
+
 // Panels of rows of `dim` columns as B of a GEMM along rows: contiguous panels of `ld` columns, at most PW, each with
 // capacity for `steps` steps. Widths are as equal as possible: a panel of one vector has only six sums in flight and
 // waits for latency.
@@ -363,7 +401,9 @@ void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim
       int r = first % 2;
       if (r > 0) {
         // The first row is the second of a pair.
-        for (int c = 0; c < panels.ld; c++) out[c] = c < columns ? (uint32_t)in[c] << 16 : 0;
+        if constexpr (__is_same(IO, Int8)) pair_row(nullptr, in, columns, out, panels.ld);
+        else
+          for (int c = 0; c < panels.ld; c++) out[c] = c < columns ? (uint32_t)in[c] << 16 : 0;
         out += panels.ld;
       }
       for (; r < count; r += 2, out += panels.ld)
