@@ -14,6 +14,9 @@ constexpr int COLUMN_DOT_VECTORS = 2;
 constexpr int COLUMN_DOT_VECTORS = 1;
 #endif
 
+// The same of int8 keys for one or two rows: each word of a key is four products of one sum, which wait for each other.
+constexpr int COLUMN_DOT_VECTORS_INT8 = 4;
+
 // Lines of rows in address order, prefetched a few at a time.
 struct LinePrefetch {
   const char *at, *end;
@@ -128,13 +131,13 @@ CH_INLINE void dot_columns(const typename M::operand* a, int64_t a_row, const vo
                            float* scores, int64_t ld, LinePrefetch next) {
   constexpr int OPERANDS = operands_a_word<M, IO>();
   vf sum[VECTORS][ROWS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) sum[v][r] = (vf){};
   for (int x = 0; x < words; x += 4) {
     next.step(VECTORS * VL / 4);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
       Words step[4];
       transpose_four((const char*)keys[v] + 4 * x, stride, step);
@@ -142,7 +145,7 @@ CH_INLINE void dot_columns(const typename M::operand* a, int64_t a_row, const vo
       for (int i = 0; i < 4; i++) add_words<M, IO, ROWS>(sum[v], a + (x + i) * OPERANDS, a_row, step[i]);
     }
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) store(scores + r * ld + v * VL, sum[v][r]);

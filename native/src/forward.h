@@ -72,6 +72,7 @@ template <class M, class IO, class KV = IO> struct Forward {
     operand* k;
     operand* v;
     uint8_t* bad;  // per tile: the values had NaN or infinity, which are 0 here
+    float* scales;  // per tile: those of its keys, and those of its values, of quantized rows
   };
 
   // Prefetches the next key head, of this call or of another, while the current one is processed.
@@ -118,7 +119,7 @@ template <class M, class IO, class KV = IO> struct Forward {
     float* diagonals;
     operand* staged;
     cached* gathered;  // [tile][widest], keys or values from several pages
-    float *key_scales, *value_scales;  // [tile], of quantized rows
+    float *key_scales, *value_scales;  // of a tile of quantized rows
     float* line;
     KeepMaskRows keep_mask;  // [MR]
     Prefetch prefetch;
@@ -186,12 +187,26 @@ template <class M, class IO, class KV = IO> struct Forward {
   CH_INLINE int64_t tile_start(int64_t t) const { return t * tile - lead; }
   CH_INLINE int64_t tile_end(int64_t t) const { return minimum(tile_start(t) + tile, w.k_len); }
 
-  void pack_tile(int64_t b, int64_t kh, int64_t t, operand* k, operand* v, uint8_t* bad, Workspace& d) const {
+  // The operands of tile `place` of packed ones.
+  Keys tile_of(const Keys& keys, int64_t place) const {
+    return Keys{keys.k + place * key_operands, keys.v + place * value_operands, keys.bad + place,
+                keys.scales + (QUANTIZED ? 2 * place * tile : 0)};
+  }
+
+  void pack_tile(int64_t b, int64_t kh, int64_t t, const Keys& to, Workspace& d) const {
+    const auto [k, v, bad, scales] = to;
     const int64_t first = maximum(tile_start(t), (int64_t)0);
     const int count = (int)(tile_end(t) - first), column = (int)(first - tile_start(t));
     const Rows keys = rows_of(w.key, b, kh, first, count, w.head_dim, d);
     pack_panels<M, KV>(keys.at, keys.stride, count, (int)w.head_dim, k, d.staged, column);
     *bad = !values_are_clean(b, kh, first, tile_end(t));
+    if constexpr (QUANTIZED) {
+      const Interval columns{column, column + count};
+      load_scales(w.key, b, kh, tile_start(t), columns, w.head_dim, scales);
+      load_scales(w.value, b, kh, tile_start(t), columns, w.value_dim, scales + tile);
+      for (int c = column; c < column + count && *bad; c++)
+        if (!is_finite(scales[tile + c])) scales[tile + c] = 0.0f;
+    }
     if (values_packed && !*bad) return;
     const Rows rows = rows_of(w.value, b, kh, first, count, w.value_dim, d);
     pack_rows<M, KV>(rows.at, rows.stride, count, (int)w.value_dim, v, values, column);
@@ -250,16 +265,15 @@ template <class M, class IO, class KV = IO> struct Forward {
     return scale;
   }
 
-  // The scales of columns [low, high) of a tile, 0 up to the next vector. `bad`: scales of values that are NaN become 0,
-  // as NaN among other values does, until it is known which rows attend to them.
-  void load_scales(int64_t b, int64_t kh, int64_t t0, Interval run, bool bad, const Workspace& d) const {
-    const int end = (int)round_up(run.high, VL);
-    for (int c = run.low; c < end; c++) {
-      const bool inside = t0 + c >= 0 && c < run.high;
-      d.key_scales[c] = inside ? scale_of(w.key, b, kh, t0 + c, w.head_dim) : 0.0f;
-      const float scale = inside ? scale_of(w.value, b, kh, t0 + c, w.value_dim) : 0.0f;
-      d.value_scales[c] = bad && !is_finite(scale) ? 0.0f : scale;
-    }
+  // The scales of a run of a tile's columns, 0 before the first key and up to the next vector.
+  void load_scales(const ch_tensor& t, int64_t b, int64_t kh, int64_t t0, Interval run, int64_t dim, float* to) const {
+    const int64_t first = maximum(t0 + run.low, (int64_t)0);
+    fill(to, run.low / LANES * LANES, first - t0, 0.0f);
+    for_pages(first, t0 + run.high, [&](int64_t key, int64_t last) {
+      const cached* at = row_of(t, b, kh, key) + dim;
+      for (; key < last; key++, at += t.row) memcpy(to + (key - t0), at, sizeof(float));
+    });
+    fill(to, run.high, round_up(run.high, VL), 0.0f);
   }
 
   // Calls `body` with each part of keys [first, last) that is in one page; parts do not cross a multiple of `part`.
@@ -325,8 +339,6 @@ template <class M, class IO, class KV = IO> struct Forward {
     d.diagonals = c.template take<float>(VL + diagonal_floats) + VL;
     d.staged = c.template take<operand>((int64_t)VL * operands);
     d.gathered = c.template take<cached>(w.page_table != nullptr ? tile * maximum(w.head_dim, w.value_dim) : 0);
-    d.key_scales = c.template take<float>(QUANTIZED ? tile : 0);
-    d.value_scales = c.template take<float>(QUANTIZED ? tile : 0);
     d.line = c.template take<float>(out);
     d.keep_mask.groups = KeepMaskRows::groups_of(tile);
     d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? 1 + MR * d.keep_mask.groups : 0) + 1;
@@ -339,6 +351,7 @@ template <class M, class IO, class KV = IO> struct Forward {
     k.k = c.template take<operand>(heads * count * key_operands);
     k.v = c.template take<operand>(heads * count * value_operands);
     k.bad = c.template take<uint8_t>(heads * count);
+    k.scales = c.template take<float>(QUANTIZED ? heads * count * 2 * tile : 0);
     return c.next - base;
   }
 
@@ -518,7 +531,8 @@ template <class M, class IO, class KV = IO> struct Forward {
     for (int c = run.low, next; c < run.high; c = next) {
       const int end = (int)round_up(run.high, VL), whole = (int)(minimum(t0 + end, w.k_len) - t0);
       if (in_registers && t0 + c >= 0 && c + VL <= whole) {
-        const int vectors = c + COLUMN_DOT_VECTORS * VL <= whole ? COLUMN_DOT_VECTORS : 1;
+        const int most = QUANTIZED && count <= 2 ? COLUMN_DOT_VECTORS_INT8 : COLUMN_DOT_VECTORS;
+        const int vectors = c + most * VL <= whole ? most : 1;
         next = c + vectors * VL;
         dot_in_registers(b, kh, t0 + c, count, vectors, ScoreTile{score_tile.at + c, score_tile.ld}, d);
         continue;
@@ -580,14 +594,19 @@ template <class M, class IO, class KV = IO> struct Forward {
                         const Workspace& d) const {
     constexpr int64_t size = (int64_t)sizeof(cached);
     const int64_t bytes = w.head_dim * size, following = key + following_keys(vectors * VL);
-    const void* keys[COLUMN_DOT_VECTORS];
+    const void* keys[COLUMN_DOT_VECTORS_INT8];
     for (int v = 0; v < vectors; v++) keys[v] = row_of(w.key, b, kh, key + v * VL);
     // Keys in one piece may be followed by those of the next head.
     const void* next = w.page_table == nullptr ? (const cached*)keys[0] + (following - key) * w.key.row
         : following < w.k_len ? row_of(w.key, b, kh, following) : keys[0];
     const LinePrefetch lines(next, bytes, w.key.row * size);
-    if (vectors == 1) column_dot<M, KV, 1>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
-    else column_dot<M, KV, COLUMN_DOT_VECTORS>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
+    const auto dot = [&]<int VECTORS>() {
+      column_dot<M, KV, VECTORS>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
+    };
+    if (vectors == 1) return dot.template operator()<1>();
+    if constexpr (QUANTIZED)
+      if (vectors == COLUMN_DOT_VECTORS_INT8) return dot.template operator()<COLUMN_DOT_VECTORS_INT8>();
+    dot.template operator()<COLUMN_DOT_VECTORS>();
   }
 
   // Packs columns [from, to) of a tile, whole vectors of one panel, and prefetches keys that follow.
@@ -809,6 +828,10 @@ template <class M, class IO, class KV = IO> struct Forward {
     for (int x = 0; x < runs.count; x++) multiply_keys_in_place(b, kh, t0, count, runs.at[x], score_tile, d);
     const int64_t first = maximum(t0 + runs.first(), (int64_t)0);
     if (out_of_cache && outputs != Outputs::COLUMN_SUMS) prefetch_values(b, kh, first, t0 + runs.end() - first);
+    for (int x = 0; QUANTIZED && x < runs.count; x++) {
+      load_scales(w.key, b, kh, t0, runs.at[x], w.head_dim, d.key_scales);
+      load_scales(w.value, b, kh, t0, runs.at[x], w.value_dim, d.value_scales);
+    }
     RowUpdate update[FEW_ROWS / MR];
     ScoreTile weights = score_tile;
     for (int r0 = 0; r0 < count; r0 += MR) {
@@ -995,20 +1018,16 @@ template <class M, class IO, class KV = IO> struct Forward {
   void do_tile(int64_t b, int64_t kh, int64_t first, int count, int64_t t, Keys keys, bool packed, Workspace& d) const {
     const uint32_t pieces = allowed_pieces(b, kh, first, count, t);
     if (pieces == 0) return;
+    const Keys tile_keys = tile_of(keys, packed ? t : 0);
+    d.key_scales = tile_keys.scales, d.value_scales = tile_keys.scales + tile;
     if (!packed && in_place) {
       const Runs runs = find_runs(0, count, t, pieces, d);
       if (runs.count == 0) return;
-      if (values_are_clean(b, kh, tile_start(t), runs)) {
-        for (int x = 0; QUANTIZED && x < runs.count; x++) load_scales(b, kh, tile_start(t), runs.at[x], false, d);
-        return visit_in_place(b, kh, count, t, runs, d);
-      }
+      if (values_are_clean(b, kh, tile_start(t), runs)) return visit_in_place(b, kh, count, t, runs, d);
     }
-    const int64_t place = packed ? t : 0;
-    operand *k = keys.k + place * key_operands, *v = keys.v + place * value_operands;
-    if (!packed) pack_tile(b, kh, t, k, v, keys.bad, d);
-    Tile here{k, v, keys.bad[place] != 0};
+    if (!packed) pack_tile(b, kh, t, tile_keys, d);
+    Tile here{tile_keys.k, tile_keys.v, *tile_keys.bad != 0};
     if (values_packed && !here.bad) here.v = (const operand*)(at<KV>(w.value, b, kh, 0) + tile_start(t) * w.value.row);
-    if (QUANTIZED) load_scales(b, kh, tile_start(t), Interval{0, (int)(tile_end(t) - tile_start(t))}, here.bad, d);
     for (int r0 = 0; r0 < count; r0 += MR) visit(b, kh, r0, minimum(MR, count - r0), t, pieces, here, d);
   }
 
@@ -1057,7 +1076,7 @@ template <class M, class IO, class KV = IO> struct Forward {
     if (prefetch != nullptr) d.prefetch = *prefetch;
     if (packed)
       for (int64_t t = 0; t < tiles; t++)
-        pack_tile(b, kh, t, keys.k + t * key_operands, keys.v + t * value_operands, keys.bad + t, d);
+        pack_tile(b, kh, t, tile_of(keys, t), d);
     if (!observed.has_column_sums) return do_blocks(b, kh, 0, blocks, keys, packed, d);
     char* buffer = column_sums_buffer(1);
     if (buffer == nullptr) return fault.set(CH_NO_MEMORY);
@@ -1118,8 +1137,7 @@ template <class M, class IO, class KV = IO> struct Forward {
       int64_t head = unit / tiles;
       Workspace d;
       if (!allocate_workspace(d, head % w.kv_heads, fault)) return;
-      pack_tile(head / w.kv_heads, head % w.kv_heads, unit % tiles, keys.k + unit * key_operands,
-                keys.v + unit * value_operands, keys.bad + unit, d);
+      pack_tile(head / w.kv_heads, head % w.kv_heads, unit % tiles, tile_of(keys, unit), d);
     });
     if (fault.get() != CH_OK) return;
     if (observed.has_column_sums) return run_shared_ranges(threads, keys, fault);
@@ -1131,10 +1149,7 @@ template <class M, class IO, class KV = IO> struct Forward {
     });
   }
 
-  Keys keys_of(const Keys& all_keys, int64_t head) const {
-    return Keys{all_keys.k + head * tiles * key_operands, all_keys.v + head * tiles * value_operands,
-                all_keys.bad + head * tiles};
-  }
+  Keys keys_of(const Keys& all_keys, int64_t head) const { return tile_of(all_keys, head * tiles); }
 
   // The same with sums over queries: one sum per range of rows, added in order. As many at once as fit in 64 MiB.
   void run_shared_ranges(int threads, const Keys& keys, Fault& fault) const {

@@ -80,9 +80,20 @@ template <class IO> CH_INLINE vf get_vector(const typename IO::type* p) {
   if constexpr (__is_same(typename IO::type, float)) {
     return load(p);
   } else if constexpr (__is_same(IO, Int8)) {
-    vb bytes;
-    memcpy(&bytes, p, sizeof(bytes));
-    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
+    // GCC 12 converts vectors of bytes one element at a time.
+#if defined(CH_AVX512)
+    return __builtin_convertvector((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), vf);
+#elif defined(CH_AVX2)
+    return __builtin_convertvector((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), vf);
+#elif defined(CH_NEON)
+    uint64_t bytes = 0;
+    memcpy(&bytes, p, VL);
+    return __builtin_convertvector((vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))), vf);
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = get_one<IO>(p + i);
+    return v;
+#endif
   } else {
 #if defined(CH_AVX512)
     __m256i halves = _mm256_loadu_si256((const __m256i*)p);
@@ -154,8 +165,13 @@ CH_INLINE vu paired_numbers(vf one, vf other) { return (vu)one >> 16 | (vu)other
 // A vector of pairs from a row of int8 numbers with `count` left, zero-padded.
 CH_INLINE vu get_pairs(const int8_t* from, int count) {
   uint16_t padded[VL] = {};
-  memcpy(padded, from, (size_t)maximum(0, minimum(count, 2 * VL)));
-  const vu two = __builtin_convertvector(get_halves(padded), vu);
+  if (count < 2 * VL) memcpy(padded, from, (size_t)maximum(0, count));
+  const vh halves = get_halves(count < 2 * VL ? padded : (const uint16_t*)from);
+#if defined(CH_AVX512)
+  const vu two = (vu)_mm512_cvtepu16_epi32((__m256i)halves);
+#else
+  const vu two = (vu)vmovl_u16((uint16x4_t)halves);
+#endif
   return paired_numbers(signed_byte(two << 24), signed_byte(two << 16));
 }
 #endif

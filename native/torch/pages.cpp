@@ -134,7 +134,7 @@ void attention_paged(StableIValue* stack, uint64_t, uint64_t) {
   const ch_pages pages = describe_pages(attend_name, key, value, table, query.size(0), query.size(2));
   if (!is_cached_as(key, query.dtype()) || channels_of(key) != query.size(3) || channels_of(value) < 1 || channels_of(value) > CH_MAX_HEAD_DIM ||
       (key.size(2) == 0 ? query.size(1) != 0 : query.size(1) % key.size(2) != 0))
-    fail(attend_name, "key", "have query's dtype or int8, its head_dim, and heads that divide query's " + words(query.size(1)), key.shape(),
+    fail(attend_name, "key", "have query's dtype and head_dim, or int8 rows of it, and heads that divide query's " + words(query.size(1)), key.shape(),
          "Query head h reads key head h // group.");
   if (std::find(rules.kinds.begin(), rules.kinds.end(), CH_RULE_DENSE) != rules.kinds.end())
     fail(attend_name, "rule_kinds", "be slopes, distances and caps", "a dense bias", "Gather the pages and call attention.");

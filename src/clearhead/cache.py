@@ -14,7 +14,7 @@ from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.ops.kinds import DTYPES
 from clearhead.ops.library import in_memory, library
 from clearhead.quantized_rows import channels_of, dequantize, is_quantized, quantize, row_length
-from clearhead.shapes import Float
+from clearhead.shapes import Float, Int
 
 __all__ = [
     "KVCache",
@@ -27,6 +27,7 @@ __all__ = [
     "in_one_thread",
     "reserve",
     "restored_on_error",
+    "select_batch",
 ]
 
 _SMALLEST = 16
@@ -319,6 +320,15 @@ def dropped_by(cache: KVCache) -> int:
 def assume_dropped(cache: KVCache, count: int) -> None:
     """Count ``count`` tokens before the first cached one."""
     cache._dropped = count
+
+
+def select_batch(cache: KVCache, indices: Int[Tensor, " batch"]) -> None:
+    """Replace the batch entries of a cache by copies of those at ``indices``."""
+    if cache._key is None or cache._value is None:
+        return
+    for name in ("_key", "_value"):
+        part = getattr(cache, name)[:, :, : cache._length]
+        setattr(cache, name, part.index_select(0, indices.to(part.device)))
 
 
 def forget_first(cache: KVCache, count: int) -> None:
