@@ -22,7 +22,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 UNSUPPORTED = ch.UnsupportedError
 
 
-def filled(batch: int, heads: int, length: int, dim: int, *, dtype: torch.dtype = torch.float32, value_dim: int = 0) -> KVCache:
+def filled(
+    batch: int, heads: int, length: int, dim: int, *, dtype: torch.dtype = torch.float32, value_dim: int = 0
+) -> KVCache:
     cache = KVCache(dtype=torch.int8)
     key = draw(batch, heads, length, dim, seed=1, dtype=dtype, grad=False)
     cache.append(key, draw(batch, heads, length, value_dim or dim, seed=2, dtype=dtype, grad=False))
@@ -41,7 +43,9 @@ def assert_within_budget(query: Tensor, cache: KVCache, **options: Any) -> None:
     assert keys is not None
     assert values is not None
     assert ch.explain_dispatch(query, keys, values, **options).choice == "native"
-    textbook = ch.attention(query, *(part.to(query.dtype) for part in cache.dequantized()), backend="reference", **options)
+    textbook = ch.attention(
+        query, *(part.to(query.dtype) for part in cache.dequantized()), backend="reference", **options
+    )
     result = ch.attention(query, keys, values, **options)
     assert result.dtype is query.dtype
     within_budget("output", result, textbook, exact(query, cache, **options), terms=keys.shape[2], dtype=query.dtype)
@@ -64,7 +68,10 @@ def test_decoding_and_prefill_match_the_formula(dtype: torch.dtype, dim: int, le
 MASKS: dict[str, dict[str, Any]] = {
     "window": {"mask": ch.Causal() & ch.Window(30), "query_offset": 290},
     "padding": {"mask": ch.Padding([300, 77])},
-    "left padding": {"mask": ch.Causal() & ch.Dense(torch.arange(300) >= torch.tensor([[[[0]]], [[[123]]]])), "query_offset": 290},
+    "left padding": {
+        "mask": ch.Causal() & ch.Dense(torch.arange(300) >= torch.tensor([[[[0]]], [[[123]]]])),
+        "query_offset": 290,
+    },
     "table": {"mask": ch.Dense(torch.rand(2, 4, 3, 300, generator=torch.Generator().manual_seed(0)) > 0.5)},
     "soft cap and sink": {"scores": [ch.SoftCap(2.0), ch.Sink(torch.linspace(-1, 1, 4))]},
     "alibi": {"scores": [ch.Alibi(4)], "mask": ch.Causal(), "query_offset": 297},
@@ -181,7 +188,9 @@ def test_a_bad_token_spoils_only_the_queries_that_may_attend_to_it(queries: int,
     cache = KVCache(dtype=torch.int8)
     rows = cache.append(key, value)[of_value]
     assert bool(torch.isnan(rows[0, 1, 101, -4:].view(torch.float32)))
-    output = ch.attention(draw(1, 4, queries, 64, grad=False), cache.key, cache.value, mask=ch.Causal(), query_offset=100)
+    output = ch.attention(
+        draw(1, 4, queries, 64, grad=False), cache.key, cache.value, mask=ch.Causal(), query_offset=100
+    )
     spoiled = torch.zeros(1, 4, queries, dtype=torch.bool)
     spoiled[:, 2:, 1:] = True
     assert torch.equal(torch.isnan(output).all(-1), spoiled)
@@ -293,9 +302,7 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dtype: torch.dtype, block_siz
         for cache, count in zip(caches, counts, strict=True):
             part = slice(start, start + count)
             keys, values = cache.append(key[:, :, part], value[:, :, part])
-            alone = ch.attention(
-                query[:, :, part], keys, values, mask=ch.Causal(), query_offset=cache.length - count
-            )
+            alone = ch.attention(query[:, :, part], keys, values, mask=ch.Causal(), query_offset=cache.length - count)
             if block_size % 16 == 0:
                 assert torch.equal(output[:, :, part], alone)
             floor = rounding(alone.double(), cache.length, 1.0, dtype=dtype)
@@ -305,8 +312,10 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dtype: torch.dtype, block_siz
 
 def test_pages_that_are_gathered_mean_the_same() -> None:
     cache = filled(1, 2, 40, 8)
-    pages = [torch.cat([rows[0], torch.zeros(2, 8, 12, dtype=torch.int8)], 1).view(2, 3, 16, 12).permute(1, 2, 0, 3)
-             for rows in (cache.key, cache.value)]
+    pages = [
+        torch.cat([rows[0], torch.zeros(2, 8, 12, dtype=torch.int8)], 1).view(2, 3, 16, 12).permute(1, 2, 0, 3)
+        for rows in (cache.key, cache.value)
+    ]
     table, lengths, query = torch.tensor([[0, 1, 2]]).int(), torch.tensor([40]).int(), draw(1, 4, 1, 8, grad=False)
     outputs = [
         ch.functional.paged_attention(query, *pages, table, lengths, backend=backend)

@@ -159,7 +159,7 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
 }
 
 #if defined(CH_BF16DOT)
-// Two vectors of int8 numbers as pairs of bfloat16. The lower half of such a float is 0.
+// Two vectors of int8 numbers as the operands of bf16 dot-product instructions. The lower half of such a float is 0.
 CH_INLINE vu paired_numbers(vf one, vf other) { return (vu)one >> 16 | (vu)other; }
 
 // A vector of pairs from a row of int8 numbers with `count` left, zero-padded.

@@ -40,9 +40,9 @@ class KVCache:
     With gradients enabled, new tensors are concatenated instead, and gradients flow to every appended token. A cache is
     for one thread: a call during another thread's call raises ``UnsupportedError``.
 
-    A cache of dtype int8 rounds each row of keys and of values to ``numbers * scale`` with ``scale = max |x| / 127``, one
-    float32 scale for each batch entry, head and token. What it returns are these rows, ``head_dim + 4`` bytes each, which
-    ``attention`` takes as key and value and reads without unpacking them. A row with NaN or infinity gets the scale NaN.
+    A cache of dtype int8 rounds each row of keys and of values to ``numbers * scale`` with ``scale = max |x| / 127``,
+    one float32 scale for each batch entry, head and token. What it returns are these rows, ``head_dim + 4`` bytes each,
+    which ``attention`` takes as key and value and reads without unpacking. A row with NaN or infinity has the scale NaN.
 
     Args:
         dtype: ``torch.int8``, or None for the dtype of the tokens.
@@ -82,7 +82,8 @@ class KVCache:
 
     @property
     def key(self) -> Float[Tensor, "batch kv_heads length head_dim"] | None:
-        """The cached keys, ``[batch, kv_heads, length, head_dim]``, of an int8 cache its rows; None for an empty cache."""
+        """The cached keys, ``[batch, kv_heads, length, head_dim]``, of an int8 cache its rows; None for an empty
+        cache."""
         return None if self._key is None else self._key[:, :, : self._length]
 
     @property
@@ -112,7 +113,9 @@ class KVCache:
         """
         key, value = self.key, self.value
         if key is None or value is None:
-            raise ShapeError.about("KVCache.dequantized", "the cache", must="hold tokens", got="none", then="Append some.")
+            raise ShapeError.about(
+                "KVCache.dequantized", "the cache", must="hold tokens", got="none", then="Append some."
+            )
         parts = [dequantize(part) if is_quantized(part) else part.clone() for part in (key, value)]
         return parts[0], parts[1]
 

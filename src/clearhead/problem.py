@@ -35,8 +35,8 @@ DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Problem:
     """A call of attention: ``softmax(rules(scale * query @ key^T) under mask) @ value``.
 
-    Tensors are ``[batch, heads, len, dim]``; ``leading`` is the number of the first two axes that the caller passed. Key
-    and value may be the int8 rows of a ``KVCache``: the call is then that of ``dequantized``.
+    Tensors are ``[batch, heads, len, dim]``; ``leading`` is the number of the first two axes that the caller passed.
+    Key and value may be the int8 rows of a ``KVCache``: the call is then that of ``dequantized``.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]

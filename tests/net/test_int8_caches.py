@@ -60,7 +60,8 @@ def made(kind: str) -> tuple[Any, Any]:
     """A model as transformers makes it, and swapped."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None,
+        "pad_token_id": 0,
     }  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -118,7 +118,12 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("paged_append", 2, torch.zeros(2, 1, 1, 8), r"key must be \[batch, kv_heads, new, head_dim\] as the pages are"),
     ("paged_append", 0, INT8_PAGES, "value must have key's blocks, heads and dtype"),
     ("paged_append", 0, INT8_PAGES[..., :8], r"key must be \[batch, kv_heads, new, head_dim\] as the pages are"),
-    ("paged_append", 2, torch.zeros(2, 2, 1, 8).int(), r"key must be \[batch, kv_heads, new, head_dim\] as the pages are"),
+    (
+        "paged_append",
+        2,
+        torch.zeros(2, 2, 1, 8).int(),
+        r"key must be \[batch, kv_heads, new, head_dim\] as the pages are",
+    ),
     ("attention_paged", 1, INT8_PAGES, "value must have key's blocks, heads and dtype"),
     ("paged_append", 4, BLOCKS + 2, "block_table must name blocks from 0 to 2"),
     ("paged_append", 5, KEYS * 0, "lengths must count the new tokens too"),
@@ -183,7 +188,7 @@ def test_invalid_int8_rows_raise_one_line(place: int, bad: Tensor, expected: str
 
 def test_gradients_of_int8_rows_are_refused() -> None:
     softmax = torch.ones(2, 3, 5, 2)
-    with pytest.raises(RuntimeError, match="^attention: key and value must be floating point for gradients"):
+    with pytest.raises(RuntimeError, match=r"^attention: key and value must be floating point for gradients"):
         call("attention_gradients", HEADS, HEADS, ROWS, ROWS, softmax, None, 1.0)
 
 

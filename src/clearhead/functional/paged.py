@@ -68,8 +68,8 @@ def paged_attention(
             ``[1, heads, total, head_dim]``, the queries of all sequences one after the other.
         key: pages ``[num_blocks, block_size, kv_heads, head_dim]``, in any memory order whose channels are contiguous;
             ``kv_heads`` divides ``heads``.
-        value: pages ``[num_blocks, block_size, kv_heads, value_dim]``. Both may be in int8, in rows as an int8 ``KVCache``
-            has them, ``head_dim + 4`` and ``value_dim + 4`` bytes each.
+        value: pages ``[num_blocks, block_size, kv_heads, value_dim]``. Both may be in int8, in rows as an int8
+            ``KVCache`` has them, ``head_dim + 4`` and ``value_dim + 4`` bytes each.
         block_table: int32 ``[sequences, max_blocks]``: entry ``i`` of a row names the page of keys ``i * block_size``
             to ``(i + 1) * block_size - 1``. Entries beyond a sequence's length are not read.
         lengths: int32 ``[sequences]``, number of keys of each sequence; 0 gives an output of 0.
@@ -278,8 +278,8 @@ def _check(function: str, tensors: tuple[Tensor, Tensor, Tensor], table: PageTab
     quantized = is_quantized(key) and is_quantized(value)
     if not query.is_floating_point() or not (quantized or key.dtype == value.dtype == query.dtype):
         raise UnsupportedError.about(
-            function, "key and value", must=f"have query's dtype {query.dtype}, or both be int8 rows", got=f"{key.dtype} and {value.dtype}",
-            then="Convert with .to(dtype).",
+            function, "key and value", must=f"have query's dtype {query.dtype}, or both be int8 rows",
+            got=f"{key.dtype} and {value.dtype}", then="Convert with .to(dtype).",
         )  # fmt: skip
     heads, kv_heads = query.shape[1], key.shape[2]
     fits = kv_heads > 0 and heads % kv_heads == 0 and channels_of(key) == query.shape[3] and key.shape[1] > 0

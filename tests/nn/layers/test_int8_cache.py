@@ -90,11 +90,11 @@ def test_prefill_chunks_and_decoding_have_the_same_bits(dtype: torch.dtype, inva
 def test_observers_see_the_keys_that_are_read(kinds: list[str]) -> None:
     module, x = MultiHeadAttention(32, 4).eval(), torch.randn(1, 9, 32)
     plain = run(module, x, (8, 1), ch.KVCache(dtype=torch.int8), mask=ch.Causal())
-    with ch.observe(module, want=ch.Want(entropy=True)) as seen:
+    with ch.observe(module, want=ch.Want(entropy=True)) as record:
         observed = run(module, x, (8, 1), ch.KVCache(dtype=torch.int8), mask=ch.Causal())
     assert kinds == ["attention", "attention"]
     assert torch.equal(plain, observed)
-    assert len(seen) > 0
+    assert len(record) > 0
 
 
 def test_a_cached_memory_is_in_int8() -> None:

@@ -18,10 +18,11 @@ __all__ = ["Int8Cache", "Int8Layer", "Int8SlidingLayer"]
 class _InInt8:
     """Mixin of transformers' layers: keys and values are the rows of a ``KVCache`` in int8."""
 
-    __slots__ = ()
     kv_cache: KVCache
     dtype: torch.dtype
+    device: torch.device
     is_initialized: bool
+    cumulative_length: int
 
     @property
     def keys(self) -> RowsTensor | None:
@@ -130,8 +131,8 @@ class Int8SlidingLayer(_InInt8, DynamicSlidingWindowLayer):  # type: ignore[misc
         """Remove the last ``-tokens_to_remove`` tokens, while none has left the window."""
         if self.cumulative_length >= self.sliding_window:
             raise UnsupportedError.about(
-                "Int8Cache", "crop", must="come before a sliding layer drops tokens", got=f"{self.cumulative_length} tokens",
-                then="Use a DynamicCache.",
+                "Int8Cache", "crop", must="come before a sliding layer drops tokens",
+                got=f"{self.cumulative_length} tokens", then="Use a DynamicCache.",
             )  # fmt: skip
         self._crop(tokens_to_remove)
         self.cumulative_length = self.kv_cache.length
@@ -161,6 +162,8 @@ class Int8Cache(DynamicCache):  # type: ignore[misc]
     >>> cache.get_seq_length(), cache.layers[0].kv_cache.key.shape
     (6, torch.Size([1, 2, 6, 12]))
     """
+
+    layers: list[Any]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)

@@ -62,7 +62,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         num_blocks: blocks of each layer; not with ``pages``.
         block_size: tokens of a block.
         pages: the paged cache of another ``PagedCache`` of the same model, to share its blocks.
-        dtype: ``torch.int8`` for keys and values in int8, as ``ch.PagedKVCache`` takes it; by default that of the tokens.
+        dtype: ``torch.int8`` for keys and values in int8, as ``ch.PagedKVCache`` takes it; by default the tokens'.
 
     Attributes:
         pages: the ``ch.PagedKVCache``, once the first tokens have come; its ``used_blocks`` and ``free_blocks`` count.
