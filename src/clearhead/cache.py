@@ -42,7 +42,7 @@ class KVCache:
 
     A cache of dtype int8 rounds each row of keys and of values to ``numbers * scale`` with ``scale = max |x| / 127``,
     one float32 scale for each batch entry, head and token. What it returns are these rows, ``head_dim + 4`` bytes each,
-    which ``attention`` takes as key and value and reads without unpacking. A row with NaN or infinity has the scale NaN.
+    which ``attention`` takes as key and value and reads in place. A row with NaN or infinity has the scale NaN.
 
     Args:
         dtype: ``torch.int8``, or None for the dtype of the tokens.

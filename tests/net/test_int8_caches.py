@@ -119,6 +119,17 @@ def test_fused_layers_never_dequantize(kind: str, unread: None) -> None:
     assert cache.layers[0].kv_cache.key.dtype is torch.int8
 
 
+def test_a_frozen_model_is_one_operator_with_the_same_tokens(unread: None) -> None:
+    _, model = made("llama")
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    tokens = model.generate(prompt(9), past_key_values=Int8Cache(model.config), **options)
+    ch.freeze(model)
+    with fused_calls() as kinds:
+        frozen = model.generate(prompt(9), past_key_values=Int8Cache(model.config), **options)
+    assert kinds == ["stack"] * 6
+    assert torch.equal(frozen, tokens)
+
+
 def test_the_attention_interface_reads_rows(unread: None) -> None:
     """Layers that are not fused, because they are hooked, attend by transformers' interface."""
     _, swapped = made("llama")
