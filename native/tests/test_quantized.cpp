@@ -31,9 +31,9 @@ std::vector<Case> decoding_cases() {
   std::vector<Case> cases;
   uint64_t seed = 70;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (int64_t dim : {16, 33, 64, 128, 256})
-      for (int64_t group : {1, 2, 3, 4})
-        for (int64_t k_len : {1, 63, 64, 65, 700}) {
+    for (int64_t dim : {16, 33, 64, 256})
+      for (int64_t group : {1, 2, 4})
+        for (int64_t k_len : {1, 65, 700}) {
           Random random(++seed);
           Case c;
           c.dtype = dtype, c.batch = 1, c.kv_heads = 2, c.heads = 2 * group, c.q_len = 1, c.k_len = k_len;
