@@ -24,10 +24,14 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 27
+#define CH_ABI 28
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
+/* Bytes of the scale behind the int8 numbers of a quantized row. */
+#define CH_SCALE_BYTES 4
+/* The smallest number that is not 0 in a quantized row, 2**-119: the scale of a smaller one could be subnormal. */
+#define CH_LEAST_QUANTIZED 1.504632769052528e-36f
 /* Keys of a tile in backward. */
 #define CH_TILE 256
 
@@ -136,6 +140,10 @@ typedef struct ch_attention {
   int32_t threads;      /* at least 1                                                                       */
   int32_t dtype;        /* ch_dtype of query, key, value, output and their gradients                        */
   int32_t num_rules;
+  /* Forward only: 1 if a row of key and value is int8 numbers followed by their float32 scale, CH_SCALE_BYTES that need no
+     alignment, as ch_append_rows writes it. An element of the two tensors is then a byte. Else 0.           */
+  int32_t quantized;
+  int32_t reserved;
   int64_t batch, heads, kv_heads, q_len, k_len, head_dim, value_dim;
   int64_t query_offset; /* absolute position of the first query                                             */
   double scale;
@@ -319,14 +327,16 @@ typedef struct ch_dropout {
   void* output;         /* written; must not overlap an input                                               */
 } ch_dropout;
 
-/* target[:, :, first + r] = source[:, :, r]: appends keys or values of new tokens to a KV cache. */
+/* target[:, :, first + r] = source[:, :, r]: appends keys or values of new tokens to a KV cache. A quantized row of the
+ * target is round(x / scale) as int8 numbers and the scale, max |x| / 127: 0 for a row whose numbers are all below
+ * CH_LEAST_QUANTIZED, which count as 0, and NaN for a row with NaN or infinity. Halves round to even. */
 typedef struct ch_append {
   uint32_t size;        /* sizeof(ch_append)                                                                */
   uint32_t abi;         /* CH_ABI                                                                           */
   int32_t isa;          /* as in ch_attention                                                               */
   int32_t threads;
-  int32_t dtype;        /* ch_dtype of both                                                                 */
-  int32_t reserved;
+  int32_t dtype;        /* ch_dtype of the source, and of a target that is not quantized                    */
+  int32_t quantized;    /* 0, or 1 if a row of the target has columns + CH_SCALE_BYTES bytes                */
   int64_t batch, heads, rows, columns; /* of the source                                                     */
   int64_t first;        /* index of the first row of the target that is written                             */
   ch_tensor source;

@@ -21,6 +21,13 @@ int check_tensor(const ch_attention& work, const ch_tensor& tensor, int64_t head
   return check_memory(tensor.data, layout, dtype_size(work), access);
 }
 
+// Keys or values of `batch` entries of `rows` keys, or of pages.
+int check_cached(const ch_attention& work, const ch_tensor& tensor, int64_t batch, int64_t rows, int64_t last) {
+  const Layout layout = {{{batch, tensor.batch}, {work.kv_heads, tensor.head}, {rows, tensor.row}},
+                         work.quantized ? last + CH_SCALE_BYTES : last};
+  return check_memory(tensor.data, layout, work.quantized ? 1 : dtype_size(work));
+}
+
 // A contiguous float32 [batch, heads, q_len, last]; check_counts ensures that it fits in memory.
 int check_per_query(const ch_attention& work, const float* data, int64_t last) {
   const Layout layout = {{{work.batch, work.heads * work.q_len * last}, {work.heads, work.q_len * last},
@@ -62,6 +69,7 @@ int check_counts(const ch_attention& work) {
 int check_options(const ch_attention& work) {
   if (work.threads < 1 || work.threads > max_threads) return CH_BAD_OPTION;
   if (!std::isfinite(work.scale)) return CH_BAD_OPTION;
+  if (work.quantized != 0 && work.quantized != 1) return CH_BAD_OPTION;
   // Written so that NaN fails.
   if (!(work.dropout >= 0.0 && work.dropout < 1.0)) return CH_BAD_OPTION;
   if (work.token_numbers == nullptr) return CH_OK;
@@ -203,8 +211,7 @@ int check_pages(const ch_attention& work) {
   CH_TRY(check_query_start(work, pages));
   CH_TRY(check_table_of_pages(work, pages));
   for (const auto& [tensor, last] : {Rows{work.key, work.head_dim}, Rows{work.value, work.value_dim}}) {
-    const Layout layout = {{{pages.count, tensor.batch}, {work.kv_heads, tensor.head}, {pages.size, tensor.row}}, last};
-    CH_TRY(check_memory(tensor.data, layout, dtype_size(work)));
+    CH_TRY(check_cached(work, tensor, pages.count, pages.size, last));
   }
   return CH_OK;
 }
@@ -212,8 +219,8 @@ int check_pages(const ch_attention& work) {
 int check_inputs(const ch_attention& work) {
   CH_TRY(check_tensor(work, work.query, work.heads, work.q_len, work.head_dim, Access::read));
   if (work.pages != nullptr) return check_pages(work);
-  CH_TRY(check_tensor(work, work.key, work.kv_heads, work.k_len, work.head_dim, Access::read));
-  return check_tensor(work, work.value, work.kv_heads, work.k_len, work.value_dim, Access::read);
+  CH_TRY(check_cached(work, work.key, work.batch, work.k_len, work.head_dim));
+  return check_cached(work, work.value, work.batch, work.k_len, work.value_dim);
 }
 
 int check_rows_of(const ch_attention& work, const float* data) {
@@ -321,6 +328,7 @@ int check_output(const ch_attention& work) {
 }
 
 int check_backward(const ch_attention& work) {
+  if (work.quantized != 0) return CH_BAD_OPTION;
   if (work.pages != nullptr) return CH_BAD_PAGES;
   if (work.partial_rows != 0 && work.partial_rows != 1) return CH_BAD_OPTION;
   if (work.partial_rows != 0 && work.statistics != nullptr) return CH_BAD_STATISTIC;

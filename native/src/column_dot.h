@@ -14,6 +14,9 @@ constexpr int COLUMN_DOT_VECTORS = 2;
 constexpr int COLUMN_DOT_VECTORS = 1;
 #endif
 
+// The same of int8 keys for one or two rows: each word of a key is four products of one sum, which wait for each other.
+constexpr int COLUMN_DOT_VECTORS_INT8 = 4;
+
 // Lines of rows in address order, prefetched a few at a time.
 struct LinePrefetch {
   const char *at, *end;
@@ -84,10 +87,31 @@ template <class IO> CH_INLINE void split_words(Words words, vf& lower, vf& upper
   }
 }
 
+// Operands in a word of a key.
+template <class M, class IO> constexpr int operands_a_word() {
+  if (__is_same(IO, Int8)) return 4 / M::PACK;
+  return sizeof(typename IO::type) == sizeof(typename M::operand) || M::PACK == 2 ? 1 : 2;
+}
+
+// The same with a word of four int8 numbers of each key.
+template <class M, int ROWS> CH_INLINE void add_numbers(vf* sum, const typename M::operand* a, int64_t a_row, Words words) {
+  const vu four = (vu)words;
+  const vf number[4] = {signed_byte(four << 24), signed_byte(four << 16), signed_byte(four << 8), signed_byte(four)};
+#pragma GCC unroll 4
+  for (int o = 0; o < 4 / M::PACK; o++) {
+    vf operand = number[o];
+    if constexpr (M::PACK == 2) operand = (vf)((vu)number[2 * o] >> 16 | (vu)number[2 * o + 1]);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sum[r] = M::madd_broadcast(sum[r], M::broadcast(a + r * a_row + o), operand);
+  }
+}
+
 // Adds the products with one word of each key: one operand, or two that are widened.
 template <class M, class IO, int ROWS>
 CH_INLINE void add_words(vf* sum, const typename M::operand* a, int64_t a_row, Words words) {
-  if constexpr (sizeof(typename IO::type) == sizeof(typename M::operand) || M::PACK == 2) {
+  if constexpr (__is_same(IO, Int8)) {
+    add_numbers<M, ROWS>(sum, a, a_row, words);
+  } else if constexpr (operands_a_word<M, IO>() == 1) {
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) sum[r] = M::madd_broadcast(sum[r], M::broadcast(a + r * a_row), (vf)words);
   } else {
@@ -105,15 +129,15 @@ CH_INLINE void add_words(vf* sum, const typename M::operand* a, int64_t a_row, W
 template <class M, class IO, int ROWS, int VECTORS>
 CH_INLINE void dot_columns(const typename M::operand* a, int64_t a_row, const void* const* keys, int64_t stride, int words,
                            float* scores, int64_t ld, LinePrefetch next) {
-  constexpr int OPERANDS = sizeof(typename IO::type) == sizeof(typename M::operand) || M::PACK == 2 ? 1 : 2;
+  constexpr int OPERANDS = operands_a_word<M, IO>();
   vf sum[VECTORS][ROWS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) sum[v][r] = (vf){};
   for (int x = 0; x < words; x += 4) {
     next.step(VECTORS * VL / 4);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
       Words step[4];
       transpose_four((const char*)keys[v] + 4 * x, stride, step);
@@ -121,7 +145,7 @@ CH_INLINE void dot_columns(const typename M::operand* a, int64_t a_row, const vo
       for (int i = 0; i < 4; i++) add_words<M, IO, ROWS>(sum[v], a + (x + i) * OPERANDS, a_row, step[i]);
     }
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) store(scores + r * ld + v * VL, sum[v][r]);

@@ -82,9 +82,12 @@ template <class Description> Layout layout_of(const Description& work, const ch_
 
 int check(const ch_append& work) {
   CH_TRY(check_rows(work));
+  if (work.quantized != 0 && work.quantized != 1) return CH_BAD_OPTION;
   const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2;
   CH_TRY(check_memory(work.source.data, layout_of(work, work.source, work.rows), size));
-  return check_memory(work.target.data, layout_of(work, work.target, work.first + work.rows), size, Access::write);
+  Layout target = layout_of(work, work.target, work.first + work.rows);
+  if (work.quantized) target.last += CH_SCALE_BYTES;
+  return check_memory(work.target.data, target, work.quantized ? 1 : size, Access::write);
 }
 
 int check(const ch_rotation& work) {

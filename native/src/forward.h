@@ -29,9 +29,14 @@ constexpr int MANY_HEADS = 8;
 constexpr int MAX_TILE = 512;
 constexpr int PIECE = 64;  // keys of a piece of a tile; those that a table forbids to all rows are skipped
 
-template <class M, class IO> struct Forward {
+// IO is how queries and the output are stored, and KV how keys and values are.
+template <class M, class IO, class KV = IO> struct Forward {
   typedef typename M::operand operand;
   typedef typename IO::type element;
+  typedef typename KV::type cached;
+  // Keys and values are int8 with a scale each. Scales of keys multiply scores, and those of values weights, so that
+  // neither is ever stored as floats beyond a tile in cache.
+  static constexpr bool QUANTIZED = __is_same(KV, Int8);
   static constexpr bool TILES = in_tiles<M>();
   static constexpr int MR = M::HEIGHT;
   // Up to so many rows read keys and values in place: each is used once or twice, and a packed tile would leave the L1
@@ -67,6 +72,7 @@ template <class M, class IO> struct Forward {
     operand* k;
     operand* v;
     uint8_t* bad;  // per tile: the values had NaN or infinity, which are 0 here
+    float* scales;  // per tile: those of its keys, and those of its values, of quantized rows
   };
 
   // Prefetches the next key head, of this call or of another, while the current one is processed.
@@ -79,11 +85,11 @@ template <class M, class IO> struct Forward {
     if (in_place) {
       // In-place reads prefetch for themselves. A whole head at once fills the line fill buffers of Intel's processors
       // and stalls the loop (measured: a fifth slower).
-      a.add<IO>(next.key, page, kh, minimum(keys, prefetch_distance(next.head_dim * (int64_t)sizeof(element), 1)),
+      a.add<KV>(next.key, page, kh, minimum(keys, prefetch_distance(next.head_dim * (int64_t)sizeof(cached), 1)),
                 next.head_dim);
     } else {
-      a.add<IO>(next.key, page, kh, keys, next.head_dim);
-      a.add<IO>(next.value, page, kh, keys, next.value_dim);
+      a.add<KV>(next.key, page, kh, keys, next.head_dim);
+      a.add<KV>(next.value, page, kh, keys, next.value_dim);
       a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
     }
     a.spread_over((rows + MR - 1) / MR * (in_place ? tiles : (w.k_len + PW - 1) / PW));
@@ -112,7 +118,8 @@ template <class M, class IO> struct Forward {
     Place* place;
     float* diagonals;
     operand* staged;
-    element* gathered;  // [tile][widest], keys or values from several pages
+    cached* gathered;  // [tile][widest], keys or values from several pages
+    float *key_scales, *value_scales;  // of a tile of quantized rows
     float* line;
     KeepMaskRows keep_mask;  // [MR]
     Prefetch prefetch;
@@ -149,13 +156,13 @@ template <class M, class IO> struct Forward {
     in_place = blocks == 1 && can_read_in_place();
     // Backward recomputes scores, and compares bits of the row maximum where that is observed. In 16 bits, and with more
     // rows, transposing costs nothing.
-    along_rows = __is_same(element, float) && in_place && rows <= COLUMN_DOT_ROWS && w.head_dim % VL == 0 &&
+    along_rows = __is_same(cached, float) && in_place && rows <= COLUMN_DOT_ROWS && w.head_dim % VL == 0 &&
                  w.softmax == nullptr && !clearhead::is_invariant();
     in_lanes = TILES && in_place && rows <= LANE_ROWS && flushes_subnormals(w) &&
                (w.page_table == nullptr || w.page_size % VALUE_PART == 0);
-    values_packed = w.page_table == nullptr && has_packed_layout<M, IO>(w.value, w.value_dim);
+    values_packed = w.page_table == nullptr && has_packed_layout<M, KV>(w.value, w.value_dim);
     const int64_t dims = w.head_dim + w.value_dim;
-    out_of_cache = w.total_keys * w.kv_heads * dims * (int64_t)sizeof(element) > (dims > 128 ? RESIDENT_BYTES
+    out_of_cache = w.total_keys * w.kv_heads * dims * (int64_t)sizeof(cached) > (dims > 128 ? RESIDENT_BYTES
         : RESIDENT_BYTES_SHORT);
   }
 
@@ -180,17 +187,31 @@ template <class M, class IO> struct Forward {
   CH_INLINE int64_t tile_start(int64_t t) const { return t * tile - lead; }
   CH_INLINE int64_t tile_end(int64_t t) const { return minimum(tile_start(t) + tile, w.k_len); }
 
-  void pack_tile(int64_t b, int64_t kh, int64_t t, operand* k, operand* v, uint8_t* bad, Workspace& d) const {
+  // The operands of tile `place` of packed ones.
+  Keys tile_of(const Keys& keys, int64_t place) const {
+    return Keys{keys.k + place * key_operands, keys.v + place * value_operands, keys.bad + place,
+                keys.scales + (QUANTIZED ? 2 * place * tile : 0)};
+  }
+
+  void pack_tile(int64_t b, int64_t kh, int64_t t, const Keys& to, Workspace& d) const {
+    const auto [k, v, bad, scales] = to;
     const int64_t first = maximum(tile_start(t), (int64_t)0);
     const int count = (int)(tile_end(t) - first), column = (int)(first - tile_start(t));
     const Rows keys = rows_of(w.key, b, kh, first, count, w.head_dim, d);
-    pack_panels<M, IO>(keys.at, keys.stride, count, (int)w.head_dim, k, d.staged, column);
+    pack_panels<M, KV>(keys.at, keys.stride, count, (int)w.head_dim, k, d.staged, column);
     *bad = !values_are_clean(b, kh, first, tile_end(t));
+    if constexpr (QUANTIZED) {
+      const Interval columns{column, column + count};
+      load_scales(w.key, b, kh, tile_start(t), columns, w.head_dim, scales);
+      load_scales(w.value, b, kh, tile_start(t), columns, w.value_dim, scales + tile);
+      for (int c = column; c < column + count && *bad; c++)
+        if (!is_finite(scales[tile + c])) scales[tile + c] = 0.0f;
+    }
     if (values_packed && !*bad) return;
     const Rows rows = rows_of(w.value, b, kh, first, count, w.value_dim, d);
-    pack_rows<M, IO>(rows.at, rows.stride, count, (int)w.value_dim, v, values, column);
+    pack_rows<M, KV>(rows.at, rows.stride, count, (int)w.value_dim, v, values, column);
     if (TILES) pad_blocks<M>(v, values, column, column + count);
-    if (*bad) zero_nonfinite_values(v, column, count);
+    if (*bad && !QUANTIZED) zero_nonfinite_values(v, column, count);
   }
 
   // Columns of a tile that rows attend to, in ascending intervals that start at multiples of LANES.
@@ -212,7 +233,11 @@ template <class M, class IO> struct Forward {
     if (!masked) return true;
     bool clean = true;
     for_pages(first, last, [&](int64_t from, int64_t to) {
-      clean = clean && all_finite<IO>(row_of(w.value, b, kh, from), w.value.row, to - from, (int)w.value_dim);
+      if constexpr (QUANTIZED) {
+        for (int64_t key = from; key < to && clean; key++) clean = is_finite(scale_of(w.value, b, kh, key, w.value_dim));
+      } else {
+        clean = clean && all_finite<KV>(row_of(w.value, b, kh, from), w.value.row, to - from, (int)w.value_dim);
+      }
     });
     return clean;
   }
@@ -226,9 +251,29 @@ template <class M, class IO> struct Forward {
   }
 
   // The address of a key's row in keys or values.
-  CH_INLINE const element* row_of(const ch_tensor& t, int64_t b, int64_t kh, int64_t key) const {
-    if (w.page_table == nullptr) return at<IO>(t, b, kh, key);
-    return at<IO>(t, w.page_table[key / w.page_size], kh, key % w.page_size);
+  CH_INLINE const cached* row_of(const ch_tensor& t, int64_t b, int64_t kh, int64_t key) const {
+    if (w.page_table == nullptr) return at<KV>(t, b, kh, key);
+    return at<KV>(t, w.page_table[key / w.page_size], kh, key % w.page_size);
+  }
+
+  static CH_INLINE bool is_finite(float x) { return x - x == 0.0f; }
+
+  // The scale behind the numbers of a quantized row.
+  CH_INLINE float scale_of(const ch_tensor& t, int64_t b, int64_t kh, int64_t key, int64_t dim) const {
+    float scale;
+    memcpy(&scale, row_of(t, b, kh, key) + dim, sizeof(scale));
+    return scale;
+  }
+
+  // The scales of a run of a tile's columns, 0 before the first key and up to the next vector.
+  void load_scales(const ch_tensor& t, int64_t b, int64_t kh, int64_t t0, Interval run, int64_t dim, float* to) const {
+    const int64_t first = maximum(t0 + run.low, (int64_t)0);
+    fill(to, run.low / LANES * LANES, first - t0, 0.0f);
+    for_pages(first, t0 + run.high, [&](int64_t key, int64_t last) {
+      const cached* at = row_of(t, b, kh, key) + dim;
+      for (; key < last; key++, at += t.row) memcpy(to + (key - t0), at, sizeof(float));
+    });
+    fill(to, run.high, round_up(run.high, VL), 0.0f);
   }
 
   // Calls `body` with each part of keys [first, last) that is in one page; parts do not cross a multiple of `part`.
@@ -243,7 +288,7 @@ template <class M, class IO> struct Forward {
   }
 
   struct Rows {
-    const element* at;
+    const cached* at;
     int64_t stride;
   };
 
@@ -251,10 +296,10 @@ template <class M, class IO> struct Forward {
   Rows rows_of(const ch_tensor& t, int64_t b, int64_t kh, int64_t first, int count, int64_t dim, Workspace& d) const {
     if (w.page_table == nullptr || first / w.page_size == (first + count - 1) / w.page_size)
       return Rows{row_of(t, b, kh, first), t.row};
-    element* to = d.gathered;
+    cached* to = d.gathered;
     for_pages(first, first + count, [&](int64_t from, int64_t last) {
-      const element* row = row_of(t, b, kh, from);
-      for (; from < last; from++, row += t.row, to += dim) memcpy(to, row, (size_t)dim * sizeof(element));
+      const cached* row = row_of(t, b, kh, from);
+      for (; from < last; from++, row += t.row, to += dim) memcpy(to, row, (size_t)dim * sizeof(cached));
     });
     return Rows{d.gathered, dim};
   }
@@ -293,7 +338,7 @@ template <class M, class IO> struct Forward {
     d.place = c.template take<Place>(ROWS);
     d.diagonals = c.template take<float>(VL + diagonal_floats) + VL;
     d.staged = c.template take<operand>((int64_t)VL * operands);
-    d.gathered = c.template take<element>(w.page_table != nullptr ? tile * maximum(w.head_dim, w.value_dim) : 0);
+    d.gathered = c.template take<cached>(w.page_table != nullptr ? tile * maximum(w.head_dim, w.value_dim) : 0);
     d.line = c.template take<float>(out);
     d.keep_mask.groups = KeepMaskRows::groups_of(tile);
     d.keep_mask.bits = c.template take<KeepMask>(dropout.on ? 1 + MR * d.keep_mask.groups : 0) + 1;
@@ -306,6 +351,7 @@ template <class M, class IO> struct Forward {
     k.k = c.template take<operand>(heads * count * key_operands);
     k.v = c.template take<operand>(heads * count * value_operands);
     k.bad = c.template take<uint8_t>(heads * count);
+    k.scales = c.template take<float>(QUANTIZED ? heads * count * 2 * tile : 0);
     return c.next - base;
   }
 
@@ -421,7 +467,7 @@ template <class M, class IO> struct Forward {
   // normaliser and become 0 afterwards.
   template <bool DROPS>
   CH_INLINE void softmax_row(float* s, uint16_t* half, int r, const Runs& runs, const RowUpdate& update, float* total,
-                             bool narrow, const KeepMaskRows& keep_mask) const {
+                             bool narrow, const KeepMaskRows& keep_mask, const float* value_scales) const {
     const vf shift = all(update.peak[r] == -INF ? 0.0f : update.peak[r]), scale = all(base2);
     LaneSums sum;
     for (int x = 0; x < runs.count; x++)
@@ -429,6 +475,7 @@ template <class M, class IO> struct Forward {
         vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale);
         sum.part[part] += e;
         if (DROPS) e = select_bits(keep_mask.from(r, c), e);
+        if (QUANTIZED && narrow) e *= load(value_scales + c);
         if (M::PACK == 1 || !narrow)
           store(s + c, e);
         else
@@ -443,7 +490,7 @@ template <class M, class IO> struct Forward {
     float *s = score_tile.at + r * score_tile.ld, *total = d.l + (r0 + r) * LANES;
     d.statistics.scan_scores(observed, r0 + r, s, runs, t0, update.peak[r], update.before[r], d.m[r0 + r]);
     if (!observed.sums) {
-      softmax_row<false>(s, half, r, runs, update, total, false, d.keep_mask);
+      softmax_row<false>(s, half, r, runs, update, total, false, d.keep_mask, nullptr);
     } else {
       const TileSums tile_sums{update.peak[r], update.old_step[r], update.factors.before[r], update.step[r], update.factors.sums[r], base2};
       const float distance = (float)(w.query_offset + d.place[r0 + r].i - t0);
@@ -453,8 +500,7 @@ template <class M, class IO> struct Forward {
     if constexpr (M::PACK == 2)
       for (int x = 0; x < runs.count; x++)
         for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
-          const vf e = load(s + c);
-          put_vector<BFloat16>(half + c, dropout.on ? select_bits(d.keep_mask.from(r, c), e) : e);
+          put_vector<BFloat16>(half + c, applied(load(s + c), r, c, d));
         }
   }
 
@@ -477,15 +523,16 @@ template <class M, class IO> struct Forward {
   // The same for all rows: keys are transposed in registers, or in panels that are packed just before.
   void multiply_keys_in_place(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
                               Workspace& d) const {
-    if constexpr (__is_same(element, float))
+    if constexpr (__is_same(cached, float))
       if (along_rows) return multiply_keys_along_rows(b, kh, t0, count, run, score_tile, d);
-    if (TILES && w.head_dim % (M::PACK * M::BLOCK) == 0) return multiply_keys_as_left(b, kh, t0, count, run, score_tile, d);
+    if (TILES && !QUANTIZED && w.head_dim % (M::PACK * M::BLOCK) == 0) return multiply_keys_as_left(b, kh, t0, count, run, score_tile, d);
     const bool in_registers = !TILES && HAS_COLUMN_DOT && count <= COLUMN_DOT_ROWS &&
-                              w.head_dim * (int64_t)sizeof(element) % 16 == 0;
+                              w.head_dim * (int64_t)sizeof(cached) % 16 == 0;
     for (int c = run.low, next; c < run.high; c = next) {
       const int end = (int)round_up(run.high, VL), whole = (int)(minimum(t0 + end, w.k_len) - t0);
       if (in_registers && t0 + c >= 0 && c + VL <= whole) {
-        const int vectors = c + COLUMN_DOT_VECTORS * VL <= whole ? COLUMN_DOT_VECTORS : 1;
+        const int most = QUANTIZED && count <= 2 ? COLUMN_DOT_VECTORS_INT8 : COLUMN_DOT_VECTORS;
+        const int vectors = c + most * VL <= whole ? most : 1;
         next = c + vectors * VL;
         dot_in_registers(b, kh, t0 + c, count, vectors, ScoreTile{score_tile.at + c, score_tile.ld}, d);
         continue;
@@ -502,12 +549,12 @@ template <class M, class IO> struct Forward {
   void multiply_keys_as_left(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
                              const Workspace& d) const {
 #if defined(CH_AMX)
-    const int64_t row_bytes = w.key.row * (int64_t)sizeof(element), bytes = w.head_dim * (int64_t)sizeof(element);
+    const int64_t row_bytes = w.key.row * (int64_t)sizeof(cached), bytes = w.head_dim * (int64_t)sizeof(cached);
     for (int c = run.low, next; c < run.high; c = next) {
       const bool both = t0 + c >= 0 && c + VL < run.high && w.page_table == nullptr;
       next = c + (both ? 2 * VL : VL);
       const int64_t first = maximum(t0 + c, (int64_t)0), last = minimum(t0 + next, w.k_len), following = first + following_keys(0);
-      const element* key = row_of(w.key, b, kh, first);
+      const cached* key = row_of(w.key, b, kh, first);
       UpcomingLines upcoming(following < w.k_len ? row_of(w.key, b, kh, following) : key, row_bytes, bytes,
                              minimum((int64_t)next - c, w.k_len - following));
       alignas(64) float sums[2 * VL * VL];
@@ -531,7 +578,7 @@ template <class M, class IO> struct Forward {
                                 const Workspace& d) const {
     const int64_t distance = following_keys(0);
     for_pages(maximum(t0 + run.low, (int64_t)0), t0 + run.high, [&](int64_t first, int64_t last) {
-      const element *key = row_of(w.key, b, kh, first), *next = nullptr;
+      const cached *key = row_of(w.key, b, kh, first), *next = nullptr;
       if (w.page_table != nullptr) next = first + distance < w.k_len ? row_of(w.key, b, kh, first + distance) : key;
       gemv_dot<M>(count, d.q, operands, key, w.key.row, (int)(last - first), steps / VL, score_tile.at + (first - t0),
                   score_tile.ld, out_of_cache, next);
@@ -540,34 +587,39 @@ template <class M, class IO> struct Forward {
 
   // How many keys later those are that are prefetched in a pass over `keys` of them.
   int64_t following_keys(int64_t keys) const {
-    return keys + round_up(STREAM_PREFETCH_BYTES / (w.head_dim * (int64_t)sizeof(element)), PAGE_PART);
+    return keys + round_up(STREAM_PREFETCH_BYTES / (w.head_dim * (int64_t)sizeof(cached)), PAGE_PART);
   }
 
   void dot_in_registers(int64_t b, int64_t kh, int64_t key, int count, int vectors, const ScoreTile& scores,
                         const Workspace& d) const {
-    constexpr int64_t size = (int64_t)sizeof(element);
+    constexpr int64_t size = (int64_t)sizeof(cached);
     const int64_t bytes = w.head_dim * size, following = key + following_keys(vectors * VL);
-    const void* keys[COLUMN_DOT_VECTORS];
+    const void* keys[COLUMN_DOT_VECTORS_INT8];
     for (int v = 0; v < vectors; v++) keys[v] = row_of(w.key, b, kh, key + v * VL);
     // Keys in one piece may be followed by those of the next head.
-    const void* next = w.page_table == nullptr ? (const element*)keys[0] + (following - key) * w.key.row
+    const void* next = w.page_table == nullptr ? (const cached*)keys[0] + (following - key) * w.key.row
         : following < w.k_len ? row_of(w.key, b, kh, following) : keys[0];
     const LinePrefetch lines(next, bytes, w.key.row * size);
-    if (vectors == 1) column_dot<M, IO, 1>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
-    else column_dot<M, IO, COLUMN_DOT_VECTORS>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
+    const auto dot = [&]<int VECTORS>() {
+      column_dot<M, KV, VECTORS>(count, d.q, operands, keys, w.key.row * size, (int)(bytes / 4), scores.at, scores.ld, lines);
+    };
+    if (vectors == 1) return dot.template operator()<1>();
+    if constexpr (QUANTIZED)
+      if (vectors == COLUMN_DOT_VECTORS_INT8) return dot.template operator()<COLUMN_DOT_VECTORS_INT8>();
+    dot.template operator()<COLUMN_DOT_VECTORS>();
   }
 
   // Packs columns [from, to) of a tile, whole vectors of one panel, and prefetches keys that follow.
   void pack_panel(int64_t b, int64_t kh, int64_t t0, int from, int to, Workspace& d) const {
-    const int64_t bytes = w.head_dim * (int64_t)sizeof(element), distance = prefetch_distance(bytes, VL);
+    const int64_t bytes = w.head_dim * (int64_t)sizeof(cached), distance = prefetch_distance(bytes, VL);
     for (int c = from; c < to; c += VL) {
       const int64_t first = maximum(t0 + c, (int64_t)0), last = minimum(t0 + c + VL, w.k_len);
       if (out_of_cache)
         for_pages(minimum(first + distance, w.k_len), minimum(last + distance, w.k_len), [&](int64_t key, int64_t end) {
-          prefetch_rows(row_of(w.key, b, kh, key), end - key, w.key.row * (int64_t)sizeof(element), bytes, true);
+          prefetch_rows(row_of(w.key, b, kh, key), end - key, w.key.row * (int64_t)sizeof(cached), bytes, true);
         });
       const Rows keys = rows_of(w.key, b, kh, first, (int)(last - first), w.head_dim, d);
-      pack_panels<M, IO>(keys.at, keys.stride, (int)(last - first), (int)w.head_dim, d.panel, d.staged,
+      pack_panels<M, KV>(keys.at, keys.stride, (int)(last - first), (int)w.head_dim, d.panel, d.staged,
                          (int)(first - t0) % PW);
     }
   }
@@ -620,21 +672,21 @@ template <class M, class IO> struct Forward {
     if (runs.count > 1) merge_sums<M>(r0, count, 0, update, d);
   }
 
-  // How values are multiplied in place: 16-bit numbers may be widened as they are loaded.
+  // How values are multiplied in place: narrower numbers may be widened as they are loaded.
   template <bool WIDENS, class Packed> struct Choice {
     typedef Packed type;
   };
   template <class Packed> struct Choice<true, Packed> {
-    typedef Widened<IO> type;
+    typedef Widened<KV> type;
   };
-  typedef typename Choice<M::PACK == 1 && !__is_same(element, float), M>::type Reader;
+  typedef typename Choice<M::PACK == 1 && !__is_same(cached, float), M>::type Reader;
 
   Panels value_piece() const { return Panels(w.value_dim, row_steps<M>(VALUE_PART)); }
 
   // A few keys at a time, all rows over all columns; the sums continue from one to the next.
   void multiply_values_in_place(int64_t b, int64_t kh, int64_t t0, int count, const Runs& runs, const Weights& weights,
                                 Workspace& d) const {
-    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
+    const int64_t size = (int64_t)sizeof(cached), bytes = w.value_dim * size;
     const int64_t distance = prefetch_distance(bytes, VALUE_PART), end = t0 + runs.end();
     memset(d.sums, 0, (size_t)count * out * sizeof(float));
     for (int x = 0; x < runs.count; x++)
@@ -645,7 +697,7 @@ template <class M, class IO> struct Forward {
           for_pages(following, minimum(following + VALUE_PART, end), [&](int64_t from, int64_t to) {
             prefetch_rows(row_of(w.value, b, kh, from), to - from, w.value.row * size, bytes, true);
           });
-        const element* value = row_of(w.value, b, kh, key);
+        const cached* value = row_of(w.value, b, kh, key);
         if constexpr (TILES)
           if (in_lanes) {
             add_values_in_lanes(count, value, (int)(key - t0), next, d);
@@ -656,7 +708,7 @@ template <class M, class IO> struct Forward {
         if constexpr (M::PACK == 2) {
           const Panels packed = value_piece();
           for_pages(key, t0 + next, [&](int64_t from, int64_t to) {
-            pack_rows<M, IO>(row_of(w.value, b, kh, from), w.value.row, (int)(to - from), (int)w.value_dim, d.value_rows, packed,
+            pack_rows<M, KV>(row_of(w.value, b, kh, from), w.value.row, (int)(to - from), (int)w.value_dim, d.value_rows, packed,
                              (int)(from - t0 - c));
           });
           if (TILES) pad_blocks<M>(d.value_rows, packed, (int)(key - t0 - c), next - c);
@@ -670,9 +722,9 @@ template <class M, class IO> struct Forward {
 
   // The same by vectors, for keys [from, to) of the tile, which are in one block: like a tile, a sum of the even and one
   // of the odd keys.
-  void add_values_in_lanes(int count, const element* value, int from, int to, Workspace& d) const {
+  void add_values_in_lanes(int count, const cached* value, int from, int to, Workspace& d) const {
     for (int p = 0; p < values.count; p++) {
-      const element* columns = value + p * values.ld;
+      const cached* columns = value + p * values.ld;
       float* sums = d.sums + p * values.ld;
       switch (values.vectors(p, out)) {
         case 4: lane_rows<LANE_ROWS, 4>(count, columns, from, to, sums, d); break;
@@ -683,14 +735,14 @@ template <class M, class IO> struct Forward {
     }
   }
   template <int ROWS, int VECS>
-  CH_INLINE void lane_rows(int count, const element* value, int from, int to, float* sums, const Workspace& d) const {
+  CH_INLINE void lane_rows(int count, const cached* value, int from, int to, float* sums, const Workspace& d) const {
     if constexpr (ROWS > 1)
       if (count < ROWS) return lane_rows<ROWS - 1, VECS>(count, value, from, to, sums, d);
     lane_block<ROWS, VECS>(value, from, to, sums, d);
   }
   template <int ROWS, int VECS>
-  __attribute__((noinline)) void lane_block(const element* value, int from, int to, float* sums, const Workspace& d) const {
-    typedef Widened<IO> Lanes;
+  __attribute__((noinline)) void lane_block(const cached* value, int from, int to, float* sums, const Workspace& d) const {
+    typedef Widened<KV> Lanes;
     const int64_t ldv = w.value.row;
     const int even = from + from % 2, odd = from + 1 - from % 2;
     vf total[ROWS][VECS];
@@ -740,7 +792,7 @@ template <class M, class IO> struct Forward {
 
   // Prefetches the values of the first of `count` keys while scores become weights.
   void prefetch_values(int64_t b, int64_t kh, int64_t key, int64_t count) const {
-    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
+    const int64_t size = (int64_t)sizeof(cached), bytes = w.value_dim * size;
     for_pages(key, key + minimum(prefetch_distance(bytes, 1), count), [&](int64_t first, int64_t last) {
       prefetch_rows(row_of(w.value, b, kh, first), last - first, w.value.row * size, bytes, out_of_cache);
     });
@@ -776,6 +828,10 @@ template <class M, class IO> struct Forward {
     for (int x = 0; x < runs.count; x++) multiply_keys_in_place(b, kh, t0, count, runs.at[x], score_tile, d);
     const int64_t first = maximum(t0 + runs.first(), (int64_t)0);
     if (out_of_cache && outputs != Outputs::COLUMN_SUMS) prefetch_values(b, kh, first, t0 + runs.end() - first);
+    for (int x = 0; QUANTIZED && x < runs.count; x++) {
+      load_scales(w.key, b, kh, t0, runs.at[x], w.head_dim, d.key_scales);
+      load_scales(w.value, b, kh, t0, runs.at[x], w.value_dim, d.value_scales);
+    }
     RowUpdate update[FEW_ROWS / MR];
     ScoreTile weights = score_tile;
     for (int r0 = 0; r0 < count; r0 += MR) {
@@ -794,6 +850,7 @@ template <class M, class IO> struct Forward {
   ScoreTile weigh(int64_t b, int64_t kh, int r0, int count, int64_t t, const Runs& runs, const ScoreTile& score_tile,
                   int row, RowUpdate& update, Workspace& d) const {
     const int64_t t0 = tile_start(t);
+    if (QUANTIZED) scale_scores(score_tile, count, runs, d);
     for (int x = 0; x < runs.count; x++) forbid(b, kh, r0, count, t0, runs.at[x], score_tile, d);
     find_peaks(score_tile, runs, count, update);
     meet(count, d.m + r0, update);
@@ -802,12 +859,30 @@ template <class M, class IO> struct Forward {
       uint16_t* half = d.half + (row + r) * tile;
       if (dropout.on) draw(b, r0, r, t0, runs, d);
       if (observed.s != nullptr) softmax_row_observed(r0, r, score_tile, half, runs, t0, update, d);
-      else if (dropout.on) softmax_row<true>(s, half, r, runs, update, total, true, d.keep_mask);
-      else softmax_row<false>(s, half, r, runs, update, total, true, d.keep_mask);
+      else if (dropout.on) softmax_row<true>(s, half, r, runs, update, total, true, d.keep_mask, d.value_scales);
+      else softmax_row<false>(s, half, r, runs, update, total, true, d.keep_mask, d.value_scales);
     }
     if (observed.strip) record_strip_tile(r0, count, t, runs, update, d);
-    if (outputs == Outputs::COLUMN_SUMS || !dropout.on || observed.s == nullptr || M::PACK == 2) return score_tile;
-    return apply_dropout(score_tile, count, runs, row, d);
+    if (outputs == Outputs::COLUMN_SUMS || !(dropout.on || QUANTIZED) || observed.s == nullptr || M::PACK == 2) return score_tile;
+    return apply_factors(score_tile, count, runs, row, d);
+  }
+
+  // Multiplies the sums over int8 numbers by the keys' scales.
+  void scale_scores(const ScoreTile& score_tile, int count, const Runs& runs, const Workspace& d) const {
+    for (int x = 0; x < runs.count; x++)
+      for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {
+        const vf scales = load(d.key_scales + c);
+        for (int r = 0; r < count; r++) {
+          float* s = score_tile.at + r * score_tile.ld + c;
+          store(s, load(s) * scales);
+        }
+      }
+  }
+
+  // Weights as they multiply values: after dropout, and times the scales of quantized values.
+  CH_INLINE vf applied(vf weights, int r, int c, const Workspace& d) const {
+    if (dropout.on) weights = select_bits(d.keep_mask.from(r, c), weights);
+    return QUANTIZED ? weights * load(d.value_scales + c) : weights;
   }
 
   // Applies the rules to a run of scores, and -inf where a row may not attend.
@@ -839,12 +914,12 @@ template <class M, class IO> struct Forward {
     d.keep_mask.draw(r, philox_row(w, dropout, b, h, i), w.first_key + t0, runs.first(), (int)round_up(runs.end(), VL));
   }
 
-  // Applies dropout after statistics have read the weights; the strip keeps the weights before dropout.
-  ScoreTile apply_dropout(const ScoreTile& score_tile, int count, const Runs& runs, int row, Workspace& d) const {
+  // Applies dropout and scales after statistics have read the weights; the strip keeps the weights before them.
+  ScoreTile apply_factors(const ScoreTile& score_tile, int count, const Runs& runs, int row, Workspace& d) const {
     const ScoreTile to = observed.strip ? ScoreTile{d.statistics.dropped_weights + row * tile, tile} : score_tile;
     for (int r = 0; r < count; r++)
       for (int c = runs.first(); c < runs.end(); c += VL)
-        store(to.at + r * to.ld + c, select_bits(d.keep_mask.from(r, c), load(score_tile.at + r * score_tile.ld + c)));
+        store(to.at + r * to.ld + c, applied(load(score_tile.at + r * score_tile.ld + c), r, c, d));
     return to;
   }
 
@@ -860,9 +935,15 @@ template <class M, class IO> struct Forward {
   void add_nonfinite_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, const Runs& runs,
                             const ScoreTile& score_tile, const RowUpdate& update, Workspace& d) const {
     for (int64_t key = maximum(t0 + runs.first(), (int64_t)0); key < t0 + runs.end(); key++) {
-      const element* value = row_of(w.value, b, kh, key);
-      if (all_finite<IO>(value, 0, 1, (int)w.value_dim)) continue;
-      get_row<IO>(value, (int)w.value_dim, d.line, out);
+      const cached* value = row_of(w.value, b, kh, key);
+      if constexpr (QUANTIZED) {
+        const float scale = scale_of(w.value, b, kh, key, w.value_dim);
+        if (is_finite(scale)) continue;
+        fill(d.line, 0, w.value_dim, scale);
+      } else {
+        if (all_finite<KV>(value, 0, 1, (int)w.value_dim)) continue;
+        get_row<KV>(value, (int)w.value_dim, d.line, out);
+      }
       for (int r = 0; r < count; r++) {
         if (!may_attend(w, d.row[r0 + r], key)) continue;
         const int64_t c = key - t0;
@@ -937,16 +1018,16 @@ template <class M, class IO> struct Forward {
   void do_tile(int64_t b, int64_t kh, int64_t first, int count, int64_t t, Keys keys, bool packed, Workspace& d) const {
     const uint32_t pieces = allowed_pieces(b, kh, first, count, t);
     if (pieces == 0) return;
+    const Keys tile_keys = tile_of(keys, packed ? t : 0);
+    d.key_scales = tile_keys.scales, d.value_scales = tile_keys.scales + tile;
     if (!packed && in_place) {
       const Runs runs = find_runs(0, count, t, pieces, d);
       if (runs.count == 0) return;
       if (values_are_clean(b, kh, tile_start(t), runs)) return visit_in_place(b, kh, count, t, runs, d);
     }
-    const int64_t place = packed ? t : 0;
-    operand *k = keys.k + place * key_operands, *v = keys.v + place * value_operands;
-    if (!packed) pack_tile(b, kh, t, k, v, keys.bad, d);
-    Tile here{k, v, keys.bad[place] != 0};
-    if (values_packed && !here.bad) here.v = (const operand*)(at<IO>(w.value, b, kh, 0) + tile_start(t) * w.value.row);
+    if (!packed) pack_tile(b, kh, t, tile_keys, d);
+    Tile here{tile_keys.k, tile_keys.v, *tile_keys.bad != 0};
+    if (values_packed && !here.bad) here.v = (const operand*)(at<KV>(w.value, b, kh, 0) + tile_start(t) * w.value.row);
     for (int r0 = 0; r0 < count; r0 += MR) visit(b, kh, r0, minimum(MR, count - r0), t, pieces, here, d);
   }
 
@@ -995,7 +1076,7 @@ template <class M, class IO> struct Forward {
     if (prefetch != nullptr) d.prefetch = *prefetch;
     if (packed)
       for (int64_t t = 0; t < tiles; t++)
-        pack_tile(b, kh, t, keys.k + t * key_operands, keys.v + t * value_operands, keys.bad + t, d);
+        pack_tile(b, kh, t, tile_of(keys, t), d);
     if (!observed.has_column_sums) return do_blocks(b, kh, 0, blocks, keys, packed, d);
     char* buffer = column_sums_buffer(1);
     if (buffer == nullptr) return fault.set(CH_NO_MEMORY);
@@ -1056,8 +1137,7 @@ template <class M, class IO> struct Forward {
       int64_t head = unit / tiles;
       Workspace d;
       if (!allocate_workspace(d, head % w.kv_heads, fault)) return;
-      pack_tile(head / w.kv_heads, head % w.kv_heads, unit % tiles, keys.k + unit * key_operands,
-                keys.v + unit * value_operands, keys.bad + unit, d);
+      pack_tile(head / w.kv_heads, head % w.kv_heads, unit % tiles, tile_of(keys, unit), d);
     });
     if (fault.get() != CH_OK) return;
     if (observed.has_column_sums) return run_shared_ranges(threads, keys, fault);
@@ -1069,10 +1149,7 @@ template <class M, class IO> struct Forward {
     });
   }
 
-  Keys keys_of(const Keys& all_keys, int64_t head) const {
-    return Keys{all_keys.k + head * tiles * key_operands, all_keys.v + head * tiles * value_operands,
-                all_keys.bad + head * tiles};
-  }
+  Keys keys_of(const Keys& all_keys, int64_t head) const { return tile_of(all_keys, head * tiles); }
 
   // The same with sums over queries: one sum per range of rows, added in order. As many at once as fit in 64 MiB.
   void run_shared_ranges(int threads, const Keys& keys, Fault& fault) const {

@@ -24,13 +24,21 @@ typedef Bf16Dot Bf16Gemm;
 typedef Fp32Fma Bf16Gemm;
 #endif
 
-// Work is Forward or Backward.
-template <template <class, class> class Work> int run_dtype(const ch_attention* call) {
+int run_forward(const ch_attention* call) {
   const Task w(*call);
   switch (w.dtype) {
-    case CH_FLOAT32: return Work<Fp32Fma, Float32>(w).run();
-    case CH_BFLOAT16: return Work<Bf16Gemm, BFloat16>(w).run();
-    default: return Work<Fp32Fma, Float16>(w).run();
+    case CH_FLOAT32: return w.quantized ? Forward<Fp32Fma, Float32, Int8>(w).run() : Forward<Fp32Fma, Float32>(w).run();
+    case CH_BFLOAT16: return w.quantized ? Forward<Bf16Gemm, BFloat16, Int8>(w).run() : Forward<Bf16Gemm, BFloat16>(w).run();
+    default: return w.quantized ? Forward<Fp32Fma, Float16, Int8>(w).run() : Forward<Fp32Fma, Float16>(w).run();
+  }
+}
+
+int run_backward(const ch_attention* call) {
+  const Task w(*call);
+  switch (w.dtype) {
+    case CH_FLOAT32: return Backward<Fp32Fma, Float32>(w).run();
+    case CH_BFLOAT16: return Backward<Bf16Gemm, BFloat16>(w).run();
+    default: return Backward<Fp32Fma, Float16>(w).run();
   }
 }
 
@@ -72,7 +80,7 @@ template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run()
 
 }  // namespace
 
-extern const clearhead::Kernels kernels = {rate, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
+extern const clearhead::Kernels kernels = {rate, run_forward, run_backward, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_pack, panel_bytes, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
                                            run_each<Appending>, run_each<Rotating>};

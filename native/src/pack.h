@@ -18,6 +18,13 @@ struct BFloat16 {
 struct Float16 {
   typedef uint16_t type;
 };
+// The numbers of quantized rows, without their scales. They are exact in bfloat16.
+struct Int8 {
+  typedef int8_t type;
+};
+typedef int8_t vb __attribute__((vector_size(VL)));
+// The upper bytes of words as numbers.
+CH_INLINE vf signed_byte(vu words) { return __builtin_convertvector((vi)words >> 24, vf); }
 
 CH_INLINE float bits_to_float(uint32_t bits) {
   float value;
@@ -62,6 +69,7 @@ template <class IO> CH_INLINE float get_one(const typename IO::type* p);
 template <> CH_INLINE float get_one<Float32>(const float* p) { return *p; }
 template <> CH_INLINE float get_one<BFloat16>(const uint16_t* p) { return bits_to_float((uint32_t)*p << 16); }
 template <> CH_INLINE float get_one<Float16>(const uint16_t* p) { return half_to_float(*p); }
+template <> CH_INLINE float get_one<Int8>(const int8_t* p) { return (float)*p; }
 
 template <class IO> CH_INLINE void put_one(typename IO::type* p, float x);
 template <> CH_INLINE void put_one<Float32>(float* p, float x) { *p = x; }
@@ -71,6 +79,21 @@ template <> CH_INLINE void put_one<Float16>(uint16_t* p, float x) { *p = float_t
 template <class IO> CH_INLINE vf get_vector(const typename IO::type* p) {
   if constexpr (__is_same(typename IO::type, float)) {
     return load(p);
+  } else if constexpr (__is_same(IO, Int8)) {
+    // GCC 12 converts vectors of bytes one element at a time.
+#if defined(CH_AVX512)
+    return __builtin_convertvector((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), vf);
+#elif defined(CH_AVX2)
+    return __builtin_convertvector((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), vf);
+#elif defined(CH_NEON)
+    uint64_t bytes = 0;
+    memcpy(&bytes, p, VL);
+    return __builtin_convertvector((vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))), vf);
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = get_one<IO>(p + i);
+    return v;
+#endif
   } else {
 #if defined(CH_AVX512)
     __m256i halves = _mm256_loadu_si256((const __m256i*)p);
@@ -134,6 +157,24 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
   put_vector<IO>(rounded, load(padded));
   for (int i = 0; i < count - c; i++) to[c + i] = rounded[i];
 }
+
+#if defined(CH_BF16DOT)
+// Two vectors of int8 numbers as the operands of bf16 dot-product instructions. The lower half of such a float is 0.
+CH_INLINE vu paired_numbers(vf one, vf other) { return (vu)one >> 16 | (vu)other; }
+
+// A vector of pairs from a row of int8 numbers with `count` left, zero-padded.
+CH_INLINE vu get_pairs(const int8_t* from, int count) {
+  uint16_t padded[VL] = {};
+  if (count < 2 * VL) memcpy(padded, from, (size_t)maximum(0, count));
+  const vh halves = get_halves(count < 2 * VL ? padded : (const uint16_t*)from);
+#if defined(CH_AVX512)
+  const vu two = (vu)_mm512_cvtepu16_epi32((__m256i)halves);
+#else
+  const vu two = (vu)vmovl_u16((uint16x4_t)halves);
+#endif
+  return paired_numbers(signed_byte(two << 24), signed_byte(two << 16));
+}
+#endif
 
 // A row as operands of M: floats, or bfloat16 unconverted; whole vectors, zero-padded.
 template <class M, class IO>
@@ -267,6 +308,7 @@ CH_INLINE vf second_step(Words words) { return (vf)((vu)words & 0xffff0000u); }
 
 // Whether rows can be read in place as operands of M.
 template <class M, class IO> CH_INLINE bool readable_in_place(const typename IO::type* from, int64_t stride) {
+  if constexpr (__is_same(IO, Int8)) return false;
   if constexpr (M::PACK == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
   return __is_same(typename IO::type, typename M::operand);
 }
@@ -329,6 +371,18 @@ CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, u
 }
 #endif
 
+#if defined(CH_BF16DOT)
+// The same with int8 numbers; either row may be null.
+CH_INLINE void pair_row(const int8_t* one, const int8_t* other, int count, uint32_t* to, int ld) {
+  const auto vector = [](const int8_t* row, int c) CH_INLINED { return row != nullptr ? get_vector<Int8>(row + c) : (vf){}; };
+  const auto number = [](const int8_t* row, int c) CH_INLINED { return row != nullptr ? float_to_bits((float)row[c]) : 0; };
+  int c = 0;
+  for (; c + VL <= count; c += VL) *(vu_any*)(to + c) = paired_numbers(vector(one, c), vector(other, c));
+  for (; c < count; c++) to[c] = number(one, c) >> 16 | number(other, c);
+  for (; c < ld; c++) to[c] = 0;
+}
+#endif
+
 // Panels of rows of `dim` columns as B of a GEMM along rows: contiguous panels of `ld` columns, at most PW, each with
 // capacity for `steps` steps. Widths are as equal as possible: a panel of one vector has only six sums in flight and
 // waits for latency.
@@ -363,7 +417,9 @@ void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim
       int r = first % 2;
       if (r > 0) {
         // The first row is the second of a pair.
-        for (int c = 0; c < panels.ld; c++) out[c] = c < columns ? (uint32_t)in[c] << 16 : 0;
+        if constexpr (__is_same(IO, Int8)) pair_row(nullptr, in, columns, out, panels.ld);
+        else
+          for (int c = 0; c < panels.ld; c++) out[c] = c < columns ? (uint32_t)in[c] << 16 : 0;
         out += panels.ld;
       }
       for (; r < count; r += 2, out += panels.ld)

@@ -98,23 +98,23 @@ class Segments {
     const Segment& segment = list[s];
     // With starts of queries, all sequences in pages are in one batch entry.
     const int64_t b = w.pages != nullptr && w.pages->query_start != nullptr ? 0 : segment.b;
-    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = b * w.heads * w.head_stride + segment.query;
+    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, cached_size = w.quantized ? 1 : size, row = b * w.heads * w.head_stride + segment.query;
     Task t = w;
-    auto move = [&](ch_tensor& tensor, int64_t rows) {
-      if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (b * tensor.batch + rows * tensor.row) * size;
+    auto move = [&](ch_tensor& tensor, int64_t rows, int64_t bytes) {
+      if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (b * tensor.batch + rows * tensor.row) * bytes;
     };
     auto skip = [&](auto*& rows, int64_t each) {
       if (rows != nullptr) rows += row * each;
     };
-    move(t.query, segment.query);
-    move(t.output, segment.query);
-    move(t.grad_output, segment.query);
-    move(t.grad_query, segment.query);
+    move(t.query, segment.query, size);
+    move(t.output, segment.query, size);
+    move(t.grad_output, segment.query, size);
+    move(t.grad_query, segment.query, size);
     if (w.pages == nullptr) {
-      move(t.key, segment.key);
-      move(t.value, segment.key);
-      move(t.grad_key, segment.key);
-      move(t.grad_value, segment.key);
+      move(t.key, segment.key, cached_size);
+      move(t.value, segment.key, cached_size);
+      move(t.grad_key, segment.key, size);
+      move(t.grad_value, segment.key, size);
     }
     if (t.allowed.data != nullptr)
       t.allowed.data = (const char*)t.allowed.data + b * t.allowed.batch + segment.query * t.allowed.row + segment.key * t.allowed.column;

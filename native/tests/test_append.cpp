@@ -1,5 +1,6 @@
 // Appends to a cache, with every instruction set and several threads, and invalid descriptions.
 #include "activation_reference.h"
+#include "quantized.h"
 #include "spoiled.h"
 
 namespace test {
@@ -62,6 +63,42 @@ int every_size() {
   return cases;
 }
 
+// Rows of int8 numbers and a scale, against the formula: zeros, tiny and large numbers, NaN and infinity among them.
+int quantized_rows() {
+  int cases = 0;
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
+    for (int64_t columns : {1, 7, 8, 33, 64, 128, 300})
+      for (int isa : usable_sets()) {
+        Random random(static_cast<uint64_t>(++cases) + 77);
+        AppendCall call(random, dtype, 2, 3, 9, columns, 2, 1);
+        static const double rows[][2] = {{0, 0}, {1e-37, 1e-38}, {3e38, 1}, {NAN, 1}, {INFINITY, 2}, {-INFINITY, 2}, {63.5, 127}};
+        for (int64_t r = 0; r < 7; ++r)
+          for (int64_t x = 0; x < columns; ++x) encode(dtype, rows[r][x > 0], call.source.at(1, 2, r, x));
+        call.source.save_original();
+        Guarded target = Guarded::make(random, CH_FLOAT32, 1, 2, 3, 12, columns + CH_SCALE_BYTES, false);
+        call.work.quantized = 1, call.work.target = target.view(), call.work.isa = isa, call.work.threads = 2;
+        const std::string name = "quantized append " + std::to_string(dtype) + ", columns " + std::to_string(columns) + ", " + ch_isa_name(isa);
+        expect(ch_append_rows(&call.work), CH_OK, name);
+        std::vector<float> row(static_cast<size_t>(columns));
+        std::vector<uint8_t> right(static_cast<size_t>(columns + CH_SCALE_BYTES));
+        for (int64_t b = 0; b < 2; ++b)
+          for (int64_t h = 0; h < 3; ++h)
+            for (int64_t r = 0; r < 9; ++r) {
+              for (int64_t x = 0; x < columns; ++x) row[static_cast<size_t>(x)] = static_cast<float>(call.source.get(b, h, r, x));
+              quantize_row(row.data(), columns, right.data());
+              uint8_t* got = static_cast<uint8_t*>(target.at(b, h, 2 + r, 0));
+              float scale, wanted;
+              std::memcpy(&scale, got + columns, 4), std::memcpy(&wanted, right.data() + columns, 4);
+              check(std::memcmp(got, right.data(), static_cast<size_t>(columns)) == 0 &&
+                        (scale == wanted || (std::isnan(scale) && std::isnan(wanted))),
+                    name + ": row " + std::to_string(r) + " differs from the formula");
+              std::memset(got, 0xff, right.size());
+            }
+        check(target.untouched() && call.source.unchanged(), name + ": other bytes were written");
+      }
+  return cases;
+}
+
 int bad_descriptions() {
   using W = ch_append;
   const std::vector<Bad<W>> all = spoiled<W>({
@@ -74,6 +111,8 @@ int bad_descriptions() {
       {"huge first", CH_BAD_SHAPE, [](W& w) { w.first = INT64_MAX; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
+      {"quantized 2", CH_BAD_OPTION, [](W& w) { w.quantized = 2; }},
+      {"too short quantized rows", CH_BAD_STRIDE, [](W& w) { w.quantized = 1, w.target.row = w.columns + CH_SCALE_BYTES - 1; }},
       {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
       {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
       {"odd source", CH_BAD_POINTER, [](W& w) { make_odd(w.source.data); }},
@@ -97,6 +136,6 @@ int bad_descriptions() {
 
 }  // namespace
 
-int append_tests() { return every_size() + bad_descriptions(); }
+int append_tests() { return every_size() + quantized_rows() + bad_descriptions(); }
 
 }  // namespace test

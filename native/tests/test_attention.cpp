@@ -15,6 +15,7 @@ namespace test {
 int entry_tests();
 int pages_tests();
 int parts_tests();
+int quantized_tests();
 
 namespace {
 
@@ -387,6 +388,7 @@ int main(int arguments, char** argument) {
       {"invalid", test::entry_tests},
       {"pages", test::pages_tests},
       {"parts", test::parts_tests},
+      {"quantized", test::quantized_tests},
   }};
   return test::run_program(program, arguments, argument);
 }

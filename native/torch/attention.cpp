@@ -49,15 +49,19 @@ void check_qkv(const Tensor& query, const Tensor& key, const Tensor& value) {
   for (const auto& [argument, tensor] : given) {
     if (tensor.dim() != 4)
       fail(name, argument, "have axes [batch, heads, len, head_dim]", tensor.shape(), "Add the missing axes with .unsqueeze.");
-    if (tensor.dtype() > Dtype::float16 || tensor.dtype() != query.dtype())
-      fail(name, argument, "be float32, bfloat16 or float16, the same for all three", tensor.shape(), "Convert with .to(dtype).");
-    if (tensor.size(3) < 1 || tensor.size(3) > CH_MAX_HEAD_DIM)
+    const bool cached = &tensor != &query && is_quantized(tensor) && is_quantized(key);
+    if (query.dtype() > Dtype::float16 || (tensor.dtype() != query.dtype() && !cached))
+      fail(name, argument, "be float32, bfloat16 or float16, the same for all three, or key and value both int8 rows of a cache",
+           tensor.shape(), "Convert with .to(dtype).");
+    if (channels_of(tensor) < 1 || channels_of(tensor) > CH_MAX_HEAD_DIM)
       fail(name, argument, "have 1 to " + words(CH_MAX_HEAD_DIM) + " channels", tensor.shape(), "Use another backend.");
     if (tensor.size(0) != query.size(0))
       fail(name, argument, "have query's batch size " + words(query.size(0)), tensor.shape(), "Expand it to the batch.");
   }
-  if (key.size(3) != query.size(3))
+  if (channels_of(key) != query.size(3))
     fail(name, "key", "have query's head_dim " + words(query.size(3)), key.shape(), "Project both to one width.");
+  if (is_quantized(value) != is_quantized(key))
+    fail(name, "value", "be int8 rows of a cache as key is", value.shape(), "Pass what ch.KVCache returned.");
   if (value.size(1) != key.size(1) || value.size(2) != key.size(2))
     fail(name, "value", "have key's heads and length", value.shape(), "One value per key.");
   if (key.size(1) == 0 ? query.size(1) != 0 : query.size(1) % key.size(1) != 0)
@@ -158,7 +162,8 @@ ch_attention describe(const Tensor& query, const Tensor& key, const Tensor& valu
   check_qkv(query, key, value);
   ch_attention work = describe_attention(query.dtype());
   work.batch = query.size(0), work.heads = query.size(1), work.kv_heads = key.size(1);
-  work.q_len = query.size(2), work.k_len = key.size(2), work.head_dim = query.size(3), work.value_dim = value.size(3);
+  work.q_len = query.size(2), work.k_len = key.size(2), work.head_dim = query.size(3), work.value_dim = channels_of(value);
+  work.quantized = is_quantized(key) ? 1 : 0;
   work.query = view_of(query), work.key = view_of(key), work.value = view_of(value);
   describe_options(name, work, options);
   return work;
@@ -391,6 +396,8 @@ void attention_gradients(StableIValue* stack, uint64_t, uint64_t) {
   query = std::move(query).with_contiguous_rows(), key = std::move(key).with_contiguous_rows();
   value = std::move(value).with_contiguous_rows(), grad_output = std::move(grad_output).with_contiguous_rows();
   ch_attention work = describe(query, key, value, options);
+  if (work.quantized)
+    fail(name, "key and value", "be floating point for gradients", key.shape(), "Call it under torch.no_grad().");
   if (!grad_output.is_shaped({work.batch, work.heads, work.q_len, work.value_dim}) || grad_output.dtype() != query.dtype())
     fail(name, "grad_output", "have the output's shape and dtype", grad_output.shape(), "Pass the gradient of the output unmodified.");
   work.grad_output = view_of(grad_output);

@@ -108,12 +108,13 @@ class Forward {
       const Tensor* caches[] = {spec.cached_key, spec.cached_value};
       for (size_t which = 0; which < 2; ++which)
         append_rows(dtype_, call_.batch, spec.kv_heads, call_.length, spec.head_dim, spec.cached, heads[which + 1],
-                    view_of(*caches[which]));
+                    view_of(*caches[which]), is_quantized(*caches[which]));
     }
     work.query = heads[0];
+    work.quantized = spec.cache != Cache::none && is_quantized(*spec.cached_key) ? 1 : 0;
     if (spec.cache == Cache::paged) {
-      append_to_pages(spec.pages, call_.length, heads[1], *spec.cached_key);
-      append_to_pages(spec.pages, call_.length, heads[2], *spec.cached_value);
+      append_to_pages(spec.pages, call_.length, heads[1], dtype_, *spec.cached_key);
+      append_to_pages(spec.pages, call_.length, heads[2], dtype_, *spec.cached_value);
       work.key = view_of_pages(*spec.cached_key), work.value = view_of_pages(*spec.cached_value);
       work.pages = &spec.pages;
     } else {

@@ -114,8 +114,9 @@ void read_rules(Reader& reader, Rules& rules) {
 void check_cache(const BlockCall& call, const AttentionSpec& spec) {
   for (const Tensor* part : {spec.cached_key, spec.cached_value}) {
     if (part->dim() != 4 || part->size(0) != call.batch || part->size(1) != spec.kv_heads ||
-        part->size(3) != spec.head_dim || part->dtype() != call.dtype || part->stride(3) != 1)
-      fail(name, "a cache", "have keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
+        channels_of(*part) != spec.head_dim || !is_cached_as(*part, call.dtype) || part->stride(3) != 1 ||
+        part->dtype() != spec.cached_key->dtype())
+      fail(name, "a cache", "have keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype or in int8", part->shape(),
            "Use ch.KVCache.");
     const int64_t more = spec.cache == Cache::grows ? call.length : 0;
     if (spec.cached < 0 || spec.cached > part->size(2) - more)
@@ -175,8 +176,8 @@ void read_pages(Reader& reader, const BlockCall& call, AttentionSpec& spec) {
   spec.pages = describe_pages(name, *spec.cached_key, *spec.cached_value, table, call.batch, call.length);
   check_appended(name, spec.pages, call.length);
   for (const Tensor* part : {spec.cached_key, spec.cached_value}) {
-    if (part->size(2) != spec.kv_heads || part->size(3) != spec.head_dim || part->dtype() != call.dtype)
-      fail(name, "a paged cache", "have pages [num_blocks, block_size, kv_heads, head_dim] in the tokens' dtype", part->shape(),
+    if (part->size(2) != spec.kv_heads || channels_of(*part) != spec.head_dim || !is_cached_as(*part, call.dtype))
+      fail(name, "a paged cache", "have pages [num_blocks, block_size, kv_heads, head_dim] in the tokens' dtype or in int8", part->shape(),
            "Use ch.PagedKVCache.");
   }
 }

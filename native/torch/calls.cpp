@@ -291,8 +291,9 @@ void rotate(Dtype dtype, const Rotation& call) {
 }
 
 void append_rows(Dtype dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
-                 const ch_tensor& source, const ch_tensor& target) {
+                 const ch_tensor& source, const ch_tensor& target, bool quantized) {
   ch_append work = describe<ch_append>(dtype);
+  work.quantized = quantized ? 1 : 0;
   work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
   work.source = source, work.target = target;
   check_kernel(ch_append_rows(&work), "cache_append");

@@ -132,8 +132,8 @@ struct Rotation {
 };
 void rotate(Dtype dtype, const Rotation& call);
 
-// target[:, :, first + r] = source[:, :, r]
+// target[:, :, first + r] = source[:, :, r], where `quantized` rounded to int8.
 void append_rows(Dtype dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
-                 const ch_tensor& source, const ch_tensor& target);
+                 const ch_tensor& source, const ch_tensor& target, bool quantized);
 
 }  // namespace clearhead::torch

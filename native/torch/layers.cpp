@@ -250,8 +250,8 @@ void cache_append(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t first = arguments.integer();
   check_dtype("cache_append", "new", input);
   const Tensor new_tokens = std::move(input).with_contiguous_rows();
-  if (cache.dim() != 4 || new_tokens.dim() != 4 || cache.dtype() != new_tokens.dtype() || cache.size(0) != new_tokens.size(0) ||
-      cache.size(1) != new_tokens.size(1) || cache.size(3) != new_tokens.size(3) || cache.stride(3) != 1)
+  if (cache.dim() != 4 || new_tokens.dim() != 4 || !is_cached_as(cache, new_tokens.dtype()) || cache.size(0) != new_tokens.size(0) ||
+      cache.size(1) != new_tokens.size(1) || channels_of(cache) != new_tokens.size(3) || cache.stride(3) != 1)
     fail("cache_append", "new", "be [batch, kv_heads, new, head_dim] as the cache is, " + cache.shape(), new_tokens.shape(),
          "Use one cache per layer and per batch.");
   if (first < 0 || first > cache.size(2) - new_tokens.size(2))
@@ -259,7 +259,7 @@ void cache_append(StableIValue* stack, uint64_t, uint64_t) {
          "Make a larger cache.");
   if (new_tokens.elements() > 0)
     append_rows(new_tokens.dtype(), new_tokens.size(0), new_tokens.size(1), new_tokens.size(2), new_tokens.size(3),
-                first, view_of(new_tokens), view_of(cache));
+                first, view_of(new_tokens), view_of(cache), is_quantized(cache));
 }
 
 }  // namespace clearhead::torch

@@ -11,9 +11,9 @@ constexpr const char* append_name = "paged_append";
 std::string words(int64_t number) { return std::to_string(number); }
 
 void check_pages(const char* function, const char* argument, const Tensor& pages) {
-  if (pages.dim() != 4 || pages.dtype() > Dtype::float16 || pages.size(1) < 1 || pages.size(0) > INT32_MAX ||
-      pages.size(1) > INT32_MAX)
-    fail(function, argument, "be pages [num_blocks, block_size, kv_heads, head_dim] of float32, bfloat16 or float16",
+  if (pages.dim() != 4 || (pages.dtype() > Dtype::float16 && !is_quantized(pages)) || pages.size(1) < 1 ||
+      pages.size(0) > INT32_MAX || pages.size(1) > INT32_MAX)
+    fail(function, argument, "be pages [num_blocks, block_size, kv_heads, head_dim] of float32, bfloat16 or float16, or int8",
          pages.shape(), "See ch.PagedKVCache.");
   if (pages.stride(3) != 1 && pages.size(3) > 1)
     fail(function, argument, "have contiguous channels", pages.shape(), "Allocate the pages with head_dim last.");
@@ -96,9 +96,9 @@ void check_appended(const char* function, const ch_pages& pages, int64_t q_len) 
   });
 }
 
-void append_to_pages(const ch_pages& pages, int64_t q_len, const ch_tensor& source, const Tensor& target) {
+void append_to_pages(const ch_pages& pages, int64_t q_len, const ch_tensor& source, Dtype dtype, const Tensor& target) {
   const ch_tensor to = view_of_pages(target);
-  const int64_t size = size_of(target.dtype());
+  const int64_t size = size_of(dtype);
   for_sequences(pages, q_len, [&](int64_t b, int64_t first, int64_t rows, int64_t s) {
     int64_t position = pages.lengths[s] - rows;
     for (int64_t row = 0; row < rows;) {
@@ -106,8 +106,8 @@ void append_to_pages(const ch_pages& pages, int64_t q_len, const ch_tensor& sour
       const int64_t page = pages.table[s * pages.table_row + position / pages.size];
       ch_tensor from = source, page_rows = to;
       from.data = static_cast<char*>(from.data) + (b * from.batch + (first + row) * from.row) * size;
-      page_rows.data = static_cast<char*>(page_rows.data) + page * to.batch * size;
-      append_rows(target.dtype(), 1, target.size(2), count, target.size(3), at, from, page_rows);
+      page_rows.data = static_cast<char*>(page_rows.data) + page * to.batch * size_of(target.dtype());
+      append_rows(dtype, 1, target.size(2), count, channels_of(target), at, from, page_rows, is_quantized(target));
       row += count, position += count;
     }
   });
@@ -132,15 +132,16 @@ void attention_paged(StableIValue* stack, uint64_t, uint64_t) {
     fail(attend_name, "query", "be [batch, heads, q_len, head_dim] of float32, bfloat16 or float16, with 1 to 256 channels",
          query.shape(), "Add the missing axes with .unsqueeze.");
   const ch_pages pages = describe_pages(attend_name, key, value, table, query.size(0), query.size(2));
-  if (key.dtype() != query.dtype() || key.size(3) != query.size(3) || value.size(3) < 1 || value.size(3) > CH_MAX_HEAD_DIM ||
+  if (!is_cached_as(key, query.dtype()) || channels_of(key) != query.size(3) || channels_of(value) < 1 || channels_of(value) > CH_MAX_HEAD_DIM ||
       (key.size(2) == 0 ? query.size(1) != 0 : query.size(1) % key.size(2) != 0))
-    fail(attend_name, "key", "have query's dtype and head_dim, and heads that divide query's " + words(query.size(1)), key.shape(),
+    fail(attend_name, "key", "have query's dtype and head_dim, or int8 rows of it, and heads that divide query's " + words(query.size(1)), key.shape(),
          "Query head h reads key head h // group.");
   if (std::find(rules.kinds.begin(), rules.kinds.end(), CH_RULE_DENSE) != rules.kinds.end())
     fail(attend_name, "rule_kinds", "be slopes, distances and caps", "a dense bias", "Gather the pages and call attention.");
   ch_attention work = describe_attention(query.dtype());
   work.batch = query.size(0), work.heads = query.size(1), work.kv_heads = key.size(2);
-  work.q_len = query.size(2), work.k_len = longest(pages), work.head_dim = query.size(3), work.value_dim = value.size(3);
+  work.q_len = query.size(2), work.k_len = longest(pages), work.head_dim = query.size(3), work.value_dim = channels_of(value);
+  work.quantized = is_quantized(key) ? 1 : 0;
   work.query = view_of(query), work.key = view_of_pages(key), work.value = view_of_pages(value);
   work.pages = &pages;
   describe_options(attend_name, work, options);
@@ -167,16 +168,16 @@ void paged_append(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor &rows, &pages;
   } given[] = {{"key", key, key_pages}, {"value", value, value_pages}};
   for (const auto& [argument, rows, pages] : given) {
-    if (rows.dim() != 4 || pages.dim() != 4 || rows.dtype() != pages.dtype() || rows.size(1) != pages.size(2) ||
-        rows.size(3) != pages.size(3) || rows.size(0) != key.size(0) || rows.size(2) != key.size(2))
+    if (rows.dim() != 4 || pages.dim() != 4 || rows.dtype() > Dtype::float16 || rows.dtype() != key.dtype() ||
+        !is_cached_as(pages, rows.dtype()) || rows.size(1) != pages.size(2) || rows.size(3) != channels_of(pages) || rows.size(0) != key.size(0) || rows.size(2) != key.size(2))
       fail(append_name, argument, "be [batch, kv_heads, new, head_dim] as the pages are, " + pages.shape(), rows.shape(),
            "Use one cache per model.");
   }
   const int64_t q_len = key.size(2);
   const ch_pages pages = describe_pages(append_name, key_pages, value_pages, table, key.size(0), q_len);
   check_appended(append_name, pages, q_len);
-  append_to_pages(pages, q_len, view_of(key), key_pages);
-  append_to_pages(pages, q_len, view_of(value), value_pages);
+  append_to_pages(pages, q_len, view_of(key), key.dtype(), key_pages);
+  append_to_pages(pages, q_len, view_of(value), value.dtype(), value_pages);
 }
 
 }  // namespace clearhead::torch

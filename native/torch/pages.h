@@ -35,7 +35,7 @@ template <class Body> void for_sequences(const ch_pages& pages, int64_t q_len, c
 void check_appended(const char* function, const ch_pages& pages, int64_t q_len);
 
 // Writes the keys or values [batch, kv_heads, q_len, head_dim] of the queries into the pages of their sequences.
-void append_to_pages(const ch_pages& pages, int64_t q_len, const ch_tensor& source, const Tensor& target);
+void append_to_pages(const ch_pages& pages, int64_t q_len, const ch_tensor& source, Dtype dtype, const Tensor& target);
 
 void attention_paged(StableIValue* stack, uint64_t, uint64_t);
 void paged_append(StableIValue* stack, uint64_t, uint64_t);

@@ -19,7 +19,7 @@ namespace clearhead::torch {
 void check_torch(int32_t code, const char* what);
 
 // Dtypes of tensors; the first three are those of enum ch_dtype.
-enum class Dtype : int32_t { float32 = CH_FLOAT32, bfloat16 = CH_BFLOAT16, float16 = CH_FLOAT16, int32, int64, byte, other };
+enum class Dtype : int32_t { float32 = CH_FLOAT32, bfloat16 = CH_BFLOAT16, float16 = CH_FLOAT16, int32, int64, byte, int8, other };
 
 int64_t size_of(Dtype dtype);
 const char* name_of(Dtype dtype);
@@ -65,6 +65,12 @@ class Tensor {
 
 // [batch, heads, rows, contiguous columns] as the kernels take it.
 ch_tensor view_of(const Tensor& tensor);
+
+// Whether the rows of keys or values are int8 numbers with a scale behind them; and how many numbers a row has.
+inline bool is_quantized(const Tensor& rows) { return rows.dtype() == Dtype::int8; }
+inline int64_t channels_of(const Tensor& rows) { return rows.size(3) - (is_quantized(rows) ? CH_SCALE_BYTES : 0); }
+// Whether keys or values are of a dtype, or quantized.
+inline bool is_cached_as(const Tensor& rows, Dtype dtype) { return rows.dtype() == dtype || is_quantized(rows); }
 
 using Sizes = std::vector<int64_t>;
 

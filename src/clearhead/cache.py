@@ -11,7 +11,10 @@ from torch import Tensor
 
 from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.shapes import Float
+from clearhead.ops.kinds import DTYPES
+from clearhead.ops.library import in_memory, library
+from clearhead.quantized_rows import channels_of, dequantize, is_quantized, quantize, row_length
+from clearhead.shapes import Float, Int
 
 __all__ = [
     "KVCache",
@@ -24,6 +27,7 @@ __all__ = [
     "in_one_thread",
     "reserve",
     "restored_on_error",
+    "select_batch",
 ]
 
 _SMALLEST = 16
@@ -35,6 +39,16 @@ class KVCache:
     Without gradients the cache's capacity doubles when it is full, so that appending n tokens copies O(n) elements.
     With gradients enabled, new tensors are concatenated instead, and gradients flow to every appended token. A cache is
     for one thread: a call during another thread's call raises ``UnsupportedError``.
+
+    A cache of dtype int8 rounds each row of keys and of values to ``numbers * scale`` with ``scale = max |x| / 127``,
+    one float32 scale for each batch entry, head and token. What it returns are these rows, ``head_dim + 4`` bytes each,
+    which ``attention`` takes as key and value and reads in place. A row with NaN or infinity has the scale NaN.
+
+    Args:
+        dtype: ``torch.int8``, or None for the dtype of the tokens.
+
+    Raises:
+        UnsupportedError: another dtype.
 
     Example: decode one token at a time.
 
@@ -48,7 +62,13 @@ class KVCache:
     KVCache(length=3, shape=[1, 2, 3, 4])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, dtype: torch.dtype | None = None) -> None:
+        if dtype not in (None, torch.int8):
+            raise UnsupportedError.about(
+                "KVCache", "dtype", must="be torch.int8 or None", got=dtype,
+                then="Without one the cache has the dtype of the tokens.",
+            )  # fmt: skip
+        self.dtype = dtype
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         self._length = 0
@@ -62,13 +82,42 @@ class KVCache:
 
     @property
     def key(self) -> Float[Tensor, "batch kv_heads length head_dim"] | None:
-        """The cached keys, ``[batch, kv_heads, length, head_dim]``; None for an empty cache."""
+        """The cached keys, ``[batch, kv_heads, length, head_dim]``, of an int8 cache its rows; None for an empty
+        cache."""
         return None if self._key is None else self._key[:, :, : self._length]
 
     @property
     def value(self) -> Float[Tensor, "batch kv_heads length value_dim"] | None:
-        """The cached values, ``[batch, kv_heads, length, value_dim]``; None for an empty cache."""
+        """The cached values, ``[batch, kv_heads, length, value_dim]``, of an int8 cache its rows; None for an empty
+        cache."""
         return None if self._value is None else self._value[:, :, : self._length]
+
+    def dequantized(
+        self,
+    ) -> tuple[Float[Tensor, "batch kv_heads length head_dim"], Float[Tensor, "batch kv_heads length value_dim"]]:
+        """Copies of all keys and values, in float32 where the cache is in int8.
+
+        Returns:
+            Keys ``[batch, kv_heads, length, head_dim]`` and values ``[batch, kv_heads, length, value_dim]``.
+
+        Raises:
+            ShapeError: the cache is empty.
+
+        >>> import torch
+        >>> cache = KVCache(dtype=torch.int8)
+        >>> rows, _ = cache.append(torch.tensor([[[[0.5, -1.27]]]]), torch.zeros(1, 1, 1, 2))
+        >>> rows.shape, rows[..., :2].tolist()
+        (torch.Size([1, 1, 1, 6]), [[[[50, -127]]]])
+        >>> cache.dequantized()[0]
+        tensor([[[[ 0.5000, -1.2700]]]])
+        """
+        key, value = self.key, self.value
+        if key is None or value is None:
+            raise ShapeError.about(
+                "KVCache.dequantized", "the cache", must="hold tokens", got="none", then="Append some."
+            )
+        parts = [dequantize(part) if is_quantized(part) else part.clone() for part in (key, value)]
+        return parts[0], parts[1]
 
     def append(
         self, key: Float[Tensor, "batch kv_heads new head_dim"], value: Float[Tensor, "batch kv_heads new value_dim"]
@@ -81,10 +130,11 @@ class KVCache:
 
         Returns:
             Keys ``[batch, kv_heads, length, head_dim]`` and values ``[batch, kv_heads, length, value_dim]``, the new
-            tokens last.
+            tokens last; of an int8 cache its rows.
 
         Raises:
             ShapeError: the tensors do not fit each other or the cached ones.
+            UnsupportedError: an int8 cache, and tokens that require a gradient.
         """
         with in_one_thread(self):
             return self._append(key, value)
@@ -140,10 +190,13 @@ class KVCache:
         self._length = self._dropped = 0
 
     def _joined(self, cached: Tensor | None, new: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.dtype is None:
             return new if cached is None else torch.cat([cached[:, :, : self._length], new], dim=2)
         cached = self._with_capacity(cached, new.shape, new)
-        cached[:, :, self._length : self._length + new.shape[2]] = new
+        if self.dtype is not None:
+            _write_rows(cached, new, self._length)
+        else:
+            cached[:, :, self._length : self._length + new.shape[2]] = new
         return cached
 
     def _with_capacity(self, cached: Tensor | None, size: Sequence[int], like: Tensor) -> Tensor:
@@ -151,7 +204,8 @@ class KVCache:
         if cached is not None and self._has_capacity(cached, size[2]):
             return cached
         capacity = max(_SMALLEST, 2 * self._length, self._length + size[2])
-        larger = like.new_empty((*size[:2], capacity, size[3]))
+        length = row_length(size[3], self.dtype)
+        larger = like.new_empty((*size[:2], capacity, length), dtype=self.dtype or like.dtype)
         if cached is not None:
             larger[:, :, : self._length] = cached[:, :, : self._length]
         return larger
@@ -169,28 +223,48 @@ class KVCache:
                 got=got,
                 then="Split the embedding into heads first.",
             )
+        if self.dtype is not None:
+            _check_quantizable(argument, new)
         if cached is None:
             return
         if not _fits(new.shape, new, cached):
             raise ShapeError.about(
                 "KVCache.append",
                 argument,
-                must=f"match the cached tokens, [{cached.shape[0]}, {cached.shape[1]}, new, {cached.shape[3]}] "
+                must=f"match the cached tokens, [{cached.shape[0]}, {cached.shape[1]}, new, {channels_of(cached)}] "
                 f"{cached.dtype} on {cached.device}",
                 got=f"shape {tuple(new.shape)} {new.dtype} on {new.device}",
                 then="Use one cache per layer and per batch, or call reset().",
             )
 
     def __repr__(self) -> str:
-        shape = None if self._key is None else [*self._key.shape[:2], self._length, self._key.shape[3]]
-        return f"KVCache(length={self._length}, shape={shape})"
+        shape = None if self._key is None else [*self._key.shape[:2], self._length, channels_of(self._key)]
+        return f"KVCache(length={self._length}, shape={shape}{'' if self.dtype is None else ', dtype=torch.int8'})"
 
 
 def _fits(size: Sequence[int], like: Tensor, cached: Tensor) -> bool:
     """Whether new tokens ``[batch, kv_heads, new, dim]`` can be appended to the cached ones."""
     batch, kv_heads, _, dim = cached.shape
-    same = batch == size[0] and kv_heads == size[1] and dim == size[3]
-    return same and like.dtype is cached.dtype and like.device == cached.device
+    same = batch == size[0] and kv_heads == size[1] and dim == row_length(size[3], cached.dtype)
+    dtype = like.is_floating_point() if is_quantized(cached) else like.dtype is cached.dtype
+    return same and dtype and like.device == cached.device
+
+
+def _check_quantizable(argument: str, new: Tensor) -> None:
+    if not new.is_floating_point() or (torch.is_grad_enabled() and new.requires_grad):
+        got = f"{new.dtype}{' that requires a gradient' if new.requires_grad else ''}"
+        raise UnsupportedError.about(
+            "KVCache.append", argument, must="be floating point without a gradient where the cache is in int8", got=got,
+            then="Call it under torch.no_grad().",
+        )  # fmt: skip
+
+
+def _write_rows(cached: Tensor, new: Tensor, first: int) -> None:
+    """Write tokens ``[batch, kv_heads, new, dim]`` into int8 rows from ``first`` on."""
+    if new.is_cpu and new.dtype in DTYPES and library() is not None and in_memory(cached, new):
+        torch.ops.clearhead.cache_append.default(cached, new, first)
+    else:
+        cached[:, :, first : first + new.shape[2]] = quantize(new)
 
 
 def _closed(cached: Tensor) -> bool:
@@ -249,6 +323,15 @@ def dropped_by(cache: KVCache) -> int:
 def assume_dropped(cache: KVCache, count: int) -> None:
     """Count ``count`` tokens before the first cached one."""
     cache._dropped = count
+
+
+def select_batch(cache: KVCache, indices: Int[Tensor, " batch"]) -> None:
+    """Replace the batch entries of a cache by copies of those at ``indices``."""
+    if cache._key is None or cache._value is None:
+        return
+    for name in ("_key", "_value"):
+        part = getattr(cache, name)[:, :, : cache._length]
+        setattr(cache, name, part.index_select(0, indices.to(part.device)))
 
 
 def forget_first(cache: KVCache, count: int) -> None:

@@ -87,6 +87,9 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
 
 def _automatic(problem: Problem, want: Want) -> tuple[str, ...]:
     """The backends that "auto" tries, in order."""
+    if problem.is_quantized:
+        # The others that take int8 rows copy them to floats, which must not happen unasked.
+        return ("native",)
     order = [name for name in BACKENDS if want.names or name != _FOR_STATISTICS]
     if want.names and problem.needs_gradient:
         order.sort(key=lambda name: not want.names.isdisjoint(loaded(name).capability.without_gradient))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import UnsupportedError
+from clearhead.quantized_rows import row_length
 from clearhead.shapes import Float, Int
 
 __all__ = ["BlockPlan", "BlockPool", "Reservation", "SequenceBlocks"]
@@ -52,7 +53,7 @@ class BlockPool:
 
     Attributes:
         num_layers, num_blocks, num_kv_heads, block_size, head_dim, value_dim: sizes, as ``PagedKVCache`` takes them.
-        key, value: ``[num_layers, num_blocks, kv_heads, block_size, dim]``.
+        key, value: ``[num_layers, num_blocks, kv_heads, block_size, dim]``, or int8 rows.
         pages: of each layer, keys and values as views ``[num_blocks, block_size, kv_heads, dim]``.
         free: blocks that no sequence holds; the last one is taken next.
         holders: how many sequences hold each block.
@@ -67,7 +68,7 @@ class BlockPool:
         self.block_size, (self.head_dim, self.value_dim) = block_size, dims
         # The rows of one head in a block are one after the other, as the kernels read them.
         heads = (num_layers, num_blocks, num_kv_heads, block_size)
-        self.key, self.value = (_storage((*heads, dim), dtype, device) for dim in dims)
+        self.key, self.value = (_storage((*heads, row_length(dim, dtype)), dtype, device) for dim in dims)
         self.pages: list[tuple[Float[Tensor, "pages size kv_heads dim"], Float[Tensor, "pages size kv_heads dim"]]]
         with torch.inference_mode(False):
             self.pages = [

@@ -17,6 +17,7 @@ from clearhead.masks import Causal, Mask
 from clearhead.ops.kinds import DTYPES
 from clearhead.ops.library import in_memory, library
 from clearhead.paged_blocks import BlockPlan, BlockPool, Reservation
+from clearhead.quantized_rows import is_quantized, quantize
 from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
 
@@ -107,10 +108,10 @@ class PagedStep:
         layer = whole(name, "layer", layer, low=0, high=pool.num_layers - 1)
         for argument, rows, dim in (("key", key, pool.head_dim), ("value", value, pool.value_dim)):
             wanted = (1, pool.num_kv_heads, self._total, dim)
-            if not isinstance(rows, Tensor) or rows.shape != wanted or rows.dtype != pool.dtype:
+            if not isinstance(rows, Tensor) or rows.shape != wanted or not _takes(pool.dtype, rows):
                 got = f"shape {tuple(rows.shape)} of {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
                 raise ShapeError.about(
-                    name, argument, must=f"have shape {wanted} of {pool.dtype}", got=got,
+                    name, argument, must=f"have shape {wanted} of {_written(pool.dtype)}", got=got,
                     then="Pack the new tokens of all sequences in the order of extend's counts.",
                 )  # fmt: skip
             if torch.is_grad_enabled() and rows.requires_grad:
@@ -167,7 +168,7 @@ def write_pages(pages: tuple[Tensor, Tensor], key: Tensor, value: Tensor, table:
         value: ``[batch, kv_heads, new, value_dim]``.
         table: blocks and lengths of the sequences, the new tokens included.
     """
-    if library() is not None and pages[0].is_cpu and pages[0].dtype in DTYPES and in_memory(*pages, key, value):
+    if library() is not None and pages[0].is_cpu and key.dtype in DTYPES and in_memory(*pages, key, value):
         torch.ops.clearhead.paged_append.default(*pages, key, value, *table)
         return
     size, device = pages[0].shape[1], pages[0].device
@@ -179,7 +180,17 @@ def write_pages(pages: tuple[Tensor, Tensor], key: Tensor, value: Tensor, table:
         positions = torch.arange(length - new, length, device=device)
         blocks = table.block_table[place, positions // size].to(torch.int64)
         for to, part in zip(pages, (key, value), strict=True):
-            to[blocks, positions % size] = part[entry, :, rows].transpose(0, 1)
+            new_rows = quantize(part[entry, :, rows]) if is_quantized(to) else part[entry, :, rows]
+            to[blocks, positions % size] = new_rows.transpose(0, 1)
+
+
+def _takes(dtype: torch.dtype, rows: Tensor) -> bool:
+    """Whether pages of a dtype take these rows."""
+    return rows.is_floating_point() if dtype is torch.int8 else rows.dtype == dtype
+
+
+def _written(dtype: torch.dtype) -> str:
+    return "a floating-point dtype" if dtype is torch.int8 else str(dtype)
 
 
 class PagedLayer(NamedTuple):

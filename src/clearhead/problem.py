@@ -18,6 +18,7 @@ from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.numbers import packed_numbers
 from clearhead.masks.parts import Parts, parts_of
 from clearhead.masks.segments import Segments, segments_of
+from clearhead.quantized_rows import channels_of, dequantize, is_quantized
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, as_rules
 from clearhead.shapes import Bool, Float, Int
 from clearhead.tensors import is_hollow
@@ -35,6 +36,7 @@ class Problem:
     """A call of attention: ``softmax(rules(scale * query @ key^T) under mask) @ value``.
 
     Tensors are ``[batch, heads, len, dim]``; ``leading`` is the number of the first two axes that the caller passed.
+    Key and value may be the int8 rows of a ``KVCache``: the call is then that of ``dequantized``.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]
@@ -141,7 +143,20 @@ class Problem:
 
     @property
     def value_dim(self) -> int:
-        return self.value.shape[3]
+        return channels_of(self.value)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether key and value are int8 rows of a cache."""
+        return is_quantized(self.key)
+
+    @cached_property
+    def dequantized(self) -> Problem:
+        """The same problem with floating-point keys and values."""
+        if not self.is_quantized:
+            return self
+        key, value = (dequantize(rows).to(self.work_dtype) for rows in (self.key, self.value))
+        return self.with_tensors(self.query, key, value)
 
     @property
     def work_dtype(self) -> torch.dtype:
@@ -286,7 +301,8 @@ def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> 
                 got=f"shape {tuple(tensor.shape)}",
                 then="Give all three the same axes.",
             )
-        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
+        quantized = tensor is not query and all(getattr(part, "dtype", None) is torch.int8 for part in (key, value))
+        if query.dtype not in DTYPES or (tensor.dtype != query.dtype and not quantized):
             wanted = f"have query's dtype {query.dtype}" if tensor.dtype in DTYPES else "be floating point"
             raise UnsupportedError.about(
                 function,
@@ -315,8 +331,10 @@ def _check_shapes(function: str, query: Tensor, key: Tensor, value: Tensor) -> N
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape[0] != batch:
             raise wrong(name, f"have query's batch size {batch}", tensor, "Expand it to the batch.")
-    if key.shape[3] != head_dim:
+    if channels_of(key) != head_dim:
         raise wrong("key", f"have query's head_dim {head_dim}", key, "Project both to one width.")
+    if channels_of(value) < 0:
+        raise wrong("value", "be rows of an int8 cache, numbers and a scale", value, "Pass what ch.KVCache returned.")
     if value.shape[1:3] != key.shape[1:3]:
         raise wrong("value", f"have key's heads and length {tuple(key.shape[1:3])}", value, "One value per key.")
     if key.shape[1] == 0 or heads % key.shape[1]:

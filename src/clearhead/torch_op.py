@@ -18,6 +18,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.onnx_graph import exporting
 from clearhead.problem import Problem
+from clearhead.quantized_rows import channels_of
 from clearhead.record import Record, decode
 from clearhead.scores import ScoreFunction, ScoreRule
 from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want
@@ -212,7 +213,7 @@ def _attention(problem: Problem, asked: None, backend: str) -> list[Tensor]:
 
 def output_like(query: Tensor, key: Tensor, value: Tensor, asked: object) -> list[Tensor]:
     """The output of attention without its elements."""
-    return [query.new_empty((*query.shape[:-1], value.shape[-1]))]
+    return [query.new_empty((*query.shape[:-1], channels_of(value)))]
 
 
 def _observe(problem: Problem, want: Want, backend: str) -> list[Tensor]:

@@ -67,10 +67,18 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
     silent: bool = False
 
-    def problem(self) -> Problem:
+    def validated(self) -> Problem:
         """The call as a validated ``Problem``."""
         options = {name: value for name, value in self.options.items() if name != "backend"}
         return Problem.of(_FUNCTION, self.query, self.key, self.value, **options)
+
+    def problem(self) -> Problem:
+        """The same as watchers read it: int8 rows of a cache become keys and values of the query's dtype."""
+        problem = self.validated()
+        if not problem.is_quantized:
+            return problem
+        plain, dtype = problem.dequantized, problem.query.dtype
+        return plain.with_tensors(plain.query, plain.key.to(dtype), plain.value.to(dtype))
 
     def with_options(self, **options: Any) -> Call:
         """The same call with other keyword arguments."""
@@ -174,7 +182,7 @@ def _compute(call: Call, want: Want) -> Observation:
         return Observation(output=attention(call.query, call.key, call.value, **call.options))
     if call.silent or call.options.get("backend", "auto") != "auto":
         return _observed(call, want)
-    problem = call.problem()
+    problem = call.validated()
     # The problem has drawn the seed of its dropout; another draw would change the random state for later calls.
     seeded = call if problem.dropout == 0.0 else call.with_options(seed=problem.seed)
     plain = choose(_FUNCTION, problem, _NOTHING)

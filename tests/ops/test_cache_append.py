@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clearhead.quantized_rows import quantize
 from tests.agreement import needs_native
 
 pytestmark = needs_native
@@ -52,6 +53,18 @@ def test_any_size_is_within_the_error_budget(
     right[:, :, first : first + length] = new
     torch.ops.clearhead.cache_append(cache, new, first)
     assert torch.equal(cache, right)
+
+
+@pytest.mark.parametrize("new_layout", NEW)
+@pytest.mark.parametrize("layout", CACHES)
+@DTYPES
+def test_int8_rows_have_the_bits_of_the_formula(dtype: torch.dtype, layout: str, new_layout: str) -> None:
+    for dim in (9, 16, 200):
+        cache = CACHES[layout](torch.full((2, 3, 17, dim + 4), 77, dtype=torch.int8))
+        new, right = NEW[new_layout](draw(2, 3, 4, dim, seed=1, dtype=dtype)), cache.clone()
+        right[:, :, 5:9] = quantize(new)
+        torch.ops.clearhead.cache_append(cache, new, 5)
+        assert torch.equal(cache, right)
 
 
 def test_a_slice_of_a_cache_leaves_the_rest_unmodified() -> None:

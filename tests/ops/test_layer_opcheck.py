@@ -113,6 +113,8 @@ def test_dropout_add_passes_opcheck(layout: str, dtype: torch.dtype, levels: int
 def test_cache_append_passes_opcheck(dtype: torch.dtype, strided: bool) -> None:
     cache, new = torch.zeros(2, 3, 9, 4, dtype=dtype), torch.randn(2, 2, 3, 4).to(dtype).transpose(1, 2)
     _check("cache_append", cache[:, :, ::2] if strided else cache, new, 3)
+    rows = torch.zeros(2, 3, 18, 8, dtype=torch.int8)
+    _check("cache_append", rows[:, :, ::2] if strided else rows, new, 3)
 
 
 @every_dtype
@@ -121,6 +123,9 @@ def test_paged_operators_pass_opcheck(dtype: torch.dtype) -> None:
     table, lengths = torch.tensor([[2, 0], [1, 9]]).int(), torch.tensor([20, 3]).int()
     _check("paged_append", pages, pages.clone(), new, new, table, lengths)
     _check("attention_paged", torch.cat([new, new], 1), pages, pages, table, lengths, 1.0, True, None, 0)
+    rows = torch.zeros(3, 16, 2, 12, dtype=torch.int8)
+    _check("paged_append", rows, rows.clone(), new, new, table, lengths)
+    _check("attention_paged", torch.cat([new, new], 1), rows, rows, table, lengths, 1.0, True, None, 0)
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------

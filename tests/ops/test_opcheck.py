@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
 from clearhead.ops.kinds import Side
+from clearhead.quantized_rows import quantize
 from tests.agreement import needs_native
 
 pytestmark = [
@@ -126,6 +127,13 @@ def _check(operator: str, arguments: Any, options: Options) -> None:
 @pytest.mark.parametrize(("name", "returns"), _covering(OPTIONS, (0, LSE | SOFTMAX | OUTPUT32, LSE)))
 def test_attention_forward_passes_opcheck(name: str, returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), OPTIONS[name]())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("returns", [0, LSE | OUTPUT32])
+def test_attention_forward_passes_opcheck_with_int8_rows(returns: int, dtype: torch.dtype) -> None:
+    query, key, value = _qkv(dtype=dtype)
+    _check("attention_forward", (query, quantize(key), quantize(value), 0.3, returns), {})
 
 
 @pytest.mark.parametrize(("layout", "dtype"), _covering([*LAYOUTS] * 3, DTYPES))

@@ -24,6 +24,8 @@ X, WEIGHT, BIAS = torch.ones(5, 6), torch.ones(4, 6), torch.ones(4)
 HEADS, TABLE, CACHE = torch.ones(2, 3, 5, 8), torch.ones(9, 8), torch.ones(2, 3, 7, 8)
 MOMENTS, SCALE, SHIFT = torch.ones(5, 2), torch.ones(6), torch.ones(6)
 GRAD = torch.ones(5, 4)
+ROWS = torch.zeros(2, 3, 7, 12, dtype=torch.int8)
+INT8_PAGES = torch.zeros(3, 16, 2, 12, dtype=torch.int8)
 PAGES, BLOCKS, KEYS = torch.zeros(3, 16, 2, 8), torch.tensor([[2, 0], [1, 9]]).int(), torch.tensor([20, 3]).int()
 
 #: Valid arguments of each operator.
@@ -114,12 +116,23 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("attention_paged", 4, KEYS + 13, "lengths must lie from 0 to 32"),
     ("attention_paged", 4, -KEYS, "lengths must lie from 0 to 32"),
     ("paged_append", 2, torch.zeros(2, 1, 1, 8), r"key must be \[batch, kv_heads, new, head_dim\] as the pages are"),
+    ("paged_append", 0, INT8_PAGES, "value must have key's blocks, heads and dtype"),
+    ("paged_append", 0, INT8_PAGES[..., :8], r"key must be \[batch, kv_heads, new, head_dim\] as the pages are"),
+    (
+        "paged_append",
+        2,
+        torch.zeros(2, 2, 1, 8).int(),
+        r"key must be \[batch, kv_heads, new, head_dim\] as the pages are",
+    ),
+    ("attention_paged", 1, INT8_PAGES, "value must have key's blocks, heads and dtype"),
     ("paged_append", 4, BLOCKS + 2, "block_table must name blocks from 0 to 2"),
     ("paged_append", 5, KEYS * 0, "lengths must count the new tokens too"),
     ("cache_append", 0, CACHE[0], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 0, CACHE.half(), r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 0, CACHE[:1], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 0, CACHE.mT.contiguous().mT, r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 0, ROWS[..., :8], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 1, ROWS[:, :, :5], "new must be float32, bfloat16 or float16"),
     ("cache_append", 1, HEADS[:, :2], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 1, HEADS[..., :7], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 1, HEADS.double(), "new must be float32, bfloat16 or float16"),
@@ -153,6 +166,32 @@ def test_negative_place_of_a_part_raises_one_line(argument: str) -> None:
     assert is_one_line(str(raised.value).split("\n")[0])
 
 
+@pytest.mark.parametrize(
+    ("place", "bad", "expected"),
+    [
+        (0, ROWS, "query must be float32, bfloat16 or float16"),
+        (1, CACHE, "value must be float32, bfloat16 or float16|value must be int8 rows of a cache as key is"),
+        (2, CACHE, "value must be int8 rows of a cache as key is"),
+        (1, ROWS[..., :11], "key must have query's head_dim 8"),
+        (2, ROWS[..., :4], "value must have 1 to 256 channels"),
+        (2, ROWS[:, :, :6], "value must have key's heads and length"),
+    ],
+)  # fmt: skip
+def test_invalid_int8_rows_raise_one_line(place: int, bad: Tensor, expected: str) -> None:
+    arguments = [HEADS, ROWS, ROWS]
+    call("attention_forward", *arguments, 1.0, 0)
+    arguments[place] = bad
+    with pytest.raises(RuntimeError, match=f"^attention: ({expected})") as raised:
+        call("attention_forward", *arguments, 1.0, 0)
+    assert is_one_line(str(raised.value).split("\n")[0])
+
+
+def test_gradients_of_int8_rows_are_refused() -> None:
+    softmax = torch.ones(2, 3, 5, 2)
+    with pytest.raises(RuntimeError, match=r"^attention: key and value must be floating point for gradients"):
+        call("attention_gradients", HEADS, HEADS, ROWS, ROWS, softmax, None, 1.0)
+
+
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
@@ -180,8 +219,8 @@ def modules() -> list[Callable[[], Any]]:
         {"scores": [ch.Alibi(4), ch.SoftCap(2.0), ch.Sink(torch.randn(4)), ch.RelativeBias(torch.randn(4, 5))]},
     ]
 
-    def cached(decoder: Any, **given: Any) -> None:
-        caches = {"cache": ch.KVCache(), **({"memory_cache": ch.KVCache()} if given else {})}
+    def cached(decoder: Any, dtype: torch.dtype | None = None, **given: Any) -> None:
+        caches = {"cache": ch.KVCache(dtype=dtype), **({"memory_cache": ch.KVCache(dtype=dtype)} if given else {})}
         for part in x.split([2, 3], 1):
             decoder(part, **given, **caches)
 
@@ -198,6 +237,7 @@ def modules() -> list[Callable[[], Any]]:
             partial(encoder, x, mask=ch.Padding([5, 2])),
             partial(encoder, x, mask=ch.Dense(torch.rand(5, 5) < 0.5)),
             partial(cached, decoder),
+            partial(cached, decoder, torch.int8),
             partial(crossing, x, memory=memory, memory_mask=ch.Padding([3, 7])),
             partial(cached, crossing, memory=memory),
         ]

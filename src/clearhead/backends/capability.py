@@ -34,6 +34,7 @@ class Capability:
         dropout: whether it drops weights reproducibly from one seed.
         max_head_dim: largest head size.
         max_scores: largest number of scores in memory at once, ``batch * heads * q_len * k_len``.
+        quantized: whether it takes the int8 rows of a KV cache as key and value.
         gradient: whether it is differentiable.
         without_gradient: names of the statistics that it computes without a gradient; ``Want.row_weights`` may then not
             require one either. "auto" prefers another backend if the call needs gradients.
@@ -49,6 +50,7 @@ class Capability:
     dropout: bool = True
     max_head_dim: int | None = None
     max_scores: int | None = None
+    quantized: bool = False
     gradient: bool = True
     without_gradient: frozenset[str] = frozenset()
     invariant: bool = False
@@ -84,6 +86,8 @@ class Capability:
         size = problem.batch * problem.num_heads * problem.q_len * problem.k_len
         if self.max_scores is not None and size > self.max_scores:
             reasons.append(f"would need memory for {size:,} scores (limit {self.max_scores:,})")
+        if problem.is_quantized and not self.quantized:
+            reasons.append("takes no int8 rows of a KV cache")
         if problem.needs_gradient and not self.gradient:
             reasons.append("has no gradient")
         weights = want.row_weights
@@ -105,6 +109,7 @@ class Capability:
                 "all" if ScoreRule in self.rules else ", ".join(rule.__name__ for rule in self.rules) or "none"
             ),
             "dropout": "yes" if self.dropout else "no",
+            "int8 caches": "yes" if self.quantized else "no",
             "gradient": "yes" if self.gradient else "no",
             "invariant": "yes" if self.invariant else "no",
             "statistics": "all" if self.statistics == ALL_STATISTICS else ", ".join(sorted(self.statistics)) or "none",

@@ -30,6 +30,7 @@ from clearhead.ops.attention import (
 from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES, Side
 from clearhead.ops.library import in_memory, reason
 from clearhead.problem import Problem
+from clearhead.quantized_rows import is_quantized
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
 from clearhead.sequence_sums import sum_of_sequences
 from clearhead.statistics import Observation, Want
@@ -56,7 +57,12 @@ def _also(problem: Problem) -> list[str]:
     problem = problem.with_traced_rules
     if not all(in_memory(tensor) for rule in problem.scores for tensor in rule.tensors()):
         return [_PLAIN]
-    return [*_rule_reasons(problem), *_size_reasons(problem), *_packing_reasons(problem)]
+    return [*_rule_reasons(problem), *_size_reasons(problem), *_packing_reasons(problem), *_cache_reasons(problem)]
+
+
+def _cache_reasons(problem: Problem) -> list[str]:
+    gradient = problem.is_quantized and problem.needs_gradient
+    return ["has no gradient of a call with an int8 KV cache"] if gradient else []
 
 
 def _packing_reasons(problem: Problem) -> list[str]:
@@ -156,6 +162,8 @@ def plain(
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         sizes = query.shape[2], key.shape[2]
         if auto and attention_path(query.dtype, *sizes, causal=causal, gradient=gradient) != BACKEND.name:
+            return None
+        if gradient and is_quantized(key):
             return None
         if gradient:
             output: Tensor = _Plain.apply(query, key, value, causal, scale)  # type: ignore[no-untyped-call]
@@ -468,6 +476,7 @@ BACKEND = Backend(
         dtypes=frozenset(DTYPES),
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink, ScoreFunction),
         max_head_dim=MAX_HEAD_DIM,
+        quantized=True,
         without_gradient=frozenset({"row_weights", "rows"}),
         invariant=True,
         requires=reason,

@@ -36,7 +36,7 @@ class Steps:
 
 def steps(problem: Problem) -> Steps:
     """Compute every step of the formula."""
-    dtype = problem.work_dtype
+    dtype, problem = problem.work_dtype, problem.dequantized
     group = problem.num_heads // problem.num_kv_heads
     query = problem.query.to(dtype)
     key, value = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (problem.key, problem.value))
@@ -166,6 +166,6 @@ def _pooled(weights: Tensor, side: int) -> tuple[Tensor, Tensor]:
 BACKEND = Backend(
     name="reference",
     summary="the formula line by line, T x T memory",
-    capability=Capability(max_scores=2**28),
+    capability=Capability(max_scores=2**28, quantized=True),
     run=run,
 )

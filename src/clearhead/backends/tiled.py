@@ -362,6 +362,7 @@ def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, base: Bas
 
 def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics."""
+    problem = problem.dequantized
     if problem.value_dim == 0:
         wider = problem.with_tensors(problem.query, problem.key, F.pad(problem.value, (0, 1)))
         observation = run(wider, want)
@@ -388,6 +389,6 @@ def _also(problem: Problem) -> list[str]:
 BACKEND = Backend(
     name="tiled",
     summary="tiles of torch operations, O(T) memory, every mask, rule and statistic",
-    capability=Capability(also=_also),
+    capability=Capability(quantized=True, also=_also),
     run=run,
 )

@@ -18,6 +18,7 @@ from clearhead.ops.attention import rule_options
 from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM
 from clearhead.ops.library import in_memory, library
 from clearhead.problem import scale_of
+from clearhead.quantized_rows import channels_of, is_quantized
 from clearhead.scores import Alibi, RelativeBias, ScoreRule, Sink, SoftCap, as_rules
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Want
@@ -67,7 +68,8 @@ def paged_attention(
             ``[1, heads, total, head_dim]``, the queries of all sequences one after the other.
         key: pages ``[num_blocks, block_size, kv_heads, head_dim]``, in any memory order whose channels are contiguous;
             ``kv_heads`` divides ``heads``.
-        value: pages ``[num_blocks, block_size, kv_heads, value_dim]``.
+        value: pages ``[num_blocks, block_size, kv_heads, value_dim]``. Both may be in int8, in rows as an int8
+            ``KVCache`` has them, ``head_dim + 4`` and ``value_dim + 4`` bytes each.
         block_table: int32 ``[sequences, max_blocks]``: entry ``i`` of a row names the page of keys ``i * block_size``
             to ``(i + 1) * block_size - 1``. Entries beyond a sequence's length are not read.
         lengths: int32 ``[sequences]``, number of keys of each sequence; 0 gives an output of 0.
@@ -254,7 +256,7 @@ def _gathered(
             outputs.append(attention(rows, keys, values, **options))
     axis = 0 if starts is None else 2
     if not outputs:
-        outputs, sums = [query.new_empty((*query.shape[:3], value.shape[3]))], [query.new_empty(query.shape[:3])]
+        outputs, sums = [query.new_empty((*query.shape[:3], channels_of(value)))], [query.new_empty(query.shape[:3])]
     results = [torch.cat(outputs, dim=axis)]
     return [*results, torch.cat(sums, dim=axis)] if lse else results
 
@@ -273,13 +275,14 @@ def _check(function: str, tensors: tuple[Tensor, Tensor, Tensor], table: PageTab
         if not isinstance(tensor, Tensor) or tensor.dim() != dim:
             got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ShapeError.about(function, name, must=f"have axes {shape}", got=got, then="See ch.PagedKVCache.")
-    if not query.is_floating_point() or key.dtype != query.dtype or value.dtype != query.dtype:
+    quantized = is_quantized(key) and is_quantized(value)
+    if not query.is_floating_point() or not (quantized or key.dtype == value.dtype == query.dtype):
         raise UnsupportedError.about(
-            function, "key and value", must=f"have query's dtype {query.dtype}", got=f"{key.dtype} and {value.dtype}",
-            then="Convert with .to(dtype).",
+            function, "key and value", must=f"have query's dtype {query.dtype}, or both be int8 rows",
+            got=f"{key.dtype} and {value.dtype}", then="Convert with .to(dtype).",
         )  # fmt: skip
     heads, kv_heads = query.shape[1], key.shape[2]
-    fits = kv_heads > 0 and heads % kv_heads == 0 and key.shape[3] == query.shape[3] and key.shape[1] > 0
+    fits = kv_heads > 0 and heads % kv_heads == 0 and channels_of(key) == query.shape[3] and key.shape[1] > 0
     if not fits or value.shape[:3] != key.shape[:3]:
         raise ShapeError.about(
             function, "key and value",

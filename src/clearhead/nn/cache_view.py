@@ -10,6 +10,7 @@ from torch import Tensor
 from clearhead.cache import KVCache, buffers_of, dropped_by, reserve
 from clearhead.paged_step import PagedLayer, PagedStep
 from clearhead.projection import are_plain
+from clearhead.quantized_rows import channels_of
 from clearhead.shapes import Float
 
 __all__ = ["CacheView", "cache_view", "same_view"]
@@ -65,7 +66,9 @@ def cache_view(
         buffers = reserve(cache, x, kv_heads, head_dim, may_make=are_plain)
         return None if buffers is None else CacheView(*buffers, cache.length, grows=True, dropped=dropped_by(cache))
     key, value = cache.key, cache.value
-    if key is None or value is None or key.shape != (x.shape[0], kv_heads, memory.shape[-2], head_dim):
+    if key is None or value is None or key.shape[:3] != (x.shape[0], kv_heads, memory.shape[-2]):
+        return None
+    if channels_of(key) != head_dim:
         return None
     fits = value.shape == key.shape and len(memory) == len(x)
     return CacheView(key, value, cache.length, grows=False, dropped=dropped_by(cache)) if fits else None

@@ -89,9 +89,13 @@ class EncoderDecoder(nn.Module):
         """The longest source and the longest target that the positions allow."""
         return self.source_embedding.max_len
 
-    def new_cache(self) -> DecoderCache:
-        """An empty cache for decoding one batch."""
-        return self.decoder.new_cache()
+    def new_cache(self, *, dtype: torch.dtype | None = None) -> DecoderCache:
+        """An empty cache for decoding one batch.
+
+        Args:
+            dtype: ``torch.int8``, as ``KVCache`` takes it; by default that of the tokens.
+        """
+        return self.decoder.new_cache(dtype=dtype)
 
     @eager_if_invariant
     def forward(
@@ -159,7 +163,7 @@ class EncoderDecoder(nn.Module):
     def generate(
         self, source: Int[Tensor, "batch source_len"], max_new_tokens: int, *, start: int,
         source_lengths: Lengths = None, temperature: float = 0.0, top_k: int | None = None, seed: int | None = None,
-        stop: int | None = None, cached: bool = True,
+        stop: int | None = None, cached: bool = True, cache_dtype: torch.dtype | None = None,
     ) -> Int[Tensor, "batch longer"]:  # fmt: skip
         """Targets for sources, token by token from ``start``; by default always the likeliest token.
 
@@ -174,6 +178,8 @@ class EncoderDecoder(nn.Module):
                 to the seed, the source and the step: the other sources of the call do not change a target.
             stop: a token id after which a target is filled up with it.
             cached: use KV caches of earlier tokens. Without them the result is the same, slower.
+            cache_dtype: ``torch.int8`` for cached keys and values in int8 with one scale for each head and token, about
+                a quarter of float32's memory; by default they have the dtype of the tokens.
 
         Returns:
             ``[batch, 1 + max_new_tokens]``, shorter where every target has stopped.
@@ -194,7 +200,7 @@ class EncoderDecoder(nn.Module):
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
         start = as_token(name, "start", start)
         stop = None if stop is None else as_token(name, "stop", stop)
-        cache = self.new_cache() if flag(name, "cached", cached) else None
+        cache = self.new_cache(dtype=cache_dtype) if flag(name, "cached", cached) else None
         target = torch.full((source.shape[0], 1), start, dtype=torch.int64, device=source.device)
         check_range(name, "start", target, self.target_embedding.vocab_size)
         with evaluating(self):

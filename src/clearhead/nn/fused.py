@@ -38,6 +38,7 @@ from clearhead.paged_step import PagedStep
 from clearhead.positions import MOST_POSITIONS, Rotary, table_of
 from clearhead.problem import Problem, draw_seed
 from clearhead.projection import DTYPES, NATIVE, are_plain, choices, takes_small, unrecorded
+from clearhead.quantized_rows import is_quantized
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 from clearhead.torch_private import is_hooked, modules_are_hooked
@@ -408,7 +409,8 @@ def _validated(
 
 def _reads_cache(cache: CacheView, x: Tensor, training: bool) -> bool:
     """Whether the operator reads a cache."""
-    return not training and {type(cache.key), type(cache.value)} <= _TYPES and cache.key.dtype is x.dtype
+    same = cache.key.dtype is x.dtype or is_quantized(cache.key)
+    return not training and {type(cache.key), type(cache.value)} <= _TYPES and same
 
 
 def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -> tuple[Tensor, ...]:
@@ -420,7 +422,8 @@ def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -
         keys = nothing.expand(batch, tokens[-1].shape[1], projections.num_kv_heads, dim).transpose(1, 2)
         return query, keys, keys
     length = cache.length + x.shape[1] if cache.grows else cache.length
-    return query, *(nothing.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
+    numbers = nothing.to(cache.key.dtype)
+    return query, *(numbers.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
 
 
 # ---- the operator's arguments ----------------------------------------------------------------------------------------

@@ -96,9 +96,13 @@ class LanguageModel(nn.Module):
         """The longest sequence that the positions allow."""
         return self.embedding.max_len
 
-    def new_cache(self) -> DecoderCache:
-        """An empty cache for decoding one batch."""
-        return self.decoder.new_cache()
+    def new_cache(self, *, dtype: torch.dtype | None = None) -> DecoderCache:
+        """An empty cache for decoding one batch.
+
+        Args:
+            dtype: ``torch.int8``, as ``KVCache`` takes it; by default that of the tokens.
+        """
+        return self.decoder.new_cache(dtype=dtype)
 
     def new_paged_cache(
         self, num_blocks: int, *, block_size: int = 64, dtype: torch.dtype | None = None
@@ -108,7 +112,7 @@ class LanguageModel(nn.Module):
         Args:
             num_blocks: blocks of each layer.
             block_size: tokens of a block.
-            dtype: of keys and values; by default that of the weights.
+            dtype: of keys and values, ``torch.int8`` among them; by default that of the weights.
 
         >>> model = LanguageModel(vocab_size=50, embed_dim=8, num_heads=2, num_layers=2, max_len=32).eval()
         >>> cache, ids = model.new_paged_cache(num_blocks=4), torch.tensor([[1, 2, 3], [4, 0, 0]])
@@ -208,19 +212,20 @@ class LanguageModel(nn.Module):
     def generate(
         self, ids: Int[Tensor, "batch len"], max_new_tokens: int, *, temperature: float = ..., top_k: int | None = ...,
         seed: int | None = ..., stop: int | None = ..., cached: bool = ..., cache: None = ...,
+        cache_dtype: torch.dtype | None = ...,
     ) -> Int[Tensor, "batch longer"]: ...  # fmt: skip
 
     @overload
     def generate(
         self, ids: Sequence[Int[Tensor, " len"]], max_new_tokens: int, *, temperature: float = ...,
         top_k: int | None = ..., seed: int | None = ..., stop: int | None = ..., cached: bool = ...,
-        cache: PagedKVCache | None = ...,
+        cache: PagedKVCache | None = ..., cache_dtype: torch.dtype | None = ...,
     ) -> list[Int[Tensor, " longer"]]: ...  # fmt: skip
 
     def generate(
         self, ids: Tensor | Sequence[Tensor], max_new_tokens: int, *, temperature: float = 1.0,
         top_k: int | None = None, seed: int | None = None, stop: int | None = None, cached: bool = True,
-        cache: PagedKVCache | None = None,
+        cache: PagedKVCache | None = None, cache_dtype: torch.dtype | None = None,
     ) -> Tensor | list[Tensor]:  # fmt: skip
         """Continue sequences, token by token; in evaluation mode, without gradients.
 
@@ -241,6 +246,8 @@ class LanguageModel(nn.Module):
             stop: a token id after which a sequence is filled up with it.
             cached: use KV caches of earlier tokens. Without them the result is the same, slower.
             cache: the paged cache of a list of prompts; by default one with blocks for all of them.
+            cache_dtype: ``torch.int8`` for cached keys and values in int8 with one scale for each head and token, about
+                a quarter of float32's memory; by default they have the dtype of the weights.
 
         Returns:
             ``[batch, len + max_new_tokens]``, shorter where every sequence has stopped. Of a list, a list of
@@ -255,6 +262,9 @@ class LanguageModel(nn.Module):
         [8, 6]
         """
         name = "LanguageModel.generate"
+        if cache_dtype is not None and (cache is not None or not cached):
+            got, then = "a cache" if cache is not None else "cached=False", "Make the cache of this dtype."
+            raise ShapeError.about(name, "cache_dtype", must="be None without a new cache", got=got, then=then)
         if not isinstance(ids, Tensor):
             if not isinstance(ids, (list, tuple)):
                 must, then = "be a tensor, or a list of tensors", "Use torch.as_tensor."
@@ -263,7 +273,7 @@ class LanguageModel(nn.Module):
                 raise ShapeError.about(
                     name, "cached", must="be True for a list of prompts", got="False", then="Pass ids [batch, len]."
                 )
-            return self._generate_each(name, ids, max_new_tokens, temperature, top_k, seed, stop, cache)
+            return self._generate_each(name, ids, max_new_tokens, temperature, top_k, seed, stop, cache, cache_dtype)
         if cache is not None:
             raise ShapeError.about(
                 name, "cache", must="come with a list of prompts", got="ids in one tensor", then="Pass list(ids)."
@@ -271,7 +281,7 @@ class LanguageModel(nn.Module):
         max_new_tokens = check_prompt(name, "ids", ids, max_new_tokens)
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
         stop = None if stop is None else as_token(name, "stop", stop)
-        memory = self.new_cache() if flag(name, "cached", cached) else None
+        memory = self.new_cache(dtype=cache_dtype) if flag(name, "cached", cached) else None
 
         def next_logits(ids: Tensor) -> Tensor:
             if memory is None or ids.shape[1] > self.max_len:
@@ -283,7 +293,7 @@ class LanguageModel(nn.Module):
 
     def _generate_each(
         self, name: str, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float, top_k: int | None,
-        seed: int | None, stop: int | None, cache: PagedKVCache | None,
+        seed: int | None, stop: int | None, cache: PagedKVCache | None, cache_dtype: torch.dtype | None,
     ) -> list[Tensor]:  # fmt: skip
         """``generate`` of prompts of different lengths."""
         for prompt in prompts:
@@ -300,7 +310,7 @@ class LanguageModel(nn.Module):
         if cache is None:
             # The last new token is not read, so it needs no place.
             needed = sum(-(-(len(prompt) + max_new_tokens) // _BLOCK) for prompt in prompts)
-            cache = self.new_paged_cache(max(1, needed), block_size=_BLOCK)
+            cache = self.new_paged_cache(max(1, needed), block_size=_BLOCK, dtype=cache_dtype)
 
         def next_logits(packed: Tensor, step: PagedStep) -> Tensor:
             last = torch.tensor(step.counts, device=packed.device).cumsum(0) - 1

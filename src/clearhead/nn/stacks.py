@@ -289,10 +289,14 @@ class Decoder(nn.Module):
         cache.check(function, len(self.blocks))
         return cache.length
 
-    def new_cache(self) -> DecoderCache:
-        """An empty cache for decoding one batch."""
-        layers = [KVCache() for _ in self.blocks]
-        return DecoderCache(layers, [KVCache() for _ in self.blocks] if self.cross_attention else [])
+    def new_cache(self, *, dtype: torch.dtype | None = None) -> DecoderCache:
+        """An empty cache for decoding one batch.
+
+        Args:
+            dtype: ``torch.int8``, as ``KVCache`` takes it; by default that of the tokens.
+        """
+        layers = [KVCache(dtype=dtype) for _ in self.blocks]
+        return DecoderCache(layers, [KVCache(dtype=dtype) for _ in self.blocks] if self.cross_attention else [])
 
     @eager_if_invariant
     @takes_jagged(

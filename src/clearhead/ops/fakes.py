@@ -19,6 +19,7 @@ from clearhead.ops.flops import FLOPS
 from clearhead.ops.kinds import Side
 from clearhead.ops.layer_fakes import LAYER_FAKES, empty_heads
 from clearhead.ops.layer_flops import LAYER_FLOPS
+from clearhead.quantized_rows import channels_of
 
 __all__ = ["register", "register_flops"]
 
@@ -49,10 +50,10 @@ def _attention_forward(
 
     tiles = (-(-q_len // side), -(-k_len // side)) if side else (0, 0)
     return [
-        empty_heads(query, value.shape[3]),
+        empty_heads(query, channels_of(value)),
         *new(_LSE, q_len),
         *new(_SOFTMAX, q_len, 2),
-        *new(_OUTPUT32, q_len, value.shape[3]),
+        *new(_OUTPUT32, q_len, channels_of(value)),
         *new(_MAX_SCORE, q_len),
         *new(_TIES, q_len, 2),
         *new(_ENTROPY, q_len),
@@ -90,7 +91,7 @@ def _attention_gradients(
 
 
 def _attention_paged(query: Tensor, value: Tensor, lse: bool = False, **others: Any) -> list[Tensor]:
-    output = empty_heads(query, value.shape[3])
+    output = empty_heads(query, channels_of(value))
     return [output, query.new_empty(tuple(query.shape[:3]), dtype=torch.float32)] if lse else [output]
 
 

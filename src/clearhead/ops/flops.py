@@ -38,6 +38,11 @@ def _cut_sum(count: int, most: int) -> int:
     return within * (within - 1) // 2 + (count - within) * most
 
 
+def _channels(query: Shape, key: Shape, value: Shape) -> int:
+    """Channels of a value: int8 rows of keys and values are longer by their scale than the query's."""
+    return value[3] - (key[3] - query[3])
+
+
 def _attention(head_dims: int, value_dims: int) -> Callable[..., int]:
     """A formula of so many GEMMs with each of the two head sizes, between the queries and keys that may meet."""
 
@@ -52,7 +57,7 @@ def _attention(head_dims: int, value_dims: int) -> Callable[..., int]:
     ) -> int:
         batch, heads, q_len, head_dim = query
         count = batch * heads * pairs(q_len, key[2], before, after, query_offset)
-        return 2 * count * (head_dims * head_dim + value_dims * value[3])
+        return 2 * count * (head_dims * head_dim + value_dims * _channels(query, key, value))
 
     return flops
 
@@ -60,7 +65,7 @@ def _attention(head_dims: int, value_dims: int) -> Callable[..., int]:
 def _attention_paged(query: Shape, key: Shape, value: Shape, block_table: Shape, **others: Any) -> int:
     """Every query with all keys that its row of the table holds: lengths are elements, which are not looked at."""
     batch, heads, q_len, head_dim = query
-    return 2 * batch * heads * q_len * block_table[1] * key[1] * (head_dim + value[3])
+    return 2 * batch * heads * q_len * block_table[1] * key[1] * (head_dim + _channels(query, key, value))
 
 
 #: ``Q K^T`` and ``P V``.

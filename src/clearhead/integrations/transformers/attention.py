@@ -20,10 +20,12 @@ from clearhead.functional.paged import attend_to_pages
 from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
 from clearhead.integrations.torch.masks import may_look
 from clearhead.integrations.torch.polarity import from_additive
+from clearhead.integrations.transformers.cached_tensor import RowsTensor
 from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor
 from clearhead.integrations.transformers.paged import PagesTensor
 from clearhead.masks import Causal, Dense, Mask
 from clearhead.masks.parts import band_of
+from clearhead.quantized_rows import is_quantized
 from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -101,14 +103,18 @@ def attend_for(
         if output is not None:
             return output, None
         key, value = key.read(), value.read()
-    query, key, value = _in_one_dtype(query, key, value)
+    weighted = output_attentions or weights_wanted()
+    if isinstance(key, RowsTensor) and isinstance(value, RowsTensor) and query.dtype is key.dtype and not weighted:
+        key, value = key.rows, value.rows
+    else:
+        query, key, value = _in_one_dtype(query, key, value)
     scaling, causal = own_scale(module, query.shape[-1]) if scaling is None else scaling, False
     if attention_mask is None:
         causal = query.shape[2] > 1 and (is_causal_alone(module) if is_causal is None else is_causal)
     rules: list[ScoreRule] = [] if softcap is None else [SoftCap(softcap)]
     if s_aux is not None:
         rules.append(Sink(s_aux.reshape(-1)))
-    if output_attentions or weights_wanted():
+    if weighted:
         bias = () if position_bias is None else (DenseBias(position_bias),)
         call = WeightedCall(query=query, key=key, value=value, scores=bias, dropout=dropout)
         # The formula reads tables, the kernels and observers read what they mean.
@@ -122,7 +128,8 @@ def attend_for(
             options["table"] = attention_mask.opened()
         return _weighted(module, replace(call, **options))
     plain = None
-    if softcap is None and s_aux is None and dropout == 0.0 and _is_small(query, key, causal) and not edited():
+    simple = softcap is None and s_aux is None and dropout == 0.0 and not is_quantized(key)
+    if simple and _is_small(query, key, causal) and not edited():
         plain = _by_torch(query, key, value, attention_mask, position_bias, scaling, causal)
     if plain is not None and not watched():
         return plain, None
@@ -180,6 +187,8 @@ def planned(
     dropout: float,
 ) -> Float[Tensor, "batch q_len heads value_dim"]:
     """``attention`` of any size, as observers see it, with the arguments of ``attend_for``."""
+    if isinstance(key, RowsTensor) and isinstance(value, RowsTensor):
+        key, value = key.rows, value.rows
     options = _options(
         module, query, key, attention_mask, position_bias, rules=rules, scale=scale, causal=causal, dropout=dropout
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from clearhead.cache import KVCache, assume_dropped, count_appended, forget_first
+from clearhead.integrations.transformers.int8_cache import Int8Cache, Int8Layer, Int8SlidingLayer
 from clearhead.nn.cache_view import CacheView, cache_view
 
 __all__ = ["CacheLayer", "cache_layer_of", "count_tokens", "of_memory", "of_own_tokens"]
@@ -67,7 +68,8 @@ class _AppendedSlidingLayer(DynamicSlidingWindowLayer, _InKVCache):  # type: ign
 
 #: transformers' layers that the kernels can append to, and what they become then.
 _IN_KV_CACHE: Final = {DynamicLayer: _AppendedLayer, DynamicSlidingWindowLayer: _AppendedSlidingLayer}
-_KINDS: Final = {*_IN_KV_CACHE, *_IN_KV_CACHE.values()}
+_INT8: Final = {Int8Layer, Int8SlidingLayer}
+_KINDS: Final = {*_IN_KV_CACHE, *_IN_KV_CACHE.values(), *_INT8}
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class CacheLayer:
             forget_first(self.cache, max(0, self.cache.length - self.most))
             layer.cumulative_length += x.shape[1]
         if getattr(layer, "kv_cache", None) is self.cache:
+            if not layer.is_initialized:
+                layer.lazy_initialization(x)
             return
         if not layer.is_initialized:
             # Before transformers 5, of keys alone.
@@ -133,9 +137,10 @@ def of_memory(past: Any, place: Any) -> CacheView | None:
     if type(past) is not EncoderDecoderCache or not past.is_updated.get(place):
         return None
     cache = past.cross_attention_cache
-    if not _is_plain(cache) or type(cache.layers[place]) not in (DynamicLayer, _AppendedLayer):
+    if not _is_plain(cache) or type(cache.layers[place]) not in (DynamicLayer, _AppendedLayer, Int8Layer):
         return None
-    key, value = cache.layers[place].keys, cache.layers[place].values
+    layer = cache.layers[place]
+    key, value = (layer.kv_cache.key, layer.kv_cache.value) if type(layer) is Int8Layer else (layer.keys, layer.values)
     if not isinstance(key, Tensor) or not isinstance(value, Tensor) or key.shape != value.shape or key.dim() != 4:
         return None
     return CacheView(key, value, key.shape[2], grows=False)
@@ -155,7 +160,7 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     most = _most_kept(layer)
     if most is None and isinstance(layer, DynamicSlidingWindowLayer):
         return None
-    if isinstance(layer, _InKVCache) and layer.kv_cache is not None:
+    if type(layer) in _INT8 or (isinstance(layer, _InKVCache) and layer.kv_cache is not None):
         return CacheLayer(layer, layer.kv_cache, most)
     cache = KVCache()
     if layer.is_initialized and layer.keys is not None and layer.values is not None and layer.keys.numel() > 0:
@@ -170,7 +175,7 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
 
 def _is_plain(cache: Any) -> bool:
     """Whether the cache is a growing one that is not offloaded."""
-    return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
+    return type(cache) in (DynamicCache, Int8Cache) and not getattr(cache, "offloading", False)
 
 
 def _most_kept(layer: Any) -> int | None:

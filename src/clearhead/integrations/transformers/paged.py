@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -12,22 +12,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from clearhead.arguments import whole
 from clearhead.errors import ShapeError
 from clearhead.functional.paged import PageTable, pages_of
+from clearhead.integrations.transformers.cached_tensor import CachedTensor
 from clearhead.paged_cache import PagedKVCache
 from clearhead.paged_step import write_pages
+from clearhead.quantized_rows import channels_of, dequantize, is_quantized
 from clearhead.shapes import Float
-from clearhead.torch_private import no_torch_function, wrapper_tensor
+from clearhead.torch_private import wrapper_tensor
 
 __all__ = ["PagedCache", "PagesTensor"]
 
 
-class PagesTensor(Tensor):
-    """Keys or values in pages that models carry as the tensor ``[batch, kv_heads, length, dim]`` they stand for.
-
-    It has that shape, dtype and device, but no elements: the first operation that reads them gathers the pages.
-    ``clearhead``'s attention reads them where they are.
+class PagesTensor(CachedTensor):
+    """Keys or values in pages. ``clearhead``'s attention reads them where they are.
 
     Attributes:
-        pages: ``[num_blocks, block_size, kv_heads, dim]``.
+        pages: ``[num_blocks, block_size, kv_heads, dim]``, or int8 rows.
         table: which pages each sequence reads.
     """
 
@@ -35,33 +34,19 @@ class PagesTensor(Tensor):
     table: PageTable
 
     @staticmethod
-    def __new__(cls, pages: Tensor, table: PageTable, length: int) -> PagesTensor:
-        shape = (table.lengths.shape[0], pages.shape[2], length, pages.shape[3])
-        made = wrapper_tensor(cls, shape, pages.dtype, pages.device)
+    def __new__(cls, pages: Tensor, table: PageTable, length: int, dtype: torch.dtype) -> PagesTensor:
+        shape = (table.lengths.shape[0], pages.shape[2], length, channels_of(pages))
+        made = wrapper_tensor(cls, shape, dtype, pages.device)
         made.pages, made.table = pages, table
         return made
 
     def read(self) -> Float[Tensor, "batch kv_heads length dim"]:
         """The elements, copied from the pages."""
-        return torch.cat([pages_of(self.pages, row, self.shape[2]) for row in self.table.block_table])
-
-    # What is computed from it is an ordinary tensor.
-    __torch_function__ = no_torch_function  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return func(*map(_gathered, args), **{name: _gathered(each) for name, each in (kwargs or {}).items()})
+        rows = torch.cat([pages_of(self.pages, row, self.shape[2]) for row in self.table.block_table])
+        return dequantize(rows).to(self.dtype) if is_quantized(rows) else rows
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PagesTensor(shape={tuple(self.shape)}, block_size={self.pages.shape[1]})"
-
-
-def _gathered(argument: Any) -> Any:
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(map(_gathered, argument))
-    return argument.read() if isinstance(argument, PagesTensor) else argument
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -77,6 +62,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         num_blocks: blocks of each layer; not with ``pages``.
         block_size: tokens of a block.
         pages: the paged cache of another ``PagedCache`` of the same model, to share its blocks.
+        dtype: ``torch.int8`` for keys and values in int8, as ``ch.PagedKVCache`` takes it; by default the tokens'.
 
     Attributes:
         pages: the ``ch.PagedKVCache``, once the first tokens have come; its ``used_blocks`` and ``free_blocks`` count.
@@ -101,8 +87,9 @@ class PagedCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: Any, num_blocks: int | None = None, *, block_size: int = 64, pages: PagedKVCache | None = None
-    ) -> None:
+        self, config: Any, num_blocks: int | None = None, *, block_size: int = 64, pages: PagedKVCache | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         if (num_blocks is None) == (pages is None):
             raise ShapeError.about(
                 "PagedCache", "num_blocks", must="be given, or pages of another cache", got="neither or both",
@@ -112,7 +99,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             pages.num_blocks if pages is not None else whole("PagedCache", "num_blocks", num_blocks, low=1)
         )
         self._block_size = whole("PagedCache", "block_size", block_size, low=1)
-        self._config = config
+        self._config, self._dtype = config, dtype
         self.pages = pages
         self.sequences: list[int] = []
         #: The table of the current step and the length that it is for; None where sequences have changed since.
@@ -124,7 +111,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def fork(self) -> Self:
         """Another cache that begins with the same tokens and shares their blocks."""
         blocks = self._num_blocks if self.pages is None else None
-        forked = type(self)(self._config, blocks, block_size=self._block_size, pages=self.pages)
+        forked = type(self)(self._config, blocks, block_size=self._block_size, pages=self.pages, dtype=self._dtype)
         if self.pages is not None:
             forked.sequences = [self.pages.fork(sequence) for sequence in self.sequences]
         for mine, theirs in zip(self._parts, forked._parts, strict=True):
@@ -181,7 +168,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         if self.pages is None:
             self.pages = PagedKVCache(
                 len(self._parts), self._num_blocks, key.shape[1], key.shape[3], block_size=self._block_size,
-                value_dim=value.shape[3], dtype=key.dtype, device=key.device,
+                value_dim=value.shape[3], dtype=self._dtype or key.dtype, device=key.device,
             )  # fmt: skip
         pages = self.pages
         if not self.sequences:
@@ -231,7 +218,7 @@ class _PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         of_layer = pages.key_pages(self._place), pages.value_pages(self._place)
         write_pages(of_layer, key_states.detach(), value_states.detach(), table)
         self.length, self.is_initialized = length, True
-        keys, values = (PagesTensor(part, table, length) for part in of_layer)
+        keys, values = (PagesTensor(part, table, length, key_states.dtype) for part in of_layer)
         return keys, values
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
