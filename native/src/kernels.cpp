@@ -15,15 +15,6 @@
 namespace CH_NS {
 namespace {
 
-// How the set multiplies bfloat16: in tiles, by bf16 dot-product instructions, or in float32.
-#if defined(CH_AMX)
-typedef AmxTile Bf16Gemm;
-#elif defined(CH_BF16DOT)
-typedef Bf16Dot Bf16Gemm;
-#else
-typedef Fp32Fma Bf16Gemm;
-#endif
-
 // Work is Forward or Backward.
 template <template <class, class> class Work> int run_dtype(const ch_attention* call) {
   const Task w(*call);
@@ -75,6 +66,7 @@ template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run()
 extern const clearhead::Kernels kernels = {rate, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_pack, panel_bytes, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
-                                           run_each<Appending>, run_each<Rotating>};
+                                           run_each<Appending>, run_each<Rotating>,
+                                           multiply_quantized};
 
 }  // namespace CH_NS

@@ -23,6 +23,7 @@ int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 int32_t aoti_torch_dtype_bool();
 int32_t aoti_torch_dtype_uint8();
+int32_t aoti_torch_dtype_int8();
 int32_t aoti_torch_layout_strided();
 
 int32_t aoti_torch_delete_tensor_object(AtenTensorHandle tensor);

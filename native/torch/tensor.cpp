@@ -20,7 +20,8 @@ constexpr int32_t max_threads = 4096;
 // torch's dtype codes in the order of `Dtype`.
 const int32_t* torch_dtypes() {
   static const int32_t numbers[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
-                                    aoti_torch_dtype_int32(),   aoti_torch_dtype_int64(),    aoti_torch_dtype_uint8()};
+                                    aoti_torch_dtype_int32(),   aoti_torch_dtype_int64(),    aoti_torch_dtype_uint8(),
+                                    aoti_torch_dtype_int8()};
   return numbers;
 }
 
@@ -50,13 +51,14 @@ int64_t size_of(Dtype dtype) {
     case Dtype::float32:
     case Dtype::int32: return 4;
     case Dtype::int64: return 8;
-    case Dtype::byte: return 1;
+    case Dtype::byte:
+    case Dtype::int8: return 1;
     default: return 2;
   }
 }
 
 const char* name_of(Dtype dtype) {
-  static const char* const names[] = {"float32", "bfloat16", "float16", "int32", "int64", "bool", "another dtype"};
+  static const char* const names[] = {"float32", "bfloat16", "float16", "int32", "int64", "bool", "int8", "another dtype"};
   return names[static_cast<int32_t>(dtype)];
 }
 

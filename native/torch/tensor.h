@@ -19,7 +19,7 @@ namespace clearhead::torch {
 void check_torch(int32_t code, const char* what);
 
 // Dtypes of tensors; the first three are those of enum ch_dtype.
-enum class Dtype : int32_t { float32 = CH_FLOAT32, bfloat16 = CH_BFLOAT16, float16 = CH_FLOAT16, int32, int64, byte, other };
+enum class Dtype : int32_t { float32 = CH_FLOAT32, bfloat16 = CH_BFLOAT16, float16 = CH_FLOAT16, int32, int64, byte, int8, other };
 
 int64_t size_of(Dtype dtype);
 const char* name_of(Dtype dtype);

@@ -33,6 +33,7 @@ from clearhead.integrations.torch.layers import (
     SwappedTransformerEncoderLayer,
 )
 from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, linear_gains
+from clearhead.integrations.torch.quantized import restored_quantized, swap_quantized
 from clearhead.nn.reading import is_frozen
 from clearhead.projection import choice
 
@@ -119,6 +120,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
         for module in model.modules():
             linear_gains(module, alone=True)
         before = {module for _, module in _swapped_linears(model)}
+        # Before what consists of linear layers.
+        quantized = swap_quantized(model)
         rows, within = _swap_transformers(model)
         named = [(name, module) for name, module in model.named_modules() if module not in within]
         changed = [module for _, module in named if class_of(module) in _REPLACEMENTS and _why_left(module) is None]
@@ -136,6 +139,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
             replace(_restored(name, nn.Linear), reason=BEFORE if module in before else "")
             for name, module in _swapped_linears(model)
         ]
+        rows += quantized
         rows += _left_linears([(name, module) for name, module, gain in gains if gain is False and module in alone])
         if is_invariant():
             rows = _outside_promise(model, rows)
@@ -169,6 +173,7 @@ def unswap(model: nn.Module) -> SwapReport:
     with _LOCK:
         hf = _transformers()
         linears = [_restored(name, nn.Linear) for name, _ in _swapped_linears(model)]
+        quantized = [row for name, module in model.named_modules() if (row := restored_quantized(name, module))]
         rows, within = ([], set()) if hf is None else hf.restore(model)
         for name, module in model.named_modules():
             original = original_of(class_of(module))
@@ -178,7 +183,7 @@ def unswap(model: nn.Module) -> SwapReport:
             recast(module, original)
             if module not in within and original not in _SMALL_PARTS:
                 rows.append(_restored(name, original))
-    return SwapReport((*rows, *linears))
+    return SwapReport((*rows, *linears, *quantized))
 
 
 def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:

@@ -1,0 +1,23 @@
+// The kernels of quantised linear layers for one instruction set: compiled once for each, beside kernels.cpp.
+#include "quantized_rows.h"
+
+namespace CH_NS {
+namespace {
+
+template <class M, class IO> int run(const ch_quantized& w) {
+  if (w.rounding != CH_ROUND_NONE) return RoundedRows<IO>(w).run();
+  if (w.bits == 4) return WeightOnly<M, IO, Int4, true>(w).run();
+  return w.offset == nullptr && w.group == w.steps ? WeightOnly<M, IO, Int8, false>(w).run() : WeightOnly<M, IO, Int8, true>(w).run();
+}
+
+}  // namespace
+
+int multiply_quantized(const ch_quantized* work) {
+  switch (work->dtype) {
+    case CH_FLOAT32: return run<Fp32Fma, Float32>(*work);
+    case CH_BFLOAT16: return run<Bf16Gemm, BFloat16>(*work);
+    default: return run<Fp32Fma, Float16>(*work);
+  }
+}
+
+}  // namespace CH_NS
