@@ -43,11 +43,11 @@ CH_INLINE vf get_signed(const uint8_t* from) {
 struct Int8 {
   static constexpr int BITS = 8;
   static constexpr bool ALTERNATE = false;
-  template <int HALF> static CH_INLINE vf get_half(const uint8_t* row, int64_t step) { return get_signed(row + step + HALF * VL); }
+  template <int HALF> static CH_INLINE vf get_half(const uint8_t* from) { return get_signed(from + HALF * VL); }
   // The even and the odd ones.
-  static CH_INLINE void get_pairs(const uint8_t* row, int64_t step, vf& even, vf& odd) {
+  static CH_INLINE void get_pairs(const uint8_t* from, vf& even, vf& odd) {
     vh halves;
-    memcpy(&halves, row + step, sizeof(halves));
+    memcpy(&halves, from, sizeof(halves));
     const vu words = __builtin_convertvector(halves, vu);
     even = __builtin_convertvector((vi)(words << 24) >> 24, vf), odd = __builtin_convertvector((vi)(words << 16) >> 24, vf);
   }
@@ -58,12 +58,12 @@ struct Int8 {
 struct Int4 {
   static constexpr int BITS = 4;
   static constexpr bool ALTERNATE = true;
-  template <int HALF> static CH_INLINE vf get_half(const uint8_t* row, int64_t step) {
-    const vu bytes = get_bytes(row + step / 2);
+  template <int HALF> static CH_INLINE vf get_half(const uint8_t* from) {
+    const vu bytes = get_bytes(from);
     return __builtin_convertvector((vi)(HALF == 0 ? bytes & 15 : bytes >> 4), vf);
   }
-  static CH_INLINE void get_pairs(const uint8_t* row, int64_t step, vf& even, vf& odd) {
-    even = get_half<0>(row, step), odd = get_half<1>(row, step);
+  static CH_INLINE void get_pairs(const uint8_t* from, vf& even, vf& odd) {
+    even = get_half<0>(from), odd = get_half<1>(from);
   }
   static CH_INLINE float get(const uint8_t* row, int64_t step) { return (float)(row[step / 2] >> step % 2 * 4 & 15); }
 };
@@ -179,38 +179,49 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
       const bool last = until == w.steps;
       const uint8_t* next = row_of(column + c) + (last ? PW * w.weight_row : until * Codes::BITS / 8);
       if (last && column + c + PW + VL > w.columns) next = row_of(column + c);
-      const Lines lines = {next, w.weight_row, maximum((int64_t)1, (until - from) * Codes::BITS / 512)};
-      if (rows == VL) fill_blocks<true>(column + c, VL, from, whole, panel + c, lines);
-      else fill_blocks<false>(column + c, rows, from, whole, panel + c, lines);
+      Lines lines = {next, w.weight_row, (until - from) * Codes::BITS / 8};
+      if (rows == VL) fill_groups<true>(column + c, VL, from, whole, panel + c, lines);
+      else fill_groups<false>(column + c, rows, from, whole, panel + c, lines);
       fill_rest(column + c, rows, whole, until, from, round_up(count, M::BLOCK), panel + c);
     }
   }
 
-  // Cache lines of VL rows, `per_row` of each.
+  // Rows that are read later, prefetched line by line.
   struct Lines {
     const uint8_t* row;
-    int64_t stride, per_row;
-    CH_INLINE const uint8_t* at(int64_t index) const { return row + index / per_row % VL * stride + index % per_row * 64; }
+    int64_t stride, bytes, at = 0;
+    CH_INLINE void prefetch_next() {
+      __builtin_prefetch(row + at, 0, 2);
+      at += 64;
+      if (at >= bytes) at = 0, row += stride;
+    }
   };
 
-  // Steps [from, until), whole blocks, of at most VL rows.
+  // Steps [from, until), whole blocks, of at most VL rows, group by group.
   template <bool ALL>
-  void fill_blocks(int64_t column, int rows, int64_t from, int64_t until, operand* to, const Lines& lines) const {
+  void fill_groups(int64_t column, int rows, int64_t from, int64_t until, operand* to, Lines& lines) const {
     constexpr int64_t LINES = maximum((int64_t)1, VL * BLOCK * Codes::BITS / 512);  // that a block reads
-    int64_t line = 0;
-    for (int64_t s = from; s < until; s += BLOCK, to += BLOCK / M::PACK * PW) {
+    for (int64_t s = from; s < until;) {
+      const int64_t group = DEQUANTIZES ? s / w.group : 0, end = DEQUANTIZES ? minimum(until, (group + 1) * w.group) : until;
+      vf scale[VL], offset[VL];
+      for (int r = 0; r < VL && DEQUANTIZES; r++) {
+        const int64_t place = (column + minimum(r, rows - 1)) * groups + group;
+        scale[r] = all(w.scale[place]), offset[r] = all(w.offset == nullptr ? 0.0f : w.offset[place]);
+      }
+      for (; s < end; s += BLOCK, to += BLOCK / M::PACK * PW) {
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(lines.at(line++), 0, 2);
-      fill_half<ALL, 0>(column, rows, s, to);
-      if constexpr (M::PACK == 1) fill_half<ALL, 1>(column, rows, s, to);
+        for (int64_t i = 0; i < LINES; i++) lines.prefetch_next();
+        fill_half<ALL, 0>(row_of(column) + s * Codes::BITS / 8, rows, scale, offset, to);
+        if constexpr (M::PACK == 1) fill_half<ALL, 1>(row_of(column) + s * Codes::BITS / 8, rows, scale, offset, to);
+      }
     }
   }
 
   // One half of a block, transposed; with pairs the whole block.
   template <bool ALL, int HALF>
-  CH_INLINE void fill_half(int64_t column, int rows, int64_t step, operand* to) const {
+  CH_INLINE void fill_half(const uint8_t* row, int rows, const vf* scale, const vf* offset, operand* to) const {
     constexpr int FIRST = Codes::ALTERNATE ? HALF : HALF * VL, STEP = M::PACK == 1 && Codes::ALTERNATE ? 2 : 1;
-    const uint8_t* row = row_of(column);
+    const auto value = [&](vf codes, int r) CH_INLINED { return DEQUANTIZES ? fused(scale[r], codes, offset[r]) : codes; };
     Words words[VL];
 #pragma GCC unroll 16
     for (int r = 0; r < VL; r++, row += w.weight_row) {
@@ -219,22 +230,16 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
         continue;
       }
       if constexpr (M::PACK == 1) {
-        words[r] = (Words)dequantized(Codes::template get_half<HALF>(row, step), column + r, step);
+        words[r] = (Words)value(Codes::template get_half<HALF>(row), r);
       } else {
         vf even, odd;
-        Codes::get_pairs(row, step, even, odd);
-        words[r] = (Words)pair_of(dequantized(even, column + r, step), dequantized(odd, column + r, step));
+        Codes::get_pairs(row, even, odd);
+        words[r] = (Words)pair_of(value(even, r), value(odd, r));
       }
     }
     transpose_words(words);
 #pragma GCC unroll 16
     for (int i = 0; i < VL; i++) store_words((uint32_t*)to + (FIRST + i * STEP) * PW, words[i]);
-  }
-
-  CH_INLINE vf dequantized(vf codes, int64_t column, int64_t step) const {
-    if constexpr (!DEQUANTIZES) return codes;
-    const int64_t place = column * groups + step / w.group;
-    return fused(all(w.scale[place]), codes, all(w.offset == nullptr ? 0.0f : w.offset[place]));
   }
 
   // Steps [from, until) value by value, and zeros up to `count` operands from step `start` on.
@@ -255,7 +260,10 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
   }
 
   float value(int64_t column, int64_t step) const {
-    return dequantized(all(Codes::get(row_of(column), step)), column, step)[0];
+    const float code = Codes::get(row_of(column), step);
+    if constexpr (!DEQUANTIZES) return code;
+    const int64_t place = column * groups + step / w.group;
+    return fused(all(w.scale[place]), all(code), all(w.offset == nullptr ? 0.0f : w.offset[place]))[0];
   }
 
   static CH_INLINE vu pair_of(vf even, vf odd) {

@@ -67,8 +67,11 @@ class NormKind(IntEnum):
 
 
 class Rounding(IntEnum):
-    """``ch_rounding``: how a quantised linear layer reads its input: as it is, or as 8-bit integers with a scale for each
-    row, a scale and a zero for each row, or one for all rows."""
+    """``ch_rounding``: how a quantised linear layer reads its input.
+
+    As it is; or as 8-bit integers with a scale for each row, with a scale and a zero for each row, or with one scale and
+    zero for all rows.
+    """
 
     NONE = 0
     SYMMETRIC = 1

@@ -89,6 +89,7 @@ def project_quantized(
     Cost: ``2 * rows * in * out`` operations; with few rows the time to read the integers.
 
     >>> weight = QuantizedWeight(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[0.5]]))
+    >>> from clearhead.ops.library import library
     >>> library() is None or project_quantized(torch.tensor([2.0, 3.0]), weight).item() == -2.0
     True
     """

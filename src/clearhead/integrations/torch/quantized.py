@@ -32,6 +32,7 @@ from clearhead.torch_private import packed_weight_of, version_of
 __all__ = [
     "SwappedQuantizedLinear",
     "compute_quantized",
+    "described",
     "has_quantized",
     "quantized_weight",
     "restored_quantized",
@@ -203,7 +204,7 @@ def _budget(weight: QuantizedWeight, dtype: torch.dtype) -> float:
 
 
 def _tried(module: Any, weight: QuantizedWeight, trials: dict[object, float | str]) -> float | str:
-    """The relative difference between the module's own result and the kernels', once for each kind and size of layer."""
+    """The relative difference of the module's own result, once for each kind and size of layer."""
     kind = (class_of(module), _dtype_of(module), weight.shape, weight.offset is None)
     key = (*kind, described(weight), weight.rounding, weight.bounds)
     if key not in trials:
