@@ -73,6 +73,11 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     small ones go to torch. Layers with fewer than 2^14 weights, subclasses, parametrized layers and layers on other
     devices or of other dtypes are left; swap again after the model has moved.
 
+    Every ``torch.nn.Linear`` whose weight torchao quantised to int8 or int4, and every linear layer that
+    ``torch.ao.quantization.quantize_dynamic`` made, computes on the kernels, which read the integers where they lie. A
+    layout is known by its public attributes, and a trial compares the layer with its own result. What is not known or
+    differs is left, and its row has the reason. Layers of transformers with quantised linear layers run op by op.
+
     Under ``ch.set_invariant(True)`` linear layers and parts of any size are replaced, and the report has a row for each
     module that torch computes, whose bits may depend on the batch (``report.outside``). Embeddings and norms that torch
     computes keep the bits of their output, and not those of their parameters' gradients; a row says so.
@@ -82,7 +87,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     without a mask raises in eval mode too. A hook inside a stack, or a ``forward`` that was replaced on an object,
     keeps the batch padded.
 
-    Quantise first: ``quantize_dynamic`` looks for the class ``nn.Linear`` and does not find a swapped linear layer,
+    Quantise before swapping: ``quantize_dynamic`` looks for the class ``nn.Linear`` and does not find a swapped linear layer,
     which warns. Unswap before ``torch.jit.script``, which compiles torch's modules only.
 
     Args:

@@ -69,8 +69,8 @@ class NormKind(IntEnum):
 class Rounding(IntEnum):
     """``ch_rounding``: how a quantised linear layer reads its input.
 
-    As it is; or as 8-bit integers with a scale for each row, with a scale and a zero for each row, or with one scale and
-    zero for all rows.
+    As it is; or as 8-bit integers with a scale for each row, with a scale and a zero for each row, or with one scale
+    and zero for all rows.
     """
 
     NONE = 0

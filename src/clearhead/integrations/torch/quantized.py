@@ -34,6 +34,7 @@ __all__ = [
     "compute_quantized",
     "described",
     "has_quantized",
+    "is_quantized",
     "quantized_weight",
     "restored_quantized",
     "swap_quantized",
@@ -129,7 +130,7 @@ def _refuse(why: str) -> None:
 
 def has_quantized(module: nn.Module) -> bool:
     """Whether a linear layer within a module is quantised."""
-    return any(_is_quantized(part) for part in module.modules())
+    return any(is_quantized(part) for part in module.modules())
 
 
 def swap_quantized(model: nn.Module) -> list[SwapRow]:
@@ -139,7 +140,7 @@ def swap_quantized(model: nn.Module) -> list[SwapRow]:
         A row for each: what it is, or why its own code computes it.
     """
     trials: dict[object, float | str] = {}
-    return [_swapped(name, module, trials) for name, module in model.named_modules() if _is_quantized(module)]
+    return [_swapped(name, module, trials) for name, module in model.named_modules() if is_quantized(module)]
 
 
 def restored_quantized(name: str, module: nn.Module) -> SwapRow | None:
@@ -147,7 +148,8 @@ def restored_quantized(name: str, module: nn.Module) -> SwapRow | None:
     return SwapRow(name, nn.Linear.__name__) if class_of(module) is SwappedQuantizedLinear else None
 
 
-def _is_quantized(module: nn.Module) -> bool:
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a module is a linear layer whose weight another library quantised, swapped or not."""
     if is_quantized_by_torch(module):
         return True
     kind = original_of(class_of(module)) or class_of(module)
