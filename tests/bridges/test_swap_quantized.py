@@ -209,6 +209,16 @@ def test_layer_whose_forward_was_replaced_is_left() -> None:
     assert rows[1].how == "native"
 
 
+@pytest.mark.parametrize("name", ["act_pre_scale", "act_quant_scale"])
+def test_factor_of_the_input_is_left_and_named(name: str) -> None:
+    model = _model(torchao.Int8WeightOnlyConfig())
+    setattr(model[0].weight, name, torch.full((96,), 2.0))
+    rows = ch.swap(model).rows
+    assert rows[0].how == "left"
+    assert f"Int8Tensor has {name}" in rows[0].reason
+    assert rows[1].how == "native"
+
+
 def test_wrong_integers_fail_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead.integrations.torch import quantized_weights
 

@@ -87,8 +87,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     without a mask raises in eval mode too. A hook inside a stack, or a ``forward`` that was replaced on an object,
     keeps the batch padded.
 
-    Quantise before swapping: ``quantize_dynamic`` looks for the class ``nn.Linear`` and does not find a swapped linear layer,
-    which warns. Unswap before ``torch.jit.script``, which compiles torch's modules only.
+    Quantise before swapping: ``quantize_dynamic`` looks for the class ``nn.Linear`` and does not find a swapped linear
+    layer, which warns. Unswap before ``torch.jit.script``, which compiles torch's modules only.
 
     Args:
         model: changed in place; swapping twice changes what was left before, and ``leave_padding_out``.
