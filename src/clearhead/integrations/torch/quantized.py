@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.ao.nn.quantized.dynamic import Linear as DynamicLinear
 from torch.nn import functional
 
 from clearhead.choices import is_invariant, refuse_if_invariant
@@ -31,7 +32,6 @@ from clearhead.torch_private import packed_weight_of, version_of
 
 __all__ = [
     "SwappedQuantizedLinear",
-    "compute_quantized",
     "described",
     "has_quantized",
     "is_quantized",
@@ -91,11 +91,22 @@ class SwappedQuantizedLinear(nn.Linear):
     @eager_if_invariant
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight^T + bias``; by torchao's code where the kernels cannot read the call."""
-        output = compute_quantized(self, input, self.bias) if is_tensor_subclass(self.weight) else None
+        output = _computed(self, input, self.bias) if is_tensor_subclass(self.weight) else None
         return functional.linear(input, self.weight, self.bias) if output is None else output
 
 
-def compute_quantized(module: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
+@stands_for(DynamicLinear)
+class SwappedDynamicLinear(DynamicLinear):
+    """``torch.ao.nn.quantized.dynamic.Linear`` on clearhead's kernels."""
+
+    @eager_if_invariant
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight^T + bias``; by torch's code where the kernels cannot read the call."""
+        output = _computed(self, x, None)
+        return super().forward(x) if output is None else output  # type: ignore[no-untyped-call]
+
+
+def _computed(module: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """The layer's output; None if its own code is to compute it."""
     compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
     dtypes_fit = x.dtype in DTYPES and (bias is None or bias.dtype is x.dtype)
@@ -157,12 +168,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def _replacement(module: nn.Module) -> type[nn.Module]:
-    if not is_quantized_by_torch(module):
-        return SwappedQuantizedLinear
-    # Imports a part of torch that most programs do not.
-    from clearhead.integrations.torch.dynamic import SwappedDynamicLinear
-
-    return SwappedDynamicLinear
+    return SwappedDynamicLinear if is_quantized_by_torch(module) else SwappedQuantizedLinear
 
 
 def _swapped(name: str, module: nn.Module, trials: dict[object, float | str]) -> SwapRow:

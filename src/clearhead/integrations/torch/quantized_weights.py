@@ -6,12 +6,12 @@ module's own result (``quantized``). A layout that is not known has a reason.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.ao.nn.quantized.dynamic import Linear as DynamicLinear
 from torch.nn import functional
 
 from clearhead.ops.kinds import Rounding
@@ -37,8 +37,7 @@ def is_tensor_subclass(weight: object) -> bool:
 
 def is_quantized_by_torch(module: nn.Module) -> bool:
     """Whether a module is a linear layer that ``torch.ao.quantization.quantize_dynamic`` made."""
-    dynamic = sys.modules.get("torch.ao.nn.quantized.dynamic")
-    return dynamic is not None and isinstance(module, dynamic.Linear)
+    return isinstance(module, DynamicLinear)
 
 
 def parts_of(weight: Any) -> list[Tensor]:
