@@ -132,7 +132,7 @@ def linear_layers(width: int) -> None:
 
 
 def quantised(width: int) -> None:
-    """Quantise first, then swap: linear layers stay int8, attention runs in the kernels."""
+    """Quantise first, then swap: linear layers stay int8, all of it runs in the kernels."""
     model, x = torch_encoder(width), torch.randn(2, 64, width)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao.quantization announces its move to torchao

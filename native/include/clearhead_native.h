@@ -309,6 +309,37 @@ typedef struct ch_projection {
                            one term and a left that is not transposed                                       */
 } ch_projection;
 
+/* How ch_quantized reads x: as it is, or rounded to integers of `low` to `high`, with a scale for each row whose zero is in
+ * the middle of the range, with a scale and a zero for each row, or with one for all rows. */
+enum ch_rounding { CH_ROUND_NONE = 0, CH_ROUND_SYMMETRIC = 1, CH_ROUND_ASYMMETRIC = 2, CH_ROUND_TENSOR = 3 };
+
+/* A linear layer with a weight of integers: output = x (scale weight + offset)^T + bias, with sums in float32, rounded once.
+ * With rounding, sums are exact, and the scales of rows are those of torchao and torch.ao. */
+typedef struct ch_quantized {
+  uint32_t size;        /* sizeof(ch_quantized)                                                             */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* as in ch_attention                                                               */
+  int32_t threads;
+  int32_t dtype;        /* ch_dtype of x, bias and output                                                   */
+  int32_t bits;         /* 8: signed integers; 4: two of 0 to 15 a byte, the lower half first               */
+  int32_t rounding;     /* ch_rounding; other than CH_ROUND_NONE only with 8 bits, one group, no offset, and at most
+                           CH_MAX_ROUNDED steps                                                             */
+  int32_t low, high;    /* of the integers of x, -128 to 127; ignored without rounding                      */
+  int32_t reserved;
+  int64_t rows, columns, steps; /* steps are even with 4 bits                                               */
+  int64_t group;        /* steps that share a scale; divides steps                                          */
+  const void* x;        /* [rows, steps]                                                                    */
+  int64_t x_row;
+  const void* weight;   /* [columns, steps * bits / 8] bytes                                                */
+  int64_t weight_row;
+  const float* scale;   /* [columns, steps / group] contiguous                                              */
+  const float* offset;  /* the same; null for 0                                                             */
+  const void* bias;     /* [columns] contiguous; null for none                                              */
+  void* output;         /* [rows, columns], written                                                         */
+  int64_t output_row;
+} ch_quantized;
+#define CH_MAX_ROUNDED 65535 /* steps whose sums fit in 32 bits */
+
 /* Dropout of activations: output = mask * input * CH_LEVELS / (CH_LEVELS - dropped) + added, all contiguous. The mask is a
  * function of the seed, the row and the column, the same as in the epilogue of ch_project. */
 typedef struct ch_dropout {
@@ -429,6 +460,8 @@ CH_EXPORT int ch_project(const ch_projection* work);
 CH_EXPORT int ch_pack(const ch_projection* work);
 /* Bytes of the panels of a right [steps, columns]; 0 if dtype, set or sizes are out of range. */
 CH_EXPORT int64_t ch_panel_bytes(int32_t dtype, int32_t isa, int64_t steps, int64_t columns);
+/* A linear layer with a weight of integers. */
+CH_EXPORT int ch_multiply_quantized(const ch_quantized* work);
 CH_EXPORT int ch_drop(const ch_dropout* work);
 CH_EXPORT int ch_norm_forward(const ch_norm* work);
 CH_EXPORT int ch_norm_backward(const ch_norm* work);

@@ -71,7 +71,9 @@ struct Set {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
-[[maybe_unused]] bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_avx512bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 
 // Asks the operating system for tile registers, which a process has only with its permission; it is kept by all threads
 // and by child processes.
@@ -104,10 +106,11 @@ bool permits_amx() {
 [[maybe_unused]] bool has_neon() { return true; }  // part of the architecture
 [[maybe_unused]] bool has_neonbf16() {
 #if defined(__linux__)
-  const unsigned long halves = HWCAP_FPHP | HWCAP_ASIMDHP;
+  const unsigned long halves = HWCAP_FPHP | HWCAP_ASIMDHP | HWCAP_ASIMDDP;
   return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 && (getauxval(AT_HWCAP) & halves) == halves;
 #elif defined(__APPLE__)
-  static const char* const needed[] = {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_FP16"};
+  static const char* const needed[] = {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_FP16",
+                                       "hw.optional.arm.FEAT_DotProd"};
   for (const char* feature : needed) {
     int has = 0;
     size_t size = sizeof(has);

@@ -57,6 +57,15 @@ constexpr int MAX_HEIGHT = TILE_ROWS;
 constexpr int MAX_HEIGHT = MR;
 #endif
 
+// How the set multiplies bfloat16: in tiles, by bf16 dot-product instructions, or in float32.
+#if defined(CH_AMX)
+typedef AmxTile Bf16Gemm;
+#elif defined(CH_BF16DOT)
+typedef Bf16Dot Bf16Gemm;
+#else
+typedef Fp32Fma Bf16Gemm;
+#endif
+
 // Whether M multiplies in tiles. The steps of A are then contiguous.
 template <class M> constexpr bool in_tiles() { return M::BLOCK > 1; }
 

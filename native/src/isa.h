@@ -1,4 +1,4 @@
-// The instruction sets that kernels.cpp is compiled for, and the table of kernels that each exports.
+// The instruction sets that kernels.cpp and quantized_kernels.cpp are compiled for, and the table of kernels that each exports.
 #ifndef CLEARHEAD_ISA_H
 #define CLEARHEAD_ISA_H
 
@@ -21,6 +21,7 @@ struct Kernels {
   int (*norm_backward)(const ch_norm* work);
   int (*append)(const ch_append* work);
   int (*rotate)(const ch_rotation* work);
+  int (*multiply_quantized)(const ch_quantized* work);
 };
 
 // The kernels of a set by its index, -1 for the best; null if this processor lacks it.
@@ -32,11 +33,12 @@ bool after_fork() noexcept;
 
 }  // namespace clearhead
 
-// Inside kernels.cpp the build defines CH_NS, the name of the set.
+// Inside kernels.cpp and quantized_kernels.cpp the build defines CH_NS, the name of the set.
 #ifdef CH_NS
 namespace CH_NS {
 using clearhead::Kernels;
 extern const Kernels kernels;
+int multiply_quantized(const ch_quantized* work);  // in quantized_kernels.cpp
 }  // namespace CH_NS
 #endif
 

@@ -15,15 +15,6 @@
 namespace CH_NS {
 namespace {
 
-// How the set multiplies bfloat16: in tiles, by bf16 dot-product instructions, or in float32.
-#if defined(CH_AMX)
-typedef AmxTile Bf16Gemm;
-#elif defined(CH_BF16DOT)
-typedef Bf16Dot Bf16Gemm;
-#else
-typedef Fp32Fma Bf16Gemm;
-#endif
-
 int run_forward(const ch_attention* call) {
   const Task w(*call);
   switch (w.dtype) {
@@ -83,6 +74,7 @@ template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run()
 extern const clearhead::Kernels kernels = {rate, run_forward, run_backward, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_pack, panel_bytes, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
-                                           run_each<Appending>, run_each<Rotating>};
+                                           run_each<Appending>, run_each<Rotating>,
+                                           multiply_quantized};
 
 }  // namespace CH_NS

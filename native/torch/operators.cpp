@@ -3,6 +3,7 @@
 #include "layers.h"
 #include "linear_attention.h"
 #include "pages.h"
+#include "quantized.h"
 
 #include <exception>
 
@@ -30,6 +31,10 @@ std::vector<Operator> all_operators() {
        attention_gradients},
       {"linear", "linear(Tensor x, Tensor weight, Tensor? bias=None, int activation=0) -> Tensor", linear_forward},
       {"pack_weight", "pack_weight(Tensor weight) -> Tensor", pack_weight},
+      {"linear_quantized",
+       "linear_quantized(Tensor x, Tensor weight, Tensor scale, Tensor? offset=None, Tensor? bias=None, int rounding=0, "
+       "int low=-128, int high=127) -> Tensor",
+       linear_quantized},
       {"linear_input_gradient", "linear_input_gradient(Tensor[] grads, Tensor[] weights) -> Tensor", linear_input_gradient},
       {"linear_weight_gradient", "linear_weight_gradient(Tensor grad, Tensor x, bool bias) -> (Tensor, Tensor)",
        linear_weight_gradient},

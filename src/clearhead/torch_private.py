@@ -41,6 +41,7 @@ __all__ = [
     "no_torch_function",
     "onednn_linear",
     "outputs_collected",
+    "packed_weight_of",
     "parameters_of",
     "set_implementation",
     "submodules_of",
@@ -182,6 +183,15 @@ def modules_are_hooked() -> bool:
     Without the name the answer is no, and such a hook misses fused modules.
     """
     return bool(_global_hooks())
+
+
+def packed_weight_of(module: nn.Module) -> object | None:
+    """The packed weight of a quantised linear layer of ``torch.ao``: another object after each change.
+
+    Without the name it is None, and the weight is read at each call.
+    """
+    holder = submodules_of(module).get("_packed_params")
+    return None if holder is None else vars(holder).get("_packed_params")
 
 
 # 4. The base of a view, and a tensor's version ------------------------------------------------------------------------

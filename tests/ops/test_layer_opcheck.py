@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
 from clearhead.ops.block import Tape
-from clearhead.ops.kinds import Activation, NormKind
+from clearhead.ops.kinds import Activation, NormKind, Rounding
 from tests.agreement import needs_native
 
 pytestmark = [
@@ -40,6 +40,8 @@ def _covering(*axes: Iterable[Any]) -> list[Any]:
 
 
 EACH = _covering([*LAYOUTS], DTYPES)
+#: A quantised weight ``[6, 8]``.
+CODES = torch.randint(-128, 128, (6, 8), dtype=torch.int8, generator=torch.Generator().manual_seed(2))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -69,10 +71,21 @@ def test_linear_operators_pass_opcheck(layout: str, dtype: torch.dtype) -> None:
         _check("linear_weight_gradient", grad, x, with_bias)
 
 
+@pytest.mark.parametrize(("layout", "dtype"), EACH)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_linear_operator_passes_opcheck(layout: str, dtype: torch.dtype, bits: int) -> None:
+    x, bias, scale = _x(layout, dtype), torch.randn(6, dtype=dtype), torch.rand(6, 2)
+    codes = CODES if bits == 8 else CODES[:, :4].to(torch.uint8)
+    _check("linear_quantized", x, codes, scale, scale - 0.5, bias)
+    for rounding in [*Rounding][1:] if bits == 8 else []:
+        _check("linear_quantized", x, codes, scale[:, :1], None, None, int(rounding))
+
+
 @pytest.mark.parametrize("shape", [(8,), (2, 5, 8), (2, 0, 8), (2, 3, 4, 8)])
 def test_row_operators_pass_opcheck_with_any_number_of_axes(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(8)
     _check("linear", x, torch.randn(6, 8))
+    _check("linear_quantized", x, CODES, torch.rand(6, 1))
     _check("linear_input_gradient", [x], [torch.randn(8, 3)])
     _check("norm", x, weight, None, int(NormKind.RMS), 1e-6, True)
     _check("dropout_add", x, None, 0, 0)
@@ -361,6 +374,12 @@ HEADS = torch.randn(3, 2, 4, 5, 8)
 VMAPPED: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "linear": ("linear", (X, W[0], W[0, :, 0].clone(), 2), (0, None, None, None)),
     "linear of each weight": ("linear", (X, W), (0, 0)),
+    "quantised linear": ("linear_quantized", (X, CODES, W[0, :, :1].contiguous(), None, None, 1), (0, *(None,) * 5)),
+    "quantised linear, one scale for all rows": (
+        "linear_quantized",
+        (X, CODES, W[0, :, :1].contiguous(), None, None, 3),
+        (0, *(None,) * 5),
+    ),
     "input gradient": ("linear_input_gradient", ([X, X[0] + 1], [B.T @ B, B.T @ B]), ([0, None], [None, None])),
     "input gradient of each weight": ("linear_input_gradient", ([X[..., :6]], [W]), ([0], [0])),
     "weight gradient": ("linear_weight_gradient", (X[..., :6], X[0], True), (0, None, None)),
@@ -452,6 +471,7 @@ def test_single_layers_count_their_gemms() -> None:
     x, weight, grad = torch.randn(2, 5, 8), torch.randn(6, 8), torch.randn(2, 5, 6)
     gemm = 2 * 10 * 6 * 8
     assert _flops(lambda: _call("linear", x, weight)) == gemm
+    assert _flops(lambda: _call("linear_quantized", x, CODES, torch.ones(6, 1))) == gemm
     assert _flops(lambda: _call("linear_input_gradient", [grad, grad], [weight, weight])) == 2 * gemm
     assert _flops(lambda: _call("linear_weight_gradient", grad, x, True)) == gemm
     assert _flops(lambda: _call("norm", x, None, None, 0, 1e-5)) == 0

@@ -26,11 +26,13 @@ MOMENTS, SCALE, SHIFT = torch.ones(5, 2), torch.ones(6), torch.ones(6)
 GRAD = torch.ones(5, 4)
 ROWS = torch.zeros(2, 3, 7, 12, dtype=torch.int8)
 INT8_PAGES = torch.zeros(3, 16, 2, 12, dtype=torch.int8)
+CODES, GROUPS = torch.ones(4, 6, dtype=torch.int8), torch.ones(4, 2)
 PAGES, BLOCKS, KEYS = torch.zeros(3, 16, 2, 8), torch.tensor([[2, 0], [1, 9]]).int(), torch.tensor([20, 3]).int()
 
 #: Valid arguments of each operator.
 GOOD: dict[str, tuple[Any, ...]] = {
     "linear": (X, WEIGHT, BIAS, 0),
+    "linear_quantized": (X, CODES, GROUPS, GROUPS, BIAS, 0, -128, 127),
     "pack_weight": (WEIGHT,),
     "linear_input_gradient": ([GRAD, GRAD], [WEIGHT, WEIGHT]),
     "linear_weight_gradient": (GRAD, X, True),
@@ -57,6 +59,23 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("linear", 2, BIAS.bfloat16(), r"bias must be \[out\]"),
     ("linear", 3, 6, "activation must be 0 to 5"),
     ("linear", 3, -1, "activation must be 0 to 5"),
+    ("linear_quantized", 0, X.double(), "x must be float32, bfloat16 or float16"),
+    ("linear_quantized", 0, torch.tensor(1.0), "x must have an axis of channels"),
+    ("linear_quantized", 0, X[:, :4], "weight must read 4 channels"),
+    ("linear_quantized", 0, X.bfloat16(), r"bias must be \[out\] in the dtype of x"),
+    ("linear_quantized", 1, WEIGHT, r"weight must be \[out, in\] of int8, or \[out, in / 2\] of uint8"),
+    ("linear_quantized", 1, CODES[0], r"weight must be \[out, in\] of int8"),
+    ("linear_quantized", 1, CODES.to(torch.uint8), "weight must read 6 channels"),
+    ("linear_quantized", 2, GROUPS[:3], r"scale must be float32 \[out, groups\]"),
+    ("linear_quantized", 2, GROUPS.double(), r"scale must be float32 \[out, groups\]"),
+    ("linear_quantized", 2, torch.ones(4, 4), r"scale must be .* with a number of groups that divides the channels"),
+    ("linear_quantized", 2, torch.ones(4, 0), r"scale must be .* with a number of groups that divides the channels"),
+    ("linear_quantized", 3, GROUPS[:, :1], "offset must be float32 in the shape of scale"),
+    ("linear_quantized", 3, GROUPS.half(), "offset must be float32 in the shape of scale"),
+    ("linear_quantized", 4, BIAS[:3], r"bias must be \[out\]"),
+    ("linear_quantized", 5, 4, "rounding must be 0 to 3"),
+    ("linear_quantized", 5, -1, "rounding must be 0 to 3"),
+    ("linear_quantized", 5, 1, "weight must be int8 with one scale a row and no offset where x is rounded"),
     ("pack_weight", 0, WEIGHT.double(), "weight must be float32, bfloat16 or float16"),
     ("pack_weight", 0, WEIGHT[0], r"weight must be \[out, in\] of float32"),
     ("linear_input_gradient", 0, [], "grads and weights must be as many, 1 to 4"),

@@ -366,3 +366,46 @@ static inline void _tile_dpbf16ps(int sums, int left, int right) {
       memcpy(at, &sum, sizeof(sum));
     }
 }
+
+// ---- integers -----------------------------------------------------------------------------------------------
+
+CH_EMULATED __m512i _mm512_setzero_si512() { return (__m512i){}; }
+CH_EMULATED __m512i _mm512_set1_epi8(char x) {
+  __m512i r;
+  memset(&r, x, sizeof(r));
+  return r;
+}
+CH_EMULATED __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
+CH_EMULATED __m512i _mm512_add_epi32(__m512i a, __m512i b) { return (__m512i)((emulated::Words)a + (emulated::Words)b); }
+
+namespace emulated {
+
+// Each of the elements of type From as one of type To.
+template <class From, class To, class V> CH_EMULATED __m512i converted(const V& v) {
+  To r[64 / sizeof(To)];
+  for (size_t i = 0; i < 64 / sizeof(To); i++) r[i] = (To)read<From>((const char*)&v + i * sizeof(From));
+  return read<__m512i>(r);
+}
+
+}  // namespace emulated
+
+CH_EMULATED __m512i _mm512_cvtepu8_epi32(__m128i v) { return emulated::converted<uint8_t, int32_t>(v); }
+CH_EMULATED __m512i _mm512_cvtepi8_epi32(__m128i v) { return emulated::converted<int8_t, int32_t>(v); }
+CH_EMULATED __m512i _mm512_cvtepi8_epi16(__m256i v) { return emulated::converted<int8_t, int16_t>(v); }
+CH_EMULATED __m512 _mm512_cvtepi32_ps(__m512i v) { return (__m512)emulated::converted<int32_t, float>(v); }
+
+// Sums of two products of signed halves, and of four of unsigned by signed bytes; they wrap around.
+CH_EMULATED __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
+  emulated::Words r = {};
+  for (int i = 0; i < 32; i++)
+    r[i / 2] += (uint32_t)((int32_t)emulated::read<int16_t>((const char*)&a + 2 * i) *
+                           (int32_t)emulated::read<int16_t>((const char*)&b + 2 * i));
+  return (__m512i)r;
+}
+CH_EMULATED __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+  emulated::Words r = (emulated::Words)sum;
+  for (int i = 0; i < 64; i++)
+    r[i / 4] += (uint32_t)((int32_t)emulated::read<uint8_t>((const char*)&a + i) *
+                           (int32_t)emulated::read<int8_t>((const char*)&b + i));
+  return (__m512i)r;
+}

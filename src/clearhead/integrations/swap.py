@@ -33,6 +33,7 @@ from clearhead.integrations.torch.layers import (
     SwappedTransformerEncoderLayer,
 )
 from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, linear_gains
+from clearhead.integrations.torch.quantized import restored_quantized, swap_quantized
 from clearhead.nn.reading import is_frozen
 from clearhead.projection import choice
 
@@ -72,6 +73,11 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     small ones go to torch. Layers with fewer than 2^14 weights, subclasses, parametrized layers and layers on other
     devices or of other dtypes are left; swap again after the model has moved.
 
+    Every ``torch.nn.Linear`` whose weight torchao quantised to int8 or int4, and every linear layer that
+    ``torch.ao.quantization.quantize_dynamic`` made, computes on the kernels, which read the integers where they lie. A
+    layout is known by its public attributes, and a trial compares the layer with its own result. What is not known or
+    differs is left, and its row has the reason. Layers of transformers with quantised linear layers run op by op.
+
     Under ``ch.set_invariant(True)`` linear layers and parts of any size are replaced, and the report has a row for each
     module that torch computes, whose bits may depend on the batch (``report.outside``). Embeddings and norms that torch
     computes keep the bits of their output, and not those of their parameters' gradients; a row says so.
@@ -81,8 +87,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     without a mask raises in eval mode too. A hook inside a stack, or a ``forward`` that was replaced on an object,
     keeps the batch padded.
 
-    Quantise first: ``quantize_dynamic`` looks for the class ``nn.Linear`` and does not find a swapped linear layer,
-    which warns. Unswap before ``torch.jit.script``, which compiles torch's modules only.
+    Quantise before swapping: ``quantize_dynamic`` looks for the class ``nn.Linear`` and does not find a swapped linear
+    layer, which warns. Unswap before ``torch.jit.script``, which compiles torch's modules only.
 
     Args:
         model: changed in place; swapping twice changes what was left before, and ``leave_padding_out``.
@@ -119,6 +125,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
         for module in model.modules():
             linear_gains(module, alone=True)
         before = {module for _, module in _swapped_linears(model)}
+        # Before what consists of linear layers.
+        quantized = swap_quantized(model)
         rows, within = _swap_transformers(model)
         named = [(name, module) for name, module in model.named_modules() if module not in within]
         changed = [module for _, module in named if class_of(module) in _REPLACEMENTS and _why_left(module) is None]
@@ -136,6 +144,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
             replace(_restored(name, nn.Linear), reason=BEFORE if module in before else "")
             for name, module in _swapped_linears(model)
         ]
+        rows += quantized
         rows += _left_linears([(name, module) for name, module, gain in gains if gain is False and module in alone])
         if is_invariant():
             rows = _outside_promise(model, rows)
@@ -169,6 +178,7 @@ def unswap(model: nn.Module) -> SwapReport:
     with _LOCK:
         hf = _transformers()
         linears = [_restored(name, nn.Linear) for name, _ in _swapped_linears(model)]
+        quantized = [row for name, module in model.named_modules() if (row := restored_quantized(name, module))]
         rows, within = ([], set()) if hf is None else hf.restore(model)
         for name, module in model.named_modules():
             original = original_of(class_of(module))
@@ -178,7 +188,7 @@ def unswap(model: nn.Module) -> SwapReport:
             recast(module, original)
             if module not in within and original not in _SMALL_PARTS:
                 rows.append(_restored(name, original))
-    return SwapReport((*rows, *linears))
+    return SwapReport((*rows, *linears, *quantized))
 
 
 def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:

@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from clearhead.ops.kinds import Rounding
+
 __all__ = ["batching_rule"]
 
 #: Tensors without a batch axis. All others begin with one, of which tables may have 1 for all entries.
@@ -22,6 +24,7 @@ _STRIDED: Final = frozenset(("query", "key", "value", "grad_output", "x"))
 #: Tensors of the operators whose results have as many leading axes as they: the vmapped axis is one more of those.
 _ROWS: Final = {
     "linear": frozenset(("x",)),
+    "linear_quantized": frozenset(("x",)),
     "linear_input_gradient": frozenset(("grads",)),
     "norm": frozenset(("x",)),
     "dropout_add": frozenset(("x", "residual")),
@@ -55,7 +58,8 @@ def batching_rule(name: str, names: Sequence[str]) -> Callable[..., tuple[Any, A
         dims = dict(zip(names, in_dims, strict=False))
         size = info.batch_size
         _check_written(name, dims)
-        if name in _ROWS and _vmapped(dims) <= _ROWS[name] and not given.get("levels"):
+        depends_on_all = given.get("levels") or given.get("rounding") == Rounding.TENSOR
+        if name in _ROWS and _vmapped(dims) <= _ROWS[name] and not depends_on_all:
             results = _with_rows(operator(**_moved_rows(name, given, dims, size)), size)
         elif name not in _ROWS.keys() | _BY_ENTRY and _folds(given, dims):
             results = _unfolded(operator(**_folded(given, dims, size)), size)

@@ -20,6 +20,7 @@ __all__ = [
     "Feature",
     "Gate",
     "NormKind",
+    "Rounding",
     "Side",
 ]
 
@@ -63,6 +64,19 @@ class NormKind(IntEnum):
     LAYER = 0
     RMS = 1
     RMS_FROM_ONE = 2
+
+
+class Rounding(IntEnum):
+    """``ch_rounding``: how a quantised linear layer reads its input.
+
+    As it is; or as 8-bit integers with a scale for each row, with a scale and a zero for each row, or with one scale
+    and zero for all rows.
+    """
+
+    NONE = 0
+    SYMMETRIC = 1
+    ASYMMETRIC = 2
+    TENSOR = 3
 
 
 class Feature(IntEnum):

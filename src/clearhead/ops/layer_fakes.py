@@ -94,6 +94,7 @@ def _block_backward(
 
 LAYER_FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear": _linear,
+    "linear_quantized": _linear,
     "pack_weight": _pack_weight,
     "linear_input_gradient": _linear_input_gradient,
     "linear_weight_gradient": _linear_weight_gradient,

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 from clearhead.verify.distributed import Distributed
+from clearhead.verify.layer_errors import LayerError, LayerErrors
 from clearhead.verify.models import model_law_names, verify_model
 from clearhead.verify.report import Finding, Report
 from clearhead.verify.signatures import SIGNATURES
@@ -17,6 +18,8 @@ __all__ = [
     "SIGNATURES",
     "Distributed",
     "Finding",
+    "LayerError",
+    "LayerErrors",
     "Report",
     "law_names",
     "model_law_names",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from clearhead.nn.generation import evaluating
 from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import REFUSALS, Broken, NotApplicable
 from clearhead.verify.laws.models import MODEL_LAWS, ModelLaw
+from clearhead.verify.layer_errors import LayerErrors, layer_errors
 from clearhead.verify.model_under_test import under_test
 from clearhead.verify.process import undisturbed
 from clearhead.verify.report import Finding, Report, versions
@@ -25,6 +26,11 @@ __all__ = ["model_law_names", "verify_model"]
 _LENGTHS: Final = (97, 40, 23, 6)
 
 
+@overload
+def verify_model(model: nn.Module, tokenizer: nn.Module, *, inputs: Any = None) -> LayerErrors: ...
+
+
+@overload
 def verify_model(
     model: nn.Module,
     tokenizer: Any = None,
@@ -33,8 +39,24 @@ def verify_model(
     lengths: Sequence[int] = _LENGTHS,
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
-) -> Report:
-    """Test whether a model's bits depend on how a sequence is computed.
+) -> Report: ...
+
+
+def verify_model(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    inputs: Any = None,
+    laws: Iterable[str] | None = None,
+    lengths: Sequence[int] = _LENGTHS,
+    name: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Report | LayerErrors:
+    """Test whether a model's bits depend on how a sequence is computed, or compare its quantised layers with others.
+
+    ``verify_model(model, reference)`` lists, layer by layer, how far each quantised linear layer of ``model`` is from
+    the layer of the same name in ``reference``, the model before it was quantised: ``|difference| / |output|`` of the
+    same inputs. The rest is of the test of bits.
 
     Each law computes the same sequences in two ways, under ``ch.invariant()``, and compares outputs bit by bit: alone
     and in a batch, at another place, padded, packed, in chunks, decoded token by token, on other numbers of threads,
@@ -46,7 +68,10 @@ def verify_model(
         model: a ``LanguageModel``, ``SequenceClassifier``, ``Encoder``, ``Decoder`` or block of ``ch.nn``; an
             ``nn.TransformerEncoder`` or one of its layers, batch first; or a model of Hugging Face transformers that
             reads token ids. It is tested in evaluation mode, and left as it was.
-        tokenizer: makes ids from a text by ``encode(text)``; by default ids are random.
+        tokenizer: makes ids from a text by ``encode(text)``; by default ids are random. Or the reference, a
+            ``torch.nn.Module``, given by place.
+        inputs: with a reference: arguments of a call of it, a tensor, a sequence or a mapping of keywords. Both layers
+            get what the reference's layers get in it; by default they get random inputs.
         laws: names of the laws to try, by default all of ``verify.model_law_names()``.
         lengths: lengths of the sequences, cut to the model's longest.
         name: name of the model in the report.
@@ -54,13 +79,16 @@ def verify_model(
 
     Returns:
         A ``Report``: ``str()`` gives a table, ``.ok`` says whether no law fails, ``.broken`` names the laws that fail.
-        The detail of a law that fails has the largest difference, and the first module whose output differs.
+        The detail of a law that fails has the largest difference, and the first module whose output differs. With a
+        reference ``LayerErrors``: ``str()`` gives a table, ``.layers`` has a row for each layer with ``path``, ``kind``
+        and ``error``, and ``.output`` is the error of the model's output if there are ``inputs``.
 
     Raises:
-        UnsupportedError: the model is of no known kind, or there is no such law.
+        UnsupportedError: the model is of no known kind, or there is no such law; with a reference, no layer is
+            quantised, the reference lacks one of them, or an argument of the test of bits is given.
         ShapeError: no lengths, or one below 1.
 
-    Cost: about 150 calls of the model, and 10 backward passes.
+    Cost: about 150 calls of the model, and 10 backward passes; with a reference a call of each layer or of both models.
 
     >>> import torch, clearhead as ch
     >>> model = ch.nn.Encoder(16, num_heads=2, num_layers=1)
@@ -76,6 +104,12 @@ def verify_model(
             got=type(model).__name__,
             then="Pass the model itself.",
         )
+    if isinstance(tokenizer, nn.Module):
+        _check_alone(given=laws is not None or tuple(lengths) != _LENGTHS or name is not None or progress is not None)
+        return layer_errors(model, tokenizer, inputs)
+    if inputs is not None:
+        must, then = "come with a reference", "Pass verify_model(model, reference, inputs=inputs)."
+        raise UnsupportedError.about("verify_model", "inputs", must=must, got="inputs without one", then=then)
     chosen = _chosen(laws)
     subject = under_test(model, None if tokenizer is None else _encode(tokenizer))
     counts = _checked(lengths, subject.longest)
@@ -106,6 +140,13 @@ def model_law_names() -> tuple[str, ...]:
     ('batch', 'place', 'padding right')
     """
     return tuple(law.name for law in MODEL_LAWS)
+
+
+def _check_alone(given: bool) -> None:
+    if given:
+        must, then = "be left out with a reference", "Pass a reference and inputs alone."
+        what = "laws, lengths, name and progress"
+        raise UnsupportedError.about("verify_model", what, must=must, got="some of them", then=then)
 
 
 def _chosen(names: Iterable[str] | None) -> list[ModelLaw]:

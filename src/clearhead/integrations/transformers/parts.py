@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from clearhead.choices import is_invariant
 from clearhead.integrations.recast import original_of, stands_for
 from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, is_plain
+from clearhead.integrations.torch.quantized_weights import is_tensor_subclass
 from clearhead.integrations.transformers.families import FeedForwardRow
 from clearhead.integrations.transformers.match import at
 from clearhead.nn.feedforward import drop_of, name_of
@@ -89,7 +90,10 @@ def linear_of(module: nn.Module) -> Layer | None:
     """Weight ``[out, in]`` and bias of a linear layer; None for any other module. GPT-2's is a transposed view."""
     if type(module) in _CONV1DS:
         return viewable(module.weight).t(), module.bias  # type: ignore[arg-type, return-value]
-    return weights_of(module) if type(module) in _LINEARS and isinstance(module, nn.Linear) else None
+    if type(module) not in _LINEARS or not isinstance(module, nn.Linear):
+        return None
+    weight, bias = weights_of(module)
+    return None if is_tensor_subclass(weight) else (weight, bias)
 
 
 def activation_of(activation: object) -> str | None:

@@ -1,0 +1,51 @@
+// The entry point of quantised linear layers.
+#include "checks.h"
+
+namespace clearhead {
+namespace {
+
+int check_rounding(const ch_quantized& work) {
+  if (work.rounding < CH_ROUND_NONE || work.rounding > CH_ROUND_TENSOR) return CH_BAD_OPTION;
+  if (work.rounding == CH_ROUND_NONE) return CH_OK;
+  if (work.bits != 8 || work.group != work.steps || work.offset != nullptr) return CH_BAD_OPTION;
+  if (work.low < -128 || work.high > 127 || work.low >= work.high) return CH_BAD_OPTION;
+  return work.steps > CH_MAX_ROUNDED ? CH_BAD_SHAPE : CH_OK;
+}
+
+int check_sizes(const ch_quantized& work) {
+  if (work.dtype < CH_FLOAT32 || work.dtype > CH_FLOAT16) return CH_BAD_DTYPE;
+  if (work.bits != 4 && work.bits != 8) return CH_BAD_OPTION;
+  if (!is_count(work.rows) || !is_count(work.columns) || !is_count(work.steps)) return CH_BAD_SHAPE;
+  if (!countable(1, 1, work.rows, work.columns) || !countable(1, 1, work.rows, work.steps) ||
+      !countable(1, 1, work.columns, work.steps))
+    return CH_BAD_SHAPE;
+  if (work.steps > 0 && (work.group < 1 || work.steps % work.group != 0)) return CH_BAD_SHAPE;
+  if (work.bits == 4 && work.steps % 2 != 0) return CH_BAD_SHAPE;
+  if (work.threads < 1 || work.threads > max_threads) return CH_BAD_OPTION;
+  return check_rounding(work);
+}
+
+int check_rows(const void* data, int64_t rows, int64_t stride, int64_t last, int64_t size, Access access = Access::read) {
+  return check_memory(data, {{{rows, stride}, {1, 0}, {1, 0}}, last}, size, access);
+}
+
+int check(const ch_quantized& work) {
+  CH_TRY(check_sizes(work));
+  const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2, groups = work.steps > 0 ? work.steps / work.group : 0;
+  CH_TRY(check_rows(work.x, work.rows, work.x_row, work.steps, size));
+  CH_TRY(check_rows(work.weight, work.columns, work.weight_row, work.steps * work.bits / 8, 1));
+  CH_TRY(check_rows(work.scale, work.columns, groups, groups, sizeof(float)));
+  if (work.offset != nullptr) CH_TRY(check_rows(work.offset, work.columns, groups, groups, sizeof(float)));
+  if (work.bias != nullptr) CH_TRY(check_rows(work.bias, 1, 0, work.columns, size));
+  return check_rows(work.output, work.rows, work.output_row, work.columns, size, Access::write);
+}
+
+}  // namespace
+}  // namespace clearhead
+
+extern "C" int ch_multiply_quantized(const ch_quantized* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check(*work));
+  return work->rows == 0 || work->columns == 0 ? CH_OK : kernels->multiply_quantized(work);
+}

@@ -1,0 +1,30 @@
+// The kernels of quantised linear layers for one instruction set: compiled once for each, beside kernels.cpp.
+#include "quantized_gemv.h"
+#include "quantized_rows.h"
+
+namespace CH_NS {
+namespace {
+
+template <class M, class IO, class Codes, bool DEQUANTIZES> int run_weight_only(const ch_quantized& w) {
+  if (QuantizedGemv<IO, Codes>::takes(w)) return QuantizedGemv<IO, Codes>(w).run();
+  return WeightOnly<M, IO, Codes, DEQUANTIZES>(w).run();
+}
+
+template <class M, class IO> int run(const ch_quantized& w) {
+  if (w.rounding != CH_ROUND_NONE) return RoundedRows<IO>(w).run();
+  if (w.bits == 4) return run_weight_only<M, IO, Int4, true>(w);
+  const bool dequantizes = w.offset != nullptr || w.group != w.steps;
+  return dequantizes ? run_weight_only<M, IO, Int8, true>(w) : run_weight_only<M, IO, Int8, false>(w);
+}
+
+}  // namespace
+
+int multiply_quantized(const ch_quantized* work) {
+  switch (work->dtype) {
+    case CH_FLOAT32: return run<Fp32Fma, Float32>(*work);
+    case CH_BFLOAT16: return run<Bf16Gemm, BFloat16>(*work);
+    default: return run<Fp32Fma, Float16>(*work);
+  }
+}
+
+}  // namespace CH_NS

@@ -1,0 +1,279 @@
+// Linear layers on 8-bit integers: rows of x are rounded to integers of their own scale, and multiplied by the integers
+// of the weight. output = (sum over steps of (x_int - zero) * weight_int) * x_scale * scale + bias.
+//
+// The scales of rows and the rounding are those of torchao (`Rounding`) and of torch.ao (one scale for all rows), step by
+// step in the dtype of x, so that the integers are the same. A row with NaN or infinity has NaN as its scale.
+#pragma once
+
+#include "integer_dot.h"
+#include "quantized.h"
+
+namespace CH_NS {
+
+// A float of the dtype, as torch's operators round each result.
+template <class IO> CH_INLINE float rounded_to(float x) {
+  typename IO::type rounded;
+  put_one<IO>(&rounded, x);
+  return get_one<IO>(&rounded);
+}
+
+// Smallest and largest element, with 0 among them; NaN if there is a NaN or infinity.
+struct Extent {
+  float low = 0.0f, high = 0.0f;
+};
+
+template <class IO> Extent extent_of(const typename IO::type* row, int64_t count) {
+  vf low = {}, high = {}, zero = {};
+  int64_t c = 0;
+  const auto add = [&](vf x) CH_INLINED {
+    low = x < low ? x : low;
+    high = x > high ? x : high;
+    zero += x * (vf){};
+  };
+  for (; c + VL <= count; c += VL) add(get_vector<IO>(row + c));
+  if (c < count) {
+    float rest[VL];
+    get_row<IO>(row + c, (int)(count - c), rest, VL);
+    add(load(rest));
+  }
+  const float nan = sum_of(zero);
+  Extent extent = {nan, nan};
+  for (int i = 0; i < VL; i++) {
+    extent.low = minimum(extent.low, low[i] + nan);
+    extent.high = maximum(extent.high, high[i] + nan);
+  }
+  return extent;
+}
+
+// Rounds to nearest, ties to even: below 2**22 the addition drops the fraction; larger ones are out of every range.
+CH_INLINE vf nearest(vf x) {
+  const vf most = all(4194304.0f), shift = all(12582912.0f);
+  x = x < most ? x : most;
+  x = x > -most ? x : -most;
+  return (x + shift) - shift;
+}
+CH_INLINE float nearest(float x) { return nearest(all(x))[0]; }
+
+// The scale of a row, and the integer that stands for 0.
+struct RowScale {
+  float scale;
+  int32_t zero;
+};
+
+CH_INLINE float clamped(float x, float low, float high) { return x > low ? (x < high ? x : high) : low; }
+
+template <class IO> RowScale symmetric_scale(const Extent& extent, int low, int high) {
+  const float largest = maximum(-extent.low, extent.high);
+  const float scale = rounded_to<IO>(largest / ((float)(high - low) / 2.0f));
+  return {scale < __FLT_EPSILON__ ? __FLT_EPSILON__ : scale, (low + high + 1) / 2};
+}
+
+template <class IO> RowScale asymmetric_scale(const Extent& extent, int low, int high) {
+  const float range = rounded_to<IO>(extent.high - extent.low);
+  float scale = rounded_to<IO>(range / (float)(high - low));
+  if (scale < __FLT_EPSILON__) scale = __FLT_EPSILON__;
+  const float zero = (float)low - nearest(rounded_to<IO>(extent.low / scale));
+  return {scale, (int32_t)clamped(rounded_to<IO>(zero), (float)low, (float)high)};
+}
+
+// torch.ao's (FBGEMM's ChooseQuantizationParams): in double, and the integer of 0 from the end that has the smaller error.
+inline RowScale tensor_scale(const Extent& extent, int low, int high) {
+  constexpr float SMALLEST = 6.1e-5f;
+  double least = extent.low, most = extent.high, scale = (most - least) / (high - low);
+  if ((float)scale == 0.0f || 1.0f / (float)scale == INF) scale = 0.1;
+  if (scale < SMALLEST) least *= SMALLEST / scale, most *= SMALLEST / scale, scale = SMALLEST;
+  const double from_least = low - least / scale, from_most = high - most / scale;
+  const double least_error = __builtin_fabs((double)low) + __builtin_fabs(least / scale);
+  const double most_error = __builtin_fabs((double)high) + __builtin_fabs(most / scale);
+  const double zero = least_error < most_error ? from_least : from_most;
+  const int32_t place = zero < low ? low : zero > high ? high : zero == zero ? (int32_t)nearest((float)zero) : low;
+  return {(float)scale, place};
+}
+
+template <class IO> class RoundedRows {
+  typedef typename IO::type type;
+  typedef IntegerDot Dot;
+
+  // Columns of a unit of work and steps of its stretches: the weight's part stays in L2 and four of its rows in L1.
+  static constexpr int64_t WIDTH = 64, DEPTH = 2048, MAX_ROWS = 288, FEW_ROWS = 8;
+
+  const ch_quantized& w;
+  const int64_t padded;  // steps of a rounded row
+  int threads;
+  typename Dot::Left* left;
+  RowScale* scales;
+  int32_t* row_sums;
+
+ public:
+  explicit RoundedRows(const ch_quantized& work)
+      : w(work), padded(round_up(work.steps, Dot::STEPS)), left(nullptr), scales(nullptr), row_sums(nullptr) {
+    threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * (double)w.steps);
+  }
+
+  int run() {
+    Extent all_rows;
+    if (w.rounding == CH_ROUND_TENSOR) all_rows = extent_of_all();
+    Fault fault;
+    for (int64_t row = 0; row < w.rows; row += MAX_ROWS) {
+      const int64_t rows = minimum(MAX_ROWS, w.rows - row);
+      if (!allocate(rows)) return CH_NO_MEMORY;
+      parallel(threads, rows + 1, [&](int64_t r) { round_row(row, r, rows, all_rows); });
+      parallel(threads, (w.columns + WIDTH - 1) / WIDTH, [&](int64_t unit) {
+        const int64_t size = (rows + 1) * WIDTH;
+        int32_t* sums = (int32_t*)scratch(clearhead::SLOT_WORK, (size_t)size * sizeof(int32_t));
+        if (sums == nullptr) return fault.set(CH_NO_MEMORY);
+        multiply(row, rows, unit * WIDTH, sums);
+      });
+    }
+    clearhead::trim_scratch();
+    return fault.get();
+  }
+
+ private:
+  bool allocate(int64_t rows) {
+    BumpAllocator parts = {nullptr};
+    for (int pass = 0; pass < 2; pass++) {
+      left = parts.take<typename Dot::Left>((rows + 1) * padded);
+      scales = parts.take<RowScale>(rows + 1);
+      row_sums = parts.take<int32_t>(rows + 1);
+      if (pass == 0) parts.next = (char*)scratch(clearhead::SLOT_SHARED, (size_t)(parts.next - (char*)nullptr));
+      if (parts.next == nullptr) return false;
+    }
+    return true;
+  }
+
+  Extent extent_of_all() const {
+    Extent all;
+    for (int64_t r = 0; r < w.rows; r++) {
+      const Extent extent = extent_of<IO>((const type*)w.x + r * w.x_row, w.steps);
+      const float nan = (extent.low + all.low) * 0.0f;
+      all.low = minimum(all.low, extent.low) + nan, all.high = maximum(all.high, extent.high) + nan;
+    }
+    return all;
+  }
+
+  RowScale scale_of(const Extent& extent) const {
+    switch (w.rounding) {
+      case CH_ROUND_SYMMETRIC: return symmetric_scale<IO>(extent, w.low, w.high);
+      case CH_ROUND_ASYMMETRIC: return asymmetric_scale<IO>(extent, w.low, w.high);
+      default: return tensor_scale(extent, w.low, w.high);
+    }
+  }
+
+  // Row r of the call's rows from `first` on as integers. The row after the last one is all ones: its products are the
+  // sums of the weight's rows.
+  void round_row(int64_t first, int64_t r, int64_t rows, const Extent& all_rows) {
+    typename Dot::Left* to = left + r * padded;
+    for (int64_t c = w.steps; c < padded; c++) to[c] = 0;
+    row_sums[r] = (int32_t)w.steps;
+    if (r == rows) {
+      for (int64_t c = 0; c < w.steps; c++) to[c] = 1;
+      return;
+    }
+    const type* row = (const type*)w.x + (first + r) * w.x_row;
+    scales[r] = scale_of(w.rounding == CH_ROUND_TENSOR ? all_rows : extent_of<IO>(row, w.steps));
+    const vf inverse = all(1.0f / scales[r].scale), zero = all((float)scales[r].zero);
+    const vf low = all((float)w.low), high = all((float)w.high);
+    int32_t sum = 0;
+    for (int64_t c = 0; c < w.steps; c += VL) {
+      float x[VL];
+      const int count = (int)minimum((int64_t)VL, w.steps - c);
+      get_row<IO>(row + c, count, x, VL);
+      vf value = nearest(load(x) * inverse) + zero;
+      value = value > low ? value : low;
+      value = value < high ? value : high;
+      for (int i = 0; i < count; i++) {
+        const int32_t code = (int32_t)value[i];
+        to[c + i] = (typename Dot::Left)code;
+        sum += code;
+      }
+    }
+    row_sums[r] = sum;
+  }
+
+  // All rows by WIDTH rows of the weight.
+  void multiply(int64_t row, int64_t rows, int64_t column, int32_t* sums) const {
+    const int64_t columns = minimum(WIDTH, w.columns - column);
+    // Symmetric rows need no sums of the weight.
+    const int64_t all_rows = rows + (w.rounding == CH_ROUND_SYMMETRIC && w.low + w.high == -1 ? 0 : 1);
+    const int64_t depth = rows <= FEW_ROWS ? maximum((int64_t)1, padded) : DEPTH;
+    memset(sums, 0, (size_t)(all_rows * WIDTH) * sizeof(int32_t));
+    for (int64_t s = 0; s < w.steps; s += depth) {
+      const int64_t steps = minimum(depth, w.steps - s);
+      for (int64_t c = 0; c < columns; c += Dot::COLUMNS)
+        for (int64_t r = 0; r < all_rows; r += Dot::ROWS)
+          add_block(left + r * padded + s, minimum((int64_t)Dot::ROWS, all_rows - r), column + c,
+                    minimum((int64_t)Dot::COLUMNS, columns - c), s, steps, sums + r * WIDTH + c, r == 0);
+    }
+    finish(row, rows, column, (int)columns, all_rows > rows ? sums + rows * WIDTH : nullptr, sums);
+  }
+
+  void add_block(const typename Dot::Left* x, int64_t rows, int64_t column, int64_t columns, int64_t step, int64_t steps,
+                 int32_t* sums, bool prefetches) const {
+    const int8_t* weight = (const int8_t*)w.weight + column * w.weight_row + step;
+    // Rows of the weight beyond the last one are read as the last one, and their sums dropped.
+    const int8_t* rows_of[Dot::COLUMNS];
+    for (int64_t c = 0; c < Dot::COLUMNS; c++) rows_of[c] = weight + minimum(c, columns - 1) * w.weight_row;
+    int32_t block[Dot::ROWS * Dot::COLUMNS] = {};
+    const int64_t next = prefetches && column + 2 * Dot::COLUMNS <= w.columns ? Dot::COLUMNS * w.weight_row : 0;
+    add_rows<Dot::ROWS>((int)rows, x, rows_of, steps, next, block);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < columns; c++) sums[r * WIDTH + c] += block[r * Dot::COLUMNS + c];
+  }
+
+  template <int ROWS>
+  void add_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int64_t steps, int64_t next,
+                int32_t* block) const {
+    if constexpr (ROWS > 1)
+      if (rows < ROWS) return add_rows<ROWS - 1>(rows, x, weight, steps, next, block);
+    typename Dot::Vector sum[ROWS][Dot::COLUMNS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < Dot::COLUMNS; c++) sum[r][c] = Dot::zero();
+    const auto add = [&](const typename Dot::Left* left, const auto& read) CH_INLINED {
+#pragma GCC unroll 4
+      for (int c = 0; c < Dot::COLUMNS; c++) {
+        const auto codes = Dot::load_weight(read(c));
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) sum[r][c] = Dot::madd(sum[r][c], codes, left + r * padded);
+      }
+    };
+    int64_t s = 0;
+    for (; s + Dot::STEPS <= steps; s += Dot::STEPS) {
+      if (next > 0 && s % 64 == 0)
+#pragma GCC unroll 4
+        for (int c = 0; c < Dot::COLUMNS; c++) __builtin_prefetch(weight[c] + next + s, 0, 2);
+      add(x + s, [&](int c) CH_INLINED { return weight[c] + s; });
+    }
+    if (s < steps) {
+      int8_t rest[Dot::COLUMNS][Dot::STEPS] = {};
+      for (int c = 0; c < Dot::COLUMNS; c++) memcpy(rest[c], weight[c] + s, (size_t)(steps - s));
+      add(x + s, [&](int c) CH_INLINED { return rest[c]; });
+    }
+    for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < Dot::COLUMNS; c++) block[r * Dot::COLUMNS + c] = Dot::total(sum[r][c]);
+  }
+
+  void finish(int64_t row, int64_t rows, int64_t column, int columns, const int32_t* weight_sums, int32_t* sums) const {
+    float scale[WIDTH], bias[WIDTH] = {};
+    for (int c = 0; c < WIDTH; c++) scale[c] = c < columns ? w.scale[column + c] : 1.0f;
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, WIDTH);
+    for (int64_t r = 0; r < rows; r++) {
+      float scaled[WIDTH];
+      const uint32_t shift = (uint32_t)Dot::SHIFT * (uint32_t)row_sums[r];
+      for (int c = 0; c < WIDTH; c++) {
+        const uint32_t zero = weight_sums == nullptr ? 0 : (uint32_t)scales[r].zero * (uint32_t)weight_sums_at(weight_sums, rows, c);
+        scaled[c] = (float)(int32_t)((uint32_t)sums[r * WIDTH + c] - shift - zero) * scales[r].scale;
+      }
+      put_scaled<IO>((type*)w.output + (row + r) * w.output_row + column, columns, scaled, scale, bias);
+    }
+  }
+
+  // The sum of a row of the weight.
+  CH_INLINE int32_t weight_sums_at(const int32_t* sums, int64_t rows, int c) const {
+    return (int32_t)((uint32_t)sums[c] - (uint32_t)Dot::SHIFT * (uint32_t)row_sums[rows]);
+  }
+};
+
+}  // namespace CH_NS

@@ -1,0 +1,242 @@
+// Linear layers of integers on every instruction set, for any sizes, groups, dtypes and numbers of threads, against the
+// formula in double; rows alone and among others; and invalid descriptions.
+#include <cfloat>
+
+#include "activation_reference.h"
+#include "program.h"
+#include "spoiled.h"
+
+namespace test {
+namespace {
+
+struct QuantizedCase {
+  int dtype = CH_FLOAT32, bits = 8, rounding = CH_ROUND_NONE;
+  int64_t rows = 5, columns = 7, steps = 64, group = 64;
+  bool has_offset = false, has_bias = true;
+};
+
+struct QuantizedCall {
+  Guarded x, output, bias;
+  std::vector<uint8_t> weight;
+  std::vector<float> scale, offset;
+  ch_quantized work{};
+
+  QuantizedCall(const QuantizedCase& c, Random& random) : weight(static_cast<size_t>(c.columns * c.steps * c.bits / 8)) {
+    const int64_t groups = c.steps > 0 ? c.steps / c.group : 0;
+    x = Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, c.rows, c.steps, false);
+    output = Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, c.rows, c.columns, false);
+    bias = Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, 1, c.columns, true);
+    for (int64_t r = 0; r < c.rows; ++r)
+      for (int64_t s = 0; s < c.steps; ++s)
+        encode(c.dtype, static_cast<double>(random.uniform(-100, 100)) / 64 * static_cast<double>(1 + r % 3), x.at(0, 0, r, s));
+    for (int64_t k = 0; k < c.columns; ++k) encode(c.dtype, static_cast<double>(random.uniform(-8, 8)) / 4, bias.at(0, 0, 0, k));
+    for (uint8_t& byte : weight) byte = static_cast<uint8_t>(random.below(256));
+    for (int64_t k = 0; k < c.columns * groups; ++k) {
+      scale.push_back(static_cast<float>(0.001 + random.uniform() / 64));
+      offset.push_back(static_cast<float>(random.uniform() / 8 - 0.06));
+    }
+    work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = c.dtype;
+    work.bits = c.bits, work.rounding = c.rounding, work.low = -128, work.high = 127;
+    work.rows = c.rows, work.columns = c.columns, work.steps = c.steps, work.group = c.group;
+    work.x = x.data(), work.x_row = x.view().row, work.weight = weight.data(), work.weight_row = c.steps * c.bits / 8;
+    work.scale = scale.data(), work.offset = c.has_offset ? offset.data() : nullptr;
+    work.bias = c.has_bias ? bias.data() : nullptr;
+    work.output = output.data(), work.output_row = output.view().row;
+    x.save_original();
+  }
+
+  int run(int isa, int threads, int64_t rows) {
+    output.clear();
+    work.isa = isa, work.threads = threads, work.rows = rows;
+    return ch_multiply_quantized(&work);
+  }
+
+  double code(int64_t column, int64_t step) const {
+    const uint8_t* row = weight.data() + column * work.weight_row;
+    return work.bits == 8 ? static_cast<double>(static_cast<int8_t>(row[step])) : static_cast<double>(row[step / 2] >> step % 2 * 4 & 15);
+  }
+  double value(int64_t column, int64_t step) const {
+    const size_t place = static_cast<size_t>(column * (work.steps / work.group) + step / work.group);
+    return scale[place] * code(column, step) + (work.offset == nullptr ? 0.0 : static_cast<double>(offset[place]));
+  }
+
+  // The value that an element of x stands for; symmetric rounding only.
+  std::vector<double> row_of(int64_t r) const {
+    std::vector<double> row;
+    double largest = 0;
+    for (int64_t s = 0; s < work.steps; ++s) row.push_back(x.get(0, 0, r, s)), largest = std::fmax(largest, std::fabs(row.back()));
+    if (work.rounding == CH_ROUND_NONE) return row;
+    // Rounded to the dtype as the kernels do; ties of bfloat16 do not occur among these values.
+    float unit = static_cast<float>(largest) / 127.5f;
+    if (work.dtype == CH_BFLOAT16) {
+      uint32_t word;
+      std::memcpy(&word, &unit, 4);
+      word = (word + 0x7fff + (word >> 16 & 1)) & 0xffff0000u;
+      std::memcpy(&unit, &word, 4);
+    } else if (work.dtype == CH_FLOAT16) {
+      const int exponent = std::ilogb(unit);
+      unit = static_cast<float>(std::ldexp(std::nearbyint(std::ldexp(static_cast<double>(unit), 10 - exponent)), exponent - 10));
+    }
+    unit = std::fmax(unit, FLT_EPSILON);
+    const float inverse = 1.0f / unit;
+    for (double& each : row) {
+      const double rounded = std::nearbyint(static_cast<double>(static_cast<float>(each) * inverse));
+      each = std::fmax(-128.0, std::fmin(127.0, rounded)) * unit;
+    }
+    return row;
+  }
+
+  void compare_with_formula(int64_t rows, const std::string& name) const {
+    // The panels of sets with bf16 dot products have weights of groups in bfloat16.
+    const double unit = work.dtype == CH_FLOAT32 ? FLT_EPSILON : work.dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-10;
+    const bool rounds_weight = work.dtype == CH_BFLOAT16 && work.rounding == CH_ROUND_NONE;
+    for (int64_t r = 0; r < rows; ++r) {
+      const std::vector<double> row = row_of(r);
+      for (int64_t k = 0; k < work.columns; ++k) {
+        double sum = 0, size = 0;
+        for (int64_t s = 0; s < work.steps; ++s) {
+          const double product = row[static_cast<size_t>(s)] * value(k, s);
+          sum += product, size += std::fabs(product);
+        }
+        if (work.bias != nullptr) sum += bias.get(0, 0, 0, k), size += std::fabs(bias.get(0, 0, 0, k));
+        double bound = unit * std::fabs(sum) + 24 * FLT_EPSILON * size + 1e-30;
+        if (rounds_weight) bound += 0x1p-8 * size / std::sqrt(static_cast<double>(work.steps) / 8 + 1);
+        const double error = std::fabs(output.get(0, 0, r, k) - sum);
+        largest_ratio = std::fmax(largest_ratio, error / bound);
+        check(error <= bound, name + ": " + std::to_string(output.get(0, 0, r, k)) + " for " + std::to_string(sum));
+      }
+    }
+    check(x.unchanged(), name + ": x was written");
+    if (rows == x.count[2]) check(output.margins_intact(), name + ": wrote outside the output");
+  }
+
+  std::vector<uint8_t> row_bytes(int64_t r) const {
+    std::vector<uint8_t> bytes(static_cast<size_t>(work.columns) * size_of(work.dtype));
+    if (!bytes.empty()) std::memcpy(bytes.data(), output.at(0, 0, r, 0), bytes.size());
+    return bytes;
+  }
+};
+
+const std::vector<QuantizedCase>& cases() {
+  static const std::vector<QuantizedCase> all = [] {
+    static const int64_t sizes[][4] = {
+        // rows, columns, steps, group
+        {1, 1, 1, 1},       {3, 5, 64, 64},    {17, 33, 70, 70},     {2, 40, 256, 64},  {9, 19, 1030, 1030}, {1, 70, 1024, 128},
+        {13, 66, 96, 32},   {0, 3, 8, 8},      {4, 0, 8, 8},         {5, 4, 60, 20},    {6, 130, 544, 544},  {300, 17, 128, 32},
+        {8, 9, 2112, 2112}, {2, 3, 4100, 4100}};
+    std::vector<QuantizedCase> made;
+    Random random(77);
+    for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
+      for (const auto& s : sizes)
+        for (int bits : {8, 4}) {
+          if (bits == 4 && s[2] % 2 != 0) continue;
+          QuantizedCase c;
+          c.dtype = dtype, c.bits = bits, c.rows = s[0], c.columns = s[1], c.steps = s[2], c.group = s[3];
+          c.has_offset = random.one_in(2), c.has_bias = random.one_in(2);
+          made.push_back(c);
+          if (bits == 8 && c.group == c.steps) c.rounding = CH_ROUND_SYMMETRIC, c.has_offset = false, made.push_back(c);
+        }
+    return made;
+  }();
+  return all;
+}
+
+std::string describe(const QuantizedCase& c, int isa, int threads) {
+  return "quantized, dtype " + std::to_string(c.dtype) + ", bits " + std::to_string(c.bits) + ", rounding " +
+         std::to_string(c.rounding) + ", " + std::to_string(c.rows) + " x " + std::to_string(c.columns) + " x " +
+         std::to_string(c.steps) + " in " + std::to_string(c.group) + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
+}
+
+// The formula, and the same bits on any number of threads.
+void one_case(uint64_t number) {
+  const QuantizedCase& c = cases()[number];
+  Random random(number + 3);
+  QuantizedCall call(c, random);
+  for (int isa : usable_sets()) {
+    std::vector<uint8_t> one;
+    for (int threads : {1, 2, 5}) {
+      const std::string name = describe(c, isa, threads);
+      expect(call.run(isa, threads, c.rows), CH_OK, name);
+      if (c.steps > 0) call.compare_with_formula(c.rows, name);
+      if (threads == 1) one = call.output.copy();
+      check(call.output.copy() == one, name + ": bits differ from those with one thread");
+    }
+  }
+}
+
+// In invariant mode a row has the same bits alone and among any others; with rounding, always.
+int rows_among_others() {
+  int count = 0;
+  for (uint64_t number = 0; number < cases().size(); ++number) {
+    const QuantizedCase& c = cases()[number];
+    if (c.rows < 2) continue;
+    Random random(number + 3);
+    QuantizedCall call(c, random);
+    ch_set_invariant(c.rounding == CH_ROUND_NONE ? 1 : 0);
+    for (int isa : usable_sets()) {
+      expect(call.run(isa, 2, c.rows), CH_OK, describe(c, isa, 2));
+      std::vector<std::vector<uint8_t>> together;
+      for (int64_t r = 0; r < c.rows; ++r) together.push_back(call.row_bytes(r));
+      for (int64_t rows : {1, 2, 7}) {
+        if (rows > c.rows) continue;
+        expect(call.run(isa, 2, rows), CH_OK, describe(c, isa, 2));
+        for (int64_t r = 0; r < rows; ++r, ++count)
+          check(call.row_bytes(r) == together[static_cast<size_t>(r)], describe(c, isa, 2) + ": a row of " + std::to_string(rows) + " differs");
+      }
+    }
+    ch_set_invariant(0);
+  }
+  return count;
+}
+
+int bad_descriptions() {
+  using W = ch_quantized;
+  const std::vector<Bad<W>> all = spoiled<W>({
+      {"dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = 3; }},
+      {"bits", CH_BAD_OPTION, [](W& w) { w.bits = 3; }},
+      {"negative rows", CH_BAD_SHAPE, [](W& w) { w.rows = -1; }},
+      {"negative columns", CH_BAD_SHAPE, [](W& w) { w.columns = -1; }},
+      {"negative steps", CH_BAD_SHAPE, [](W& w) { w.steps = -2; }},
+      {"huge steps", CH_BAD_SHAPE, [](W& w) { w.steps = INT64_MAX; }},
+      {"counts that overflow", CH_BAD_SHAPE, [](W& w) { w.rows = w.columns = INT32_MAX; }},
+      {"a group of none", CH_BAD_SHAPE, [](W& w) { w.group = 0; }},
+      {"a group that does not divide", CH_BAD_SHAPE, [](W& w) { w.group = 3; }},
+      {"half a byte", CH_BAD_SHAPE, [](W& w) { w.bits = 4, w.steps = w.group = 7; }},
+      {"rounding 4", CH_BAD_OPTION, [](W& w) { w.rounding = 4; }},
+      {"rounding -1", CH_BAD_OPTION, [](W& w) { w.rounding = -1; }},
+      {"rounding with offsets", CH_BAD_OPTION, [](W& w) { w.rounding = 1; }},
+      {"rounding with 4 bits", CH_BAD_OPTION, [](W& w) { w.rounding = 1, w.offset = nullptr, w.bits = 4; }},
+      {"rounding with groups", CH_BAD_OPTION, [](W& w) { w.rounding = 1, w.offset = nullptr, w.group /= 2; }},
+      {"a range of 9 bits", CH_BAD_OPTION, [](W& w) { w.rounding = 1, w.offset = nullptr, w.low = -129; }},
+      {"an empty range", CH_BAD_OPTION, [](W& w) { w.rounding = 1, w.offset = nullptr, w.low = w.high; }},
+      {"sums beyond 32 bits", CH_BAD_SHAPE, [](W& w) { w.rounding = 1, w.offset = nullptr, w.steps = w.group = 65536; }},
+      {"no x", CH_BAD_POINTER, [](W& w) { w.x = nullptr; }},
+      {"no weight", CH_BAD_POINTER, [](W& w) { w.weight = nullptr; }},
+      {"no scale", CH_BAD_POINTER, [](W& w) { w.scale = nullptr; }},
+      {"no output", CH_BAD_POINTER, [](W& w) { w.output = nullptr; }},
+      {"odd scale", CH_BAD_POINTER, [](W& w) { w.scale = reinterpret_cast<const float*>(reinterpret_cast<uintptr_t>(w.scale) + 1); }},
+      {"odd output", CH_BAD_POINTER, [](W& w) { make_odd(w.output); }},
+      {"a negative stride of x", CH_BAD_STRIDE, [](W& w) { w.x_row = -8; }},
+      {"a negative stride of the weight", CH_BAD_STRIDE, [](W& w) { w.weight_row = -8; }},
+      {"a huge stride of the weight", CH_BAD_STRIDE, [](W& w) { w.weight_row = INT64_MAX; }},
+      {"rows of the output that overlap", CH_BAD_STRIDE, [](W& w) { w.output_row = w.columns - 1; }},
+  });
+  Random random(4);
+  QuantizedCase c;
+  c.has_offset = true;
+  QuantizedCall call(c, random);
+  const int count = expect_refused(call.work, all, "quantized", ch_multiply_quantized, [&] { return call.output.untouched(); });
+  expect(ch_multiply_quantized(nullptr), CH_BAD_POINTER, "a null description");
+  return count;
+}
+
+}  // namespace
+}  // namespace test
+
+int main(int arguments, char** argument) {
+  const test::Program program = {"quantized", 0, test::cases().size(), test::one_case, {
+      {"among-others", test::rows_among_others},
+      {"invalid", test::bad_descriptions},
+  }};
+  return test::run_program(program, arguments, argument);
+}

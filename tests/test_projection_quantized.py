@@ -1,0 +1,209 @@
+"""Linear layers of integers against the dequantised weight in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from clearhead.invariance import invariant
+from clearhead.ops.kinds import Rounding
+from clearhead.ops.library import isa_index, isa_names, library
+from clearhead.projection.quantized import QuantizedWeight, project_quantized
+from tests.agreement import needs_native
+
+pytestmark = needs_native
+
+#: Inputs, outputs and size of a group.
+SIZES = [
+    *((64, 5, 64), (70, 33, 70), (96, 1, 32), (256, 40, 64)),
+    *((1030, 37, 1030), (1024, 19, 256), (60, 7, 20), (2, 3, 1)),
+]
+ROWS = [0, 1, 3, 17, 200]
+#: Relative errors that rounding the output, and weights of groups, may cause.
+BUDGETS = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 7e-4}
+ROUNDED = [Rounding.SYMMETRIC, Rounding.ASYMMETRIC, Rounding.TENSOR]
+
+
+@pytest.fixture(params=isa_names() or ["none"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set of the kernels that this processor runs."""
+    loaded = library()
+    assert loaded is not None
+    every = []
+    while (name := loaded.ch_isa_name(len(every))) is not None:
+        every.append(name.decode())
+    loaded.ch_use_isa(every.index(request.param))
+    yield request.param
+    loaded.ch_use_isa(isa_index())
+
+
+def _weight(inputs: int, outputs: int, group: int, bits: int = 8, *, offset: bool = False) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(inputs + outputs)
+    low, high = (-128, 128) if bits == 8 else (0, 256)
+    width, dtype = (inputs, torch.int8) if bits == 8 else (inputs // 2, torch.uint8)
+    codes = torch.randint(low, high, (outputs, width), generator=generator).to(dtype)
+    scale = torch.rand(outputs, inputs // group, generator=generator) * 0.01 + 0.001
+    shift = torch.randn(outputs, inputs // group, generator=generator) * 0.05
+    return QuantizedWeight(codes, scale, shift if offset else None)
+
+
+def _exact(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    output = x.double() @ weight.dequantized(torch.float64).t()
+    return output if bias is None else output + bias.double()
+
+
+def _error(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize(("bits", "offset"), [(8, False), (8, True), (4, True), (4, False)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_output_is_that_of_the_dequantised_weight(
+    isa: str, sizes: tuple[int, int, int], bits: int, offset: bool, dtype: torch.dtype
+) -> None:
+    weight = _weight(*sizes, bits, offset=offset)
+    x = torch.randn(max(ROWS), sizes[0], generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(sizes[1]).to(dtype)
+    for rows in ROWS:
+        output = project_quantized(x[:rows], weight, bias)
+        assert output.shape == (rows, sizes[1])
+        assert output.dtype is dtype
+        assert rows == 0 or _error(output, _exact(x[:rows], weight, bias)) < BUDGETS[dtype]
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.float32), (8, torch.bfloat16), (4, torch.float32)])
+def test_row_has_the_same_bits_alone_in_invariant_mode(isa: str, bits: int, dtype: torch.dtype) -> None:
+    weight = _weight(1030, 70, 1030) if bits == 8 else _weight(1024, 70, 128, bits, offset=True)
+    x = torch.randn(300, weight.shape[1]).to(dtype)
+    few = project_quantized(x[5:6], weight)
+    with invariant():
+        together = project_quantized(x, weight)
+        for rows in (1, 2, 7, 8, 9, 17):
+            assert torch.equal(project_quantized(x[5 : 5 + rows], weight), together[5 : 5 + rows])
+    # Outside of it few rows are added in another order, or this test would compare one order with itself.
+    assert dtype is not torch.float32 or not torch.equal(few, together[5:6])
+
+
+@pytest.mark.parametrize(("bits", "rounding"), [(8, 0), (4, 0), (8, 1)])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_number_of_threads_changes_no_bit(isa: str, rows: int, bits: int, rounding: int) -> None:
+    plain = _weight(1024, 300, 1024 if rounding else 128, bits)
+    weight = QuantizedWeight(plain.codes, plain.scale, None, Rounding(rounding))
+    x, threads = torch.randn(rows, 1024), torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(project_quantized(x, weight))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("rounding", ROUNDED)
+def test_sums_of_rounded_rows_have_the_same_bits_on_every_set(rounding: Rounding) -> None:
+    loaded = library()
+    assert loaded is not None
+    for inputs, outputs, rows in [(64, 5, 3), (1, 1, 1), (131, 67, 17), (4097, 66, 9), (2050, 130, 40)]:
+        plain = _weight(inputs, outputs, inputs)
+        bounds = (0, 127) if rounding is Rounding.TENSOR else (-128, 127)
+        weight = QuantizedWeight(plain.codes, plain.scale, None, rounding, bounds)
+        x, bias = torch.randn(rows, inputs) + 0.3, torch.randn(outputs)
+        results = []
+        try:
+            for index in range(len(isa_names())):
+                loaded.ch_use_isa(isa_index() + index)
+                results.append(project_quantized(x, weight, bias))
+        finally:
+            loaded.ch_use_isa(isa_index())
+        assert len(results) == len(isa_names())
+        # The set without a fused multiply-add adds the bias in two steps.
+        assert all(torch.equal(result, results[0]) for result in results[:-1])
+        torch.testing.assert_close(results[-1], results[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("rounding", ROUNDED)
+def test_rounded_rows_agree_with_their_formula(isa: str, rounding: Rounding, dtype: torch.dtype) -> None:
+    bounds = (0, 127) if rounding is Rounding.TENSOR else (-128, 127)
+    for inputs, outputs, rows in [(64, 5, 3), (131, 67, 17), (2050, 70, 40)]:
+        plain = _weight(inputs, outputs, inputs)
+        weight = QuantizedWeight(plain.codes, plain.scale, None, rounding, bounds)
+        # Rows of different sizes: a neighbour's scale would be wrong by far.
+        x = (torch.randn(rows, inputs) * torch.logspace(-2, 2, rows)[:, None] + 0.1).to(dtype)
+        rounded = _rounded(x, rounding, *bounds)
+        output = project_quantized(x, weight)
+        for row in range(rows) if rounding is not Rounding.TENSOR else [rows - 1]:
+            assert _error(output[row], _exact(rounded[row], weight)) < BUDGETS[dtype]
+
+
+def _rounded(x: Tensor, rounding: Rounding, low: int, high: int) -> Tensor:
+    """The values that rounded rows stand for."""
+    axes = (0, 1) if rounding is Rounding.TENSOR else (1,)
+    # torch.ao computes the one scale of all rows in higher precision, torchao each row's in the dtype.
+    x = x.float() if rounding is Rounding.TENSOR else x
+    least, most = (x.amin(axes, keepdim=True).clamp_max(0), x.amax(axes, keepdim=True).clamp_min(0))
+    if rounding is Rounding.SYMMETRIC:
+        scale, zero = torch.maximum(-least, most) / ((high - low) / 2), torch.zeros_like(least)
+    else:
+        scale = (most - least) / (high - low)
+        zero = (low - (least / scale).round()).clamp(low, high)
+    codes = ((x.float() * (1.0 / scale.float())).round() + zero.float()).clamp(low, high)
+    return (codes.double() - zero.double()) * scale.double()
+
+
+@pytest.mark.parametrize(("bits", "rounding"), [(8, 0), (4, 0), (8, 1), (8, 2)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_stay_in_their_row(isa: str, value: float, bits: int, rounding: int) -> None:
+    plain = _weight(128, 9, 128 if rounding else 32, bits, offset=not rounding)
+    weight = QuantizedWeight(plain.codes, plain.scale, plain.offset, Rounding(rounding))
+    for rows, row in product((3, 17), (0, 2)):
+        x = torch.randn(rows, 128)
+        clean = project_quantized(x, weight)
+        x[row, 5] = value
+        output = project_quantized(x, weight)
+        others = [each for each in range(rows) if each != row]
+        assert torch.equal(output[others], clean[others])
+        assert not output[row].isfinite().any() or not rounding
+        assert not output[row].isfinite().all()
+
+
+def test_layouts_are_read_as_they_lie(isa: str) -> None:
+    weight, x = _weight(96, 11, 32, offset=True), torch.randn(4, 3, 96)
+    expected = project_quantized(x, weight)
+    wide = torch.zeros(11, 128, dtype=torch.int8)
+    wide[:, :96] = weight.codes
+    assert torch.equal(project_quantized(x, QuantizedWeight(wide[:, :96], weight.scale, weight.offset)), expected)
+    transposed = weight.codes.t().contiguous().t()
+    assert torch.equal(project_quantized(x, QuantizedWeight(transposed, weight.scale, weight.offset)), expected)
+    every_other = torch.stack((x, x + 1), dim=-1)[..., 0]
+    assert not every_other.is_contiguous()
+    assert torch.equal(project_quantized(every_other, weight), expected)
+    assert torch.equal(project_quantized(x[1, 2], weight), project_quantized(x[1, 2:3], weight)[0])
+
+
+@pytest.mark.parametrize("rounding", [Rounding.NONE, Rounding.SYMMETRIC])
+def test_input_has_the_gradient_of_the_dequantised_weight(rounding: Rounding) -> None:
+    plain = _weight(64, 7, 64)
+    weight = QuantizedWeight(plain.codes, plain.scale, None, rounding)
+    x, bias = torch.randn(2, 3, 64, requires_grad=True), torch.randn(7, requires_grad=True)
+    slope = torch.randn(2, 3, 7)
+    of_x, of_bias = torch.autograd.grad(project_quantized(x, weight, bias), (x, bias), slope)
+    torch.testing.assert_close(of_x.double(), slope.double() @ weight.dequantized(torch.float64), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_bias, slope.sum((0, 1)))
+
+
+def test_second_derivatives_are_those_of_torch() -> None:
+    weight = _weight(6, 5, 3, offset=True)
+    slope = torch.randn(2, 5, requires_grad=True)
+    (of_x,) = torch.autograd.grad(
+        project_quantized(x := torch.randn(2, 6, requires_grad=True), weight), x, slope, create_graph=True
+    )
+    (of_slope,) = torch.autograd.grad(of_x.sum(), slope)
+    torch.testing.assert_close(of_slope, weight.dequantized().sum(1).expand(2, 5), rtol=1e-5, atol=1e-6)
