@@ -40,7 +40,7 @@ CH_INLINE vf get_signed(const uint8_t* from) {
 
 // How a row of the weight has its integers. `get_half` reads VL of 2 VL of them: the first or the last VL, or the even or
 // the odd ones (ALTERNATE).
-struct Int8 {
+struct Codes8 {
   static constexpr int BITS = 8;
   static constexpr bool ALTERNATE = false;
   template <int HALF> static CH_INLINE vf get_half(const uint8_t* from) { return get_signed(from + HALF * VL); }
@@ -55,7 +55,7 @@ struct Int8 {
 };
 
 // Two integers of 0 to 15 a byte, the lower half first.
-struct Int4 {
+struct Codes4 {
   static constexpr int BITS = 4;
   static constexpr bool ALTERNATE = true;
   template <int HALF> static CH_INLINE vf get_half(const uint8_t* from) {
@@ -79,7 +79,7 @@ CH_INLINE void put_scaled(typename IO::type* output, int columns, const float* s
   put_row<IO>(output + c, columns - c, rest, 1.0f);
 }
 
-// M multiplies operands; IO is the dtype of x, bias and output; Codes is Int8 or Int4.
+// M multiplies operands; IO is the dtype of x, bias and output; Codes is Codes8 or Codes4.
 // DEQUANTIZES: the panel has scale * integer + offset; else the epilogue scales.
 template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
   typedef typename M::operand operand;

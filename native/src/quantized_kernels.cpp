@@ -12,9 +12,9 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> int run_weight_only(
 
 template <class M, class IO> int run(const ch_quantized& w) {
   if (w.rounding != CH_ROUND_NONE) return RoundedRows<IO>(w).run();
-  if (w.bits == 4) return run_weight_only<M, IO, Int4, true>(w);
+  if (w.bits == 4) return run_weight_only<M, IO, Codes4, true>(w);
   const bool dequantizes = w.offset != nullptr || w.group != w.steps;
-  return dequantizes ? run_weight_only<M, IO, Int8, true>(w) : run_weight_only<M, IO, Int8, false>(w);
+  return dequantizes ? run_weight_only<M, IO, Codes8, true>(w) : run_weight_only<M, IO, Codes8, false>(w);
 }
 
 }  // namespace
