@@ -40,7 +40,7 @@ class KVCache:
     With gradients enabled, new tensors are concatenated instead, and gradients flow to every appended token. A cache is
     for one thread: a call during another thread's call raises ``UnsupportedError``.
 
-    A cache of dtype int8 rounds each row of keys and of values to ``numbers * scale`` with ``scale = max |x| / 127``,
+    A cache of dtype int8 rounds each row of keys and of values to ``integers * scale`` with ``scale = max |x| / 127``,
     one float32 scale for each batch entry, head and token. What it returns are these rows, ``head_dim + 4`` bytes each,
     which ``attention`` takes as key and value and reads in place. A row with NaN or infinity has the scale NaN.
 
