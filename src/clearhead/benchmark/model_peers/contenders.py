@@ -12,6 +12,7 @@ from clearhead.benchmark.model_peers.openvino_models import openvino_call
 from clearhead.benchmark.model_peers.peer import Peer
 from clearhead.benchmark.model_peers.torch_models import (
     clearhead_call,
+    clearhead_int8_call,
     compiled_call,
     sdpa_call,
     torchao_dynamic_call,
@@ -59,7 +60,7 @@ _LLAMA_CPP: Final = {
 _TORCH: Final = {"own_threads": False, "spinning": TORCH_THREADS}
 # zentorch exports symbols that CTranslate2 looks up too, which computes garbage if it is loaded after it.
 _ZENTORCH: Final = {**_TORCH, "modules": ("zentorch",), "excuses": _INFERENCE, "loaded_last": True}
-_TORCHAO: Final = {**_TORCH, "modules": ("torchao",)}
+_TORCHAO: Final = {**_TORCH, "modules": ("torchao",), "excuses": {"training": "its integer weights do not learn"}}
 
 
 def _float_peers(dtype: str) -> tuple[Peer, ...]:
@@ -83,6 +84,7 @@ def _int8_peers() -> tuple[Peer, ...]:
         Peer(rows="int8", **fields)  # type: ignore[arg-type]
         for fields in (
             {"name": OURS, "number_format": "bfloat16", "build": clearhead_call, **_TORCH},
+            {"name": f"{OURS} int8", "number_format": "int8", "build": clearhead_int8_call, **_TORCHAO},
             {"name": "torchao weights", "number_format": "int8", "build": torchao_weights_call, **_TORCHAO},
             {"name": "torchao dynamic", "number_format": "int8", "build": torchao_dynamic_call, **_TORCHAO},
             {"name": "ONNX Runtime", "number_format": "int8", "excuses": _INFERENCE, **_ONNX},
@@ -95,7 +97,7 @@ def _int8_peers() -> tuple[Peer, ...]:
 
 
 PEERS: Final[tuple[Peer, ...]] = (*(peer for dtype in _FLOATS for peer in _float_peers(dtype)), *_int8_peers())
-"""All peers; clearhead is the first of each kind of row. In int8 rows it runs in bfloat16 until it has int8 layers."""
+"""All peers; clearhead is the first of each kind of row, in int8 rows in bfloat16 and in int8."""
 
 
 def peers_of(rows: str) -> tuple[Peer, ...]:

@@ -22,7 +22,15 @@ from clearhead.benchmark.peers import Call
 from clearhead.integrations.freeze import freeze
 from clearhead.integrations.swap import swap
 
-__all__ = ["clearhead_call", "compiled_call", "sdpa_call", "torchao_dynamic_call", "torchao_weights_call", "zen_call"]
+__all__ = [
+    "clearhead_call",
+    "clearhead_int8_call",
+    "compiled_call",
+    "sdpa_call",
+    "torchao_dynamic_call",
+    "torchao_weights_call",
+    "zen_call",
+]
 
 
 def clearhead_call(work: ModelWork, number_format: str) -> Call:
@@ -32,6 +40,16 @@ def clearhead_call(work: ModelWork, number_format: str) -> Call:
     if work.kind == "training":
         return training_call(model, work.ids, work.upstream, dropout=work.dropout)
     freeze(model, pack=True)
+    return _call(work, model)
+
+
+def clearhead_int8_call(work: ModelWork, number_format: str) -> Call:
+    """The model in bfloat16 after torchao and ``swap``: weights in int8, and activations but for tokens."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+
+    model = deepcopy(work.model).bfloat16()
+    quantize_(model, Int8WeightOnlyConfig() if work.kind == "token" else Int8DynamicActivationInt8WeightConfig())
+    swap(model)
     return _call(work, model)
 
 
