@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import inf, sqrt
 from typing import Any, Final
 
 import torch
@@ -42,7 +43,7 @@ class LayerErrors:
     """The error of each quantised layer; ``str`` of it is a table, the largest error first.
 
     Attributes:
-        layers: one for each layer, in the order of the model.
+        layers: one for each layer that was called, in the order of the model.
         output: the same measure of the model's output; None without inputs.
     """
 
@@ -71,7 +72,7 @@ def layer_errors(model: nn.Module, reference: nn.Module, inputs: Any = None) -> 
             are the inputs of both layers then; random ones otherwise.
 
     Raises:
-        UnsupportedError: no layer is quantised, or ``reference`` lacks it.
+        UnsupportedError: no layer is quantised, ``reference`` lacks it, or ``inputs`` reach none.
     """
     pairs = {path: (layer, _layer_of(reference, path)) for path, layer in model.named_modules() if is_quantized(layer)}
     if not pairs:
@@ -88,9 +89,11 @@ def layer_errors(model: nn.Module, reference: nn.Module, inputs: Any = None) -> 
             with _compared(pairs, sums):
                 expected = _called_with(reference, inputs)
             output = _of_outputs(_called_with(model, inputs), expected)
-    layers = (
-        LayerError(path, _kind(layer), sums[path].relative) for path, (layer, _) in pairs.items() if sums[path].size
-    )
+    called = {path: layer for path, (layer, _) in pairs.items() if sums[path].calls}
+    if not called:
+        must, then = "reach a quantised layer", "Pass what the model is called with, or no inputs."
+        raise UnsupportedError.about("verify_model", "inputs", must=must, got="a call that reaches none", then=then)
+    layers = (LayerError(path, _kind(layer), sums[path].relative) for path, layer in called.items())
     return LayerErrors(tuple(layers), output)
 
 
@@ -100,16 +103,20 @@ class _Difference:
 
     difference: float = field(default=0.0)
     size: float = field(default=0.0)
+    calls: int = field(default=0)
 
     def add(self, result: Tensor, exact: Tensor) -> None:
         """Add the elements of one output."""
+        self.calls += 1
         self.difference += (result.double() - exact.double()).square().sum().item()
         self.size += exact.double().square().sum().item()
 
     @property
     def relative(self) -> float:
         """The relative difference."""
-        return (self.difference / self.size) ** 0.5 if self.size else 0.0
+        if self.size == 0.0:
+            return inf if self.difference else 0.0
+        return sqrt(self.difference / self.size)
 
 
 def _layer_of(reference: nn.Module, path: str) -> Any:
