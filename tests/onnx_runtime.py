@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clearhead.benchmark.model_peers.exporter import quiet_exporter
 from tests.budget import within_budget
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -27,21 +24,9 @@ ATTENTION = 23
 PLAIN = 18
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's warnings, of packages that it would translate too."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def export(module: nn.Module, inputs: tuple[Tensor, ...], *, opset: int = ATTENTION, dynamic: Any = None) -> Any:
     """The ONNX program of a module."""
-    with _quiet():
+    with quiet_exporter():
         return torch.onnx.export(
             module, inputs, dynamo=True, verbose=False, opset_version=opset, dynamic_shapes=dynamic
         )

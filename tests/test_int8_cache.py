@@ -11,7 +11,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.cache import KVCache
-from clearhead.quantized_rows import dequantize, quantize
+from clearhead.int8_rows import dequantize, quantize
 from clearhead.verify.budget import rounding
 from tests.agreement import draw, needs_native
 from tests.budget import within_budget

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.int8_rows import channels_of, dequantize, is_quantized, quantize, row_length
 from clearhead.ops.kinds import DTYPES
 from clearhead.ops.library import in_memory, library
-from clearhead.quantized_rows import channels_of, dequantize, is_quantized, quantize, row_length
 from clearhead.shapes import Float, Int
 
 __all__ = [

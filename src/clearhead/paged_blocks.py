@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import UnsupportedError
-from clearhead.quantized_rows import row_length
+from clearhead.int8_rows import row_length
 from clearhead.shapes import Float, Int
 
 __all__ = ["BlockPlan", "BlockPool", "Reservation", "SequenceBlocks"]

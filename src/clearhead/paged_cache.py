@@ -35,7 +35,7 @@ class PagedKVCache:
             sequence leaves half a block empty on average; blocks of 16 are read up to a fifth slower than those of 64.
         value_dim: channels of a head of values; by default ``head_dim``.
         dtype: of keys and values; by default torch's default dtype. With ``torch.int8`` a row of keys or values is
-            rounded to int8 numbers with one float32 scale, as ``KVCache`` does, and takes ``head_dim + 4`` bytes.
+            rounded to int8 integers with one float32 scale, as ``KVCache`` does, and takes ``head_dim + 4`` bytes.
         device: where they are; by default torch's default device.
 
     Raises:

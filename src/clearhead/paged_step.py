@@ -13,11 +13,11 @@ from torch import Tensor
 from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.functional.paged import PageTable, attend_to_pages
+from clearhead.int8_rows import is_quantized, quantize
 from clearhead.masks import Causal, Mask
 from clearhead.ops.kinds import DTYPES
 from clearhead.ops.library import in_memory, library
 from clearhead.paged_blocks import BlockPlan, BlockPool, Reservation
-from clearhead.quantized_rows import is_quantized, quantize
 from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
 

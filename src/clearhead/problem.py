@@ -14,11 +14,11 @@ from torch import Tensor
 from clearhead.arguments import dense, probability, real_number, repr_of, seed_of
 from clearhead.batch_part import origin_of
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
+from clearhead.int8_rows import channels_of, dequantize, is_quantized
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.numbers import packed_numbers
 from clearhead.masks.parts import Parts, parts_of
 from clearhead.masks.segments import Segments, segments_of
-from clearhead.quantized_rows import channels_of, dequantize, is_quantized
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, as_rules
 from clearhead.shapes import Bool, Float, Int
 from clearhead.tensors import is_hollow

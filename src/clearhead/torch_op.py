@@ -15,10 +15,10 @@ from torch import Tensor
 from clearhead.closure import find_learned, learned_by
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
+from clearhead.int8_rows import channels_of
 from clearhead.masks import Mask
 from clearhead.onnx_graph import exporting
 from clearhead.problem import Problem
-from clearhead.quantized_rows import channels_of
 from clearhead.record import Record, decode
 from clearhead.scores import ScoreFunction, ScoreRule
 from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want

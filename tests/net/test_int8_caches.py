@@ -213,6 +213,9 @@ def test_pages_of_int8_give_the_tokens_of_the_int8_cache() -> None:
     pages = PagedCache(model.config, 16, dtype=torch.int8)
     paged = model.generate(prompt(9), past_key_values=pages, **options)
     assert pages.pages.dtype is torch.int8
+    PagedCache(model.config, pages=pages.pages, dtype=torch.int8)
+    with pytest.raises(ch.ShapeError, match=r"dtype must be that of pages, torch\.int8, or None; got torch\.float32"):
+        PagedCache(model.config, pages=pages.pages, dtype=torch.float32)
     assert torch.equal(paged, model.generate(prompt(9), past_key_values=Int8Cache(model.config), **options))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.quantized_rows import quantize
+from clearhead.int8_rows import quantize
 from tests.agreement import needs_native
 
 pytestmark = needs_native

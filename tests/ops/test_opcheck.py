@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
+from clearhead.int8_rows import quantize
 from clearhead.ops.kinds import Side
-from clearhead.quantized_rows import quantize
 from tests.agreement import needs_native
 
 pytestmark = [

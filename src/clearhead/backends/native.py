@@ -14,6 +14,7 @@ from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.recorded import is_recorded, recorded_attention
 from clearhead.choices import attention_path, covers, is_invariant
 from clearhead.cut import pulled
+from clearhead.int8_rows import is_quantized
 from clearhead.masks import Causal
 from clearhead.ops.attention import (
     DIFFERENTIABLE,
@@ -30,7 +31,6 @@ from clearhead.ops.attention import (
 from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES, Side
 from clearhead.ops.library import in_memory, reason
 from clearhead.problem import Problem
-from clearhead.quantized_rows import is_quantized
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
 from clearhead.sequence_sums import sum_of_sequences
 from clearhead.statistics import Observation, Want

@@ -12,13 +12,13 @@ from clearhead.arguments import one_of
 from clearhead.choices import covers
 from clearhead.errors import ClearheadError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional.exact import attention, observe_attention
+from clearhead.int8_rows import channels_of, is_quantized
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
 from clearhead.ops.attention import rule_options
 from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM
 from clearhead.ops.library import in_memory, library
 from clearhead.problem import scale_of
-from clearhead.quantized_rows import channels_of, is_quantized
 from clearhead.scores import Alibi, RelativeBias, ScoreRule, Sink, SoftCap, as_rules
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Want

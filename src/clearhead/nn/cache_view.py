@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from clearhead.cache import KVCache, buffers_of, dropped_by, reserve
+from clearhead.int8_rows import channels_of
 from clearhead.paged_step import PagedLayer, PagedStep
 from clearhead.projection import are_plain
-from clearhead.quantized_rows import channels_of
 from clearhead.shapes import Float
 
 __all__ = ["CacheView", "cache_view", "same_view"]

@@ -11,7 +11,7 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
-from clearhead.nn.generation import Sampler, as_token, check_prompt, evaluating, extend
+from clearhead.nn.generation import Sampler, as_token, check_cache_dtype, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
 from clearhead.nn.start import start_embeddings
@@ -200,6 +200,7 @@ class EncoderDecoder(nn.Module):
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
         start = as_token(name, "start", start)
         stop = None if stop is None else as_token(name, "stop", stop)
+        check_cache_dtype(name, cache_dtype, cached=cached)
         cache = self.new_cache(dtype=cache_dtype) if flag(name, "cached", cached) else None
         target = torch.full((source.shape[0], 1), start, dtype=torch.int64, device=source.device)
         check_range(name, "start", target, self.target_embedding.vocab_size)

@@ -20,6 +20,7 @@ from clearhead.batch_part import origin_of, row_numbers
 from clearhead.choices import SMALL, attention_path, covers, is_invariant, overrides
 from clearhead.dispatch import choose
 from clearhead.errors import UnsupportedError
+from clearhead.int8_rows import is_quantized
 from clearhead.masks import Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import band_of, is_padding, is_table, parts_of
@@ -38,7 +39,6 @@ from clearhead.paged_step import PagedStep
 from clearhead.positions import MOST_POSITIONS, Rotary, table_of
 from clearhead.problem import Problem, draw_seed
 from clearhead.projection import DTYPES, NATIVE, are_plain, choices, takes_small, unrecorded
-from clearhead.quantized_rows import is_quantized
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 from clearhead.torch_private import is_hooked, modules_are_hooked
@@ -422,8 +422,8 @@ def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -
         keys = nothing.expand(batch, tokens[-1].shape[1], projections.num_kv_heads, dim).transpose(1, 2)
         return query, keys, keys
     length = cache.length + x.shape[1] if cache.grows else cache.length
-    numbers = nothing.to(cache.key.dtype)
-    return query, *(numbers.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
+    empty = nothing.to(cache.key.dtype)
+    return query, *(empty.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
 
 
 # ---- the operator's arguments ----------------------------------------------------------------------------------------

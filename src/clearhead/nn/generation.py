@@ -18,7 +18,7 @@ from clearhead.errors import ShapeError
 from clearhead.nn.embedding import check_ids, widened
 from clearhead.shapes import Float, Int
 
-__all__ = ["Sampler", "as_token", "check_prompt", "evaluating", "extend"]
+__all__ = ["Sampler", "as_token", "check_cache_dtype", "check_prompt", "evaluating", "extend"]
 
 
 #: Temperature below which only the likeliest token has weight, and the division would overflow.
@@ -183,6 +183,13 @@ def as_token(function: str, argument: str, token: object) -> int:
             function, argument, must="be a token id, a whole number", got=repr_of(token), then="Pass an int."
         )
     return number
+
+
+def check_cache_dtype(function: str, cache_dtype: torch.dtype | None, *, cached: bool, has_cache: bool = False) -> None:
+    """Raise for a dtype of a cache that the call does not make."""
+    if cache_dtype is not None and (has_cache or not cached):
+        got, then = "a cache" if has_cache else "cached=False", "Make the cache of this dtype."
+        raise ShapeError.about(function, "cache_dtype", must="be None without a new cache", got=got, then=then)
 
 
 def check_prompt(function: str, argument: str, ids: Tensor, max_new_tokens: object) -> int:

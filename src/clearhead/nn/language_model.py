@@ -15,7 +15,7 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, widened
-from clearhead.nn.generation import Sampler, as_token, check_prompt, evaluating, extend
+from clearhead.nn.generation import Sampler, as_token, check_cache_dtype, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.paged_generation import extend_each
 from clearhead.nn.stacks import Decoder, DecoderCache
@@ -262,9 +262,7 @@ class LanguageModel(nn.Module):
         [8, 6]
         """
         name = "LanguageModel.generate"
-        if cache_dtype is not None and (cache is not None or not cached):
-            got, then = "a cache" if cache is not None else "cached=False", "Make the cache of this dtype."
-            raise ShapeError.about(name, "cache_dtype", must="be None without a new cache", got=got, then=then)
+        check_cache_dtype(name, cache_dtype, cached=cached, has_cache=cache is not None)
         if not isinstance(ids, Tensor):
             if not isinstance(ids, (list, tuple)):
                 must, then = "be a tensor, or a list of tensors", "Use torch.as_tensor."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from clearhead.int8_rows import channels_of
 from clearhead.ops.batching import batching_rule
 from clearhead.ops.binary import signatures
 from clearhead.ops.compiled_autograd import register_autograd
@@ -19,7 +20,6 @@ from clearhead.ops.flops import FLOPS
 from clearhead.ops.kinds import Side
 from clearhead.ops.layer_fakes import LAYER_FAKES, empty_heads
 from clearhead.ops.layer_flops import LAYER_FLOPS
-from clearhead.quantized_rows import channels_of
 
 __all__ = ["register", "register_flops"]
 

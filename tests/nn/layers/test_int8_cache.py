@@ -123,10 +123,13 @@ def test_generate_decodes_with_rows_of_int8(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(whole, torch.stack(listed))
 
 
-def test_generate_of_an_encoder_and_a_decoder() -> None:
+def test_generate_of_an_encoder_and_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     model, source = EncoderDecoder(40, 40, 32, 2, 1).eval(), torch.randint(0, 40, (2, 7))
     plain = model.generate(source, 8, start=1)
+    cache = model.new_cache(dtype=torch.int8)
+    monkeypatch.setattr(model, "new_cache", lambda dtype: cache if dtype is torch.int8 else None)
     quantized = model.generate(source, 8, start=1, cache_dtype=torch.int8)
+    assert {layer.key.dtype for layer in (*cache.layers, *cache.memory)} == {torch.int8}
     assert quantized.shape == plain.shape
     assert bool((quantized == plain).float().mean() > 0.5)
 
@@ -135,6 +138,9 @@ def test_generate_refuses_two_caches() -> None:
     model, ids = LanguageModel(60, 64, 4, 1, max_len=64).eval(), torch.randint(0, 60, (1, 5))
     with pytest.raises(ch.ShapeError, match=r"cache_dtype must be None without a new cache; got cached=False"):
         model.generate(ids, 2, cached=False, cache_dtype=torch.int8)
+    pair = EncoderDecoder(40, 40, 32, 2, 1)
+    with pytest.raises(ch.ShapeError, match=r"cache_dtype must be None without a new cache; got cached=False"):
+        pair.generate(ids, 2, start=1, cached=False, cache_dtype=torch.int8)
     cache = model.new_paged_cache(4)
     with pytest.raises(ch.ShapeError, match=r"cache_dtype must be None without a new cache; got a cache"):
         model.generate(list(ids), 2, cache=cache, cache_dtype=torch.int8)

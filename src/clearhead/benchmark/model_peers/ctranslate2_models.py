@@ -132,7 +132,7 @@ class _Generation:
         self.permits: SimpleQueue[bool] = SimpleQueue()
         self.steps: SimpleQueue[Any] = SimpleQueue()
         self.threads: list[Thread] = []
-        # A generation that nobody steps any more ends, and frees the model.
+        # If the call is dropped, its generation ends, so that the model is freed.
         finalize(self, _stop, self.permits, self.threads)
 
     def __call__(self) -> Groups:

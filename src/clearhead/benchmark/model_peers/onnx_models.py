@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from clearhead.benchmark.hugging_face import EncoderStates
 from clearhead.benchmark.machine import machine
+from clearhead.benchmark.model_peers.exporter import quiet_exporter
 from clearhead.benchmark.model_peers.plain_llama import PlainLlama, empty_cache
 from clearhead.benchmark.model_peers.work import ModelWork
 from clearhead.benchmark.peers import Call, Groups
@@ -44,7 +42,7 @@ def onnx_call(work: ModelWork, number_format: str) -> Call:
 def _export_encoder(work: ModelWork, given: Sequence[Tensor], path: Path) -> None:
     model = deepcopy(work.model)
     model.set_attn_implementation("eager")
-    with _quiet():
+    with quiet_exporter():
         torch.onnx.export(EncoderStates(model).eval(), tuple(given), str(path), dynamo=False, opset_version=_OPSET)
 
 
@@ -55,7 +53,7 @@ def _export_llama(work: ModelWork, path: Path) -> None:
     names = [f"past.{place}" for place in range(len(past))]
     results = ["logits", *(f"present.{place}" for place in range(len(past)))]
     axes = {"ids": {1: "length"}, **{name: {2: "cached"} for name in names}}
-    with _quiet():
+    with quiet_exporter():
         torch.onnx.export(
             model,
             (work.ids[:, :2], *past),
@@ -68,23 +66,11 @@ def _export_llama(work: ModelWork, path: Path) -> None:
         )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks about tracing."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def _quantised(path: Path) -> Path:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     smaller = path.with_name("int8.onnx")
-    with _quiet():
+    with quiet_exporter():
         quantize_dynamic(
             path,
             smaller,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any, Final
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from clearhead.benchmark.hugging_face import EncoderStates
+from clearhead.benchmark.model_peers.exporter import quiet_exporter
 from clearhead.benchmark.model_peers.peer import CannotRunError
 from clearhead.benchmark.model_peers.plain_llama import PlainLlama, empty_cache
 from clearhead.benchmark.model_peers.work import ModelWork
@@ -32,7 +31,8 @@ def openvino_call(work: ModelWork, number_format: str) -> Call:
     core = openvino.Core()
     if number_format == "bfloat16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise CannotRunError("OpenVINO computes in bfloat16 only on processors with its instructions")
-    with _quiet():
+    # nncf prints progress bars.
+    with quiet_exporter(), redirect_stdout(StringIO()):
         model = _encoder_model(work) if work.kind == "encoder" else _stateful_llama(work)
         if number_format == "int8":
             model = _quantised(model, work)
@@ -49,18 +49,6 @@ def openvino_call(work: ModelWork, number_format: str) -> Call:
     if work.kind == "encoder":
         return _encoder(request, work)
     return _prefill(request, work) if work.kind == "prefill" else _decoding(request, work)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the converter's remarks about tracing and the progress bars of nncf."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _encoder_model(work: ModelWork) -> Any:

@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from clearhead.choices import is_invariant
 from clearhead.errors import UnsupportedError
 from clearhead.functional.paged import attend_to_pages
+from clearhead.int8_rows import is_quantized
 from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
 from clearhead.integrations.torch.masks import may_look
 from clearhead.integrations.torch.polarity import from_additive
@@ -25,7 +26,6 @@ from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor
 from clearhead.integrations.transformers.paged import PagesTensor
 from clearhead.masks import Causal, Dense, Mask
 from clearhead.masks.parts import band_of
-from clearhead.quantized_rows import is_quantized
 from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.statistics import Want

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.quantized_rows import channels_of, dequantize
+from clearhead.int8_rows import channels_of, dequantize
 from clearhead.shapes import Float, Int
 from clearhead.torch_private import no_torch_function, wrapper_tensor
 
@@ -57,7 +57,7 @@ class RowsTensor(CachedTensor):
         return made
 
     def read(self) -> Float[Tensor, "batch kv_heads length dim"]:
-        """The numbers, dequantized."""
+        """The elements, dequantized."""
         return dequantize(self.rows).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

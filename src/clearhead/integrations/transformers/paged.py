@@ -12,10 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from clearhead.arguments import whole
 from clearhead.errors import ShapeError
 from clearhead.functional.paged import PageTable, pages_of
+from clearhead.int8_rows import channels_of, dequantize, is_quantized
 from clearhead.integrations.transformers.cached_tensor import CachedTensor
 from clearhead.paged_cache import PagedKVCache
 from clearhead.paged_step import write_pages
-from clearhead.quantized_rows import channels_of, dequantize, is_quantized
 from clearhead.shapes import Float
 from clearhead.torch_private import wrapper_tensor
 
@@ -69,7 +69,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         sequences: the sequence of each row.
 
     Raises:
-        ShapeError: neither or both of ``num_blocks`` and ``pages`` are given.
+        ShapeError: neither or both of ``num_blocks`` and ``pages`` are given, or a dtype that ``pages`` does not have.
 
     A call for which no block is free raises ``CacheFullError``, and the cache is as before.
 
@@ -94,6 +94,11 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise ShapeError.about(
                 "PagedCache", "num_blocks", must="be given, or pages of another cache", got="neither or both",
                 then="num_blocks * block_size is how many tokens all sequences may have.",
+            )  # fmt: skip
+        if pages is not None and dtype not in (None, pages.dtype):
+            raise ShapeError.about(
+                "PagedCache", "dtype", must=f"be that of pages, {pages.dtype}, or None", got=dtype,
+                then="The pages have their dtype already.",
             )  # fmt: skip
         self._num_blocks = (
             pages.num_blocks if pages is not None else whole("PagedCache", "num_blocks", num_blocks, low=1)
