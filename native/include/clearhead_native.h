@@ -28,9 +28,9 @@ extern "C" {
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
-/* Bytes of the scale behind the int8 numbers of a quantized row. */
+/* Bytes of the scale behind the int8 integers of a quantized row. */
 #define CH_SCALE_BYTES 4
-/* The smallest number that is not 0 in a quantized row, 2**-119: the scale of a smaller one could be subnormal. */
+/* The smallest value that is not 0 in a quantized row, 2**-119: the scale of a smaller one could be subnormal. */
 #define CH_LEAST_QUANTIZED 1.504632769052528e-36f
 /* Keys of a tile in backward. */
 #define CH_TILE 256
@@ -140,7 +140,7 @@ typedef struct ch_attention {
   int32_t threads;      /* at least 1                                                                       */
   int32_t dtype;        /* ch_dtype of query, key, value, output and their gradients                        */
   int32_t num_rules;
-  /* Forward only: 1 if a row of key and value is int8 numbers followed by their float32 scale, CH_SCALE_BYTES that need no
+  /* Forward only: 1 if a row of key and value is int8 integers followed by their float32 scale, CH_SCALE_BYTES that need no
      alignment, as ch_append_rows writes it. An element of the two tensors is then a byte. Else 0.           */
   int32_t quantized;
   int32_t reserved;
@@ -359,7 +359,7 @@ typedef struct ch_dropout {
 } ch_dropout;
 
 /* target[:, :, first + r] = source[:, :, r]: appends keys or values of new tokens to a KV cache. A quantized row of the
- * target is round(x / scale) as int8 numbers and the scale, max |x| / 127: 0 for a row whose numbers are all below
+ * target is round(x / scale) as int8 integers and the scale, max |x| / 127: 0 for a row whose values are all below
  * CH_LEAST_QUANTIZED, which count as 0, and NaN for a row with NaN or infinity. Halves round to even. */
 typedef struct ch_append {
   uint32_t size;        /* sizeof(ch_append)                                                                */

@@ -26,8 +26,8 @@ template <class IO> class Appending {
   }
 
  private:
-  // Numbers [c, c + VL) of a row, 0 beyond its end.
-  CH_INLINE vf numbers(const type* row, int64_t c) const {
+  // Values [c, c + VL) of a row, 0 beyond its end.
+  CH_INLINE vf values(const type* row, int64_t c) const {
     if (c + VL <= w.columns) return get_vector<IO>(row + c);
     float padded[VL];
     get_row<IO>(row + c, (int)(w.columns - c), padded, VL);
@@ -38,7 +38,7 @@ template <class IO> class Appending {
   CH_INLINE float largest(const type* row) const {
     vi most = (vi){};
     for (int64_t c = 0; c < w.columns; c += VL) {
-      const vi bits = (vi)absolute(numbers(row, c));
+      const vi bits = (vi)absolute(values(row, c));
       most = bits > most ? bits : most;
     }
     int32_t bits = 0;
@@ -56,7 +56,7 @@ template <class IO> class Appending {
       return;
     }
     for (int64_t c = 0; c < w.columns; c += VL) {
-      const vi rounded = (vi)(numbers(from, c) / all(scale) + all(ROUNDS));
+      const vi rounded = (vi)(values(from, c) / all(scale) + all(ROUNDS));
       const vb bytes = __builtin_convertvector(rounded, vb);
       memcpy(to + c, &bytes, (size_t)minimum((int64_t)VL, w.columns - c));
     }

@@ -93,14 +93,14 @@ template <class M, class IO> constexpr int operands_a_word() {
   return sizeof(typename IO::type) == sizeof(typename M::operand) || M::PACK == 2 ? 1 : 2;
 }
 
-// The same with a word of four int8 numbers of each key.
-template <class M, int ROWS> CH_INLINE void add_numbers(vf* sum, const typename M::operand* a, int64_t a_row, Words words) {
+// The same with a word of four int8 integers of each key.
+template <class M, int ROWS> CH_INLINE void add_integers(vf* sum, const typename M::operand* a, int64_t a_row, Words words) {
   const vu four = (vu)words;
-  const vf number[4] = {signed_byte(four << 24), signed_byte(four << 16), signed_byte(four << 8), signed_byte(four)};
+  const vf integer[4] = {signed_byte(four << 24), signed_byte(four << 16), signed_byte(four << 8), signed_byte(four)};
 #pragma GCC unroll 4
   for (int o = 0; o < 4 / M::PACK; o++) {
-    vf operand = number[o];
-    if constexpr (M::PACK == 2) operand = (vf)((vu)number[2 * o] >> 16 | (vu)number[2 * o + 1]);
+    vf operand = integer[o];
+    if constexpr (M::PACK == 2) operand = (vf)((vu)integer[2 * o] >> 16 | (vu)integer[2 * o + 1]);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) sum[r] = M::madd_broadcast(sum[r], M::broadcast(a + r * a_row + o), operand);
   }
@@ -110,7 +110,7 @@ template <class M, int ROWS> CH_INLINE void add_numbers(vf* sum, const typename 
 template <class M, class IO, int ROWS>
 CH_INLINE void add_words(vf* sum, const typename M::operand* a, int64_t a_row, Words words) {
   if constexpr (__is_same(IO, Int8)) {
-    add_numbers<M, ROWS>(sum, a, a_row, words);
+    add_integers<M, ROWS>(sum, a, a_row, words);
   } else if constexpr (operands_a_word<M, IO>() == 1) {
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) sum[r] = M::madd_broadcast(sum[r], M::broadcast(a + r * a_row), (vf)words);

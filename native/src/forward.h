@@ -258,7 +258,7 @@ template <class M, class IO, class KV = IO> struct Forward {
 
   static CH_INLINE bool is_finite(float x) { return x - x == 0.0f; }
 
-  // The scale behind the numbers of a quantized row.
+  // The scale behind the integers of a quantized row.
   CH_INLINE float scale_of(const ch_tensor& t, int64_t b, int64_t kh, int64_t key, int64_t dim) const {
     float scale;
     memcpy(&scale, row_of(t, b, kh, key) + dim, sizeof(scale));
@@ -867,7 +867,7 @@ template <class M, class IO, class KV = IO> struct Forward {
     return apply_factors(score_tile, count, runs, row, d);
   }
 
-  // Multiplies the sums over int8 numbers by the keys' scales.
+  // Multiplies the sums over int8 integers by the keys' scales.
   void scale_scores(const ScoreTile& score_tile, int count, const Runs& runs, const Workspace& d) const {
     for (int x = 0; x < runs.count; x++)
       for (int c = runs.at[x].low; c < runs.at[x].high; c += VL) {

@@ -18,12 +18,12 @@ struct BFloat16 {
 struct Float16 {
   typedef uint16_t type;
 };
-// The numbers of quantized rows, without their scales. They are exact in bfloat16.
+// The integers of quantized rows, without their scales. They are exact in bfloat16.
 struct Int8 {
   typedef int8_t type;
 };
 typedef int8_t vb __attribute__((vector_size(VL)));
-// The upper bytes of words as numbers.
+// The upper bytes of words as floats.
 CH_INLINE vf signed_byte(vu words) { return __builtin_convertvector((vi)words >> 24, vf); }
 
 CH_INLINE float bits_to_float(uint32_t bits) {
@@ -159,10 +159,10 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
 }
 
 #if defined(CH_BF16DOT)
-// Two vectors of int8 numbers as the operands of bf16 dot-product instructions. The lower half of such a float is 0.
-CH_INLINE vu paired_numbers(vf one, vf other) { return (vu)one >> 16 | (vu)other; }
+// Two vectors of int8 integers as the operands of bf16 dot-product instructions. The lower half of such a float is 0.
+CH_INLINE vu paired_integers(vf one, vf other) { return (vu)one >> 16 | (vu)other; }
 
-// A vector of pairs from a row of int8 numbers with `count` left, zero-padded.
+// A vector of pairs from a row of int8 integers with `count` left, zero-padded.
 CH_INLINE vu get_pairs(const int8_t* from, int count) {
   uint16_t padded[VL] = {};
   if (count < 2 * VL) memcpy(padded, from, (size_t)maximum(0, count));
@@ -172,7 +172,7 @@ CH_INLINE vu get_pairs(const int8_t* from, int count) {
 #else
   const vu two = (vu)vmovl_u16((uint16x4_t)halves);
 #endif
-  return paired_numbers(signed_byte(two << 24), signed_byte(two << 16));
+  return paired_integers(signed_byte(two << 24), signed_byte(two << 16));
 }
 #endif
 
@@ -372,13 +372,13 @@ CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, u
 #endif
 
 #if defined(CH_BF16DOT)
-// The same with int8 numbers; either row may be null.
+// The same with int8 integers; either row may be null.
 CH_INLINE void pair_row(const int8_t* one, const int8_t* other, int count, uint32_t* to, int ld) {
   const auto vector = [](const int8_t* row, int c) CH_INLINED { return row != nullptr ? get_vector<Int8>(row + c) : (vf){}; };
-  const auto number = [](const int8_t* row, int c) CH_INLINED { return row != nullptr ? float_to_bits((float)row[c]) : 0; };
+  const auto integer = [](const int8_t* row, int c) CH_INLINED { return row != nullptr ? float_to_bits((float)row[c]) : 0; };
   int c = 0;
-  for (; c + VL <= count; c += VL) *(vu_any*)(to + c) = paired_numbers(vector(one, c), vector(other, c));
-  for (; c < count; c++) to[c] = number(one, c) >> 16 | number(other, c);
+  for (; c + VL <= count; c += VL) *(vu_any*)(to + c) = paired_integers(vector(one, c), vector(other, c));
+  for (; c < count; c++) to[c] = integer(one, c) >> 16 | integer(other, c);
   for (; c < ld; c++) to[c] = 0;
 }
 #endif

@@ -1,4 +1,4 @@
-// Rows of int8 numbers with a scale, made by the formula in plain C++.
+// Rows of int8 integers with a scale, made by the formula in plain C++.
 #pragma once
 
 #include "guarded.h"

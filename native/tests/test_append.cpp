@@ -1,6 +1,6 @@
 // Appends to a cache, with every instruction set and several threads, and invalid descriptions.
 #include "activation_reference.h"
-#include "quantized.h"
+#include "int8_rows.h"
 #include "spoiled.h"
 
 namespace test {

@@ -2,7 +2,7 @@
 // and several threads, with every mask, rule and statistic of the other cases.
 #include "cases.h"
 #include "observed.h"
-#include "quantized.h"
+#include "int8_rows.h"
 #include "sets_agree.h"
 
 namespace test {

@@ -5,6 +5,20 @@
 #include <string.h>
 
 namespace clearhead::torch {
+
+int64_t rows_of(const Tensor& tensor) {
+  int64_t rows = 1;
+  for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) rows *= tensor.size(axis);
+  return rows;
+}
+
+Sizes sizes_with(const Tensor& like, int64_t width) {
+  Sizes sizes;
+  for (int64_t axis = 0; axis + 1 < like.dim(); ++axis) sizes.push_back(like.size(axis));
+  sizes.push_back(width);
+  return sizes;
+}
+
 namespace {
 
 std::string words(int64_t number) { return std::to_string(number); }
@@ -16,12 +30,6 @@ void check_dtype(const char* function, const char* argument, const Tensor& tenso
 
 // Sequences of [batch, length, width]; rows without a batch axis are one sequence.
 int64_t sequences_of(const Tensor& tensor) { return tensor.dim() > 2 ? tensor.size(0) : 1; }
-
-int64_t rows_of(const Tensor& tensor) {
-  int64_t rows = 1;
-  for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) rows *= tensor.size(axis);
-  return rows;
-}
 
 // [*batch, width] as [rows, width]; rows may be strided where there is one batch axis.
 struct Flattened {
@@ -42,13 +50,6 @@ Flattened flatten(const char* function, const char* argument, Tensor input) {
   Flattened result = {std::move(input).as_contiguous(), {}};
   result.matrix = {result.tensor.data(), rows_of(result.tensor), width, width};
   return result;
-}
-
-Sizes sizes_with(const Tensor& like, int64_t width) {
-  Sizes sizes;
-  for (int64_t axis = 0; axis + 1 < like.dim(); ++axis) sizes.push_back(like.size(axis));
-  sizes.push_back(width);
-  return sizes;
 }
 
 Matrix as_rows(const Tensor& tensor) {

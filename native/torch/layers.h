@@ -5,6 +5,10 @@
 
 namespace clearhead::torch {
 
+// Rows of a tensor [*batch, width], and the sizes of one with the same rows and another width.
+int64_t rows_of(const Tensor& tensor);
+Sizes sizes_with(const Tensor& like, int64_t width);
+
 void linear_forward(StableIValue* stack, uint64_t, uint64_t);
 void pack_weight(StableIValue* stack, uint64_t, uint64_t);
 void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t);

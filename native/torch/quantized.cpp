@@ -1,5 +1,7 @@
 #include "quantized.h"
 
+#include "layers.h"
+
 namespace clearhead::torch {
 namespace {
 
@@ -45,12 +47,6 @@ void check_rounding(const Layer& layer, int64_t width, int64_t rounding, int64_t
          "Use rounding=0.");
 }
 
-int64_t rows_of(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t axis = 0; axis + 1 < x.dim(); ++axis) rows *= x.size(axis);
-  return rows;
-}
-
 Tensor run(const Tensor& x, const Layer& layer, int64_t rounding, int64_t low, int64_t high) {
   ch_quantized work = {};
   work.size = sizeof(work), work.abi = CH_ABI, work.isa = instruction_set, work.threads = threads();
@@ -63,10 +59,7 @@ Tensor run(const Tensor& x, const Layer& layer, int64_t rounding, int64_t low, i
   work.weight = layer.weight.data(), work.weight_row = layer.weight.stride(0);
   work.scale = layer.scale.as<float>(), work.offset = layer.offset ? layer.offset.as<float>() : nullptr;
   work.bias = layer.bias ? layer.bias.data() : nullptr;
-  Sizes sizes;
-  for (int64_t axis = 0; axis + 1 < x.dim(); ++axis) sizes.push_back(x.size(axis));
-  sizes.push_back(work.columns);
-  Tensor output = empty(x.dtype(), sizes);
+  Tensor output = empty(x.dtype(), sizes_with(x, work.columns));
   work.output = output.data(), work.output_row = work.columns;
   if (work.rows > 0 && work.columns > 0) check_kernel(ch_multiply_quantized(&work), name);
   return output;

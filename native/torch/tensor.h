@@ -66,7 +66,7 @@ class Tensor {
 // [batch, heads, rows, contiguous columns] as the kernels take it.
 ch_tensor view_of(const Tensor& tensor);
 
-// Whether the rows of keys or values are int8 numbers with a scale behind them; and how many numbers a row has.
+// Whether the rows of keys or values are int8 integers with a scale behind them; and how many integers a row has.
 inline bool is_quantized(const Tensor& rows) { return rows.dtype() == Dtype::int8; }
 inline int64_t channels_of(const Tensor& rows) { return rows.size(3) - (is_quantized(rows) ? CH_SCALE_BYTES : 0); }
 // Whether keys or values are of a dtype, or quantized.
