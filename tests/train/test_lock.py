@@ -87,8 +87,9 @@ def test_lock_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["result"]
 
 
-def test_many_threads_have_the_folder_in_turns(tmp_path: Path) -> None:
-    """The end of one writer removes the file, and the folder, that another one has just opened."""
+@pytest.mark.parametrize("folder", ["run", "runs/of/today"])
+def test_many_threads_have_the_folder_in_turns(tmp_path: Path, folder: str) -> None:
+    """The end of one writer removes the file, and the folders, that another one has just made or opened."""
     inside, most, entered, odd = 0, 0, 0, list[BaseException]()
     guard = threading.Lock()
 
@@ -96,7 +97,7 @@ def test_many_threads_have_the_folder_in_turns(tmp_path: Path) -> None:
         nonlocal inside, most, entered
         for _ in range(200):
             try:
-                with one_writer(tmp_path / "run", function="train", say=pytest.fail):
+                with one_writer(tmp_path / folder, function="train", say=pytest.fail):
                     with guard:
                         inside += 1
                         most, entered = max(most, inside), entered + 1

@@ -67,13 +67,16 @@ def one_writer(folder: Path, *, function: str, say: Callable[[str], object]) -> 
 
 def _locked(path: Path) -> int | None:
     """The descriptor of the locked file; None where there are no locks."""
+    missing = OSError(errno.ENOENT, "removed again and again")
     for _ in range(_ATTEMPTS):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if fcntl is None:
-            return None
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if fcntl is None:
+                return None
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:
+        except (FileExistsError, FileNotFoundError) as failure:
+            # mkdir sees a folder come or go as both, and a file in its place, which stays, as the first.
+            missing = failure
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +90,7 @@ def _locked(path: Path) -> int | None:
                 return None
             raise
         os.close(handle)
-    raise FileNotFoundError(errno.ENOENT, "removed again and again")
+    raise missing
 
 
 def _is_open_at(path: Path, handle: int) -> bool:
