@@ -12,7 +12,8 @@ from torch import Tensor
 from clearhead.invariance import invariant
 from clearhead.ops.kinds import Rounding
 from clearhead.ops.library import isa_index, isa_names, library
-from clearhead.projection.quantized import QuantizedWeight, project_quantized
+from clearhead.ops.quantized_weight import QuantizedWeight
+from clearhead.projection.quantized import project_quantized
 from tests.agreement import needs_native
 
 pytestmark = needs_native

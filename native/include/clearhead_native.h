@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 28
+#define CH_ABI 29
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -313,8 +313,9 @@ typedef struct ch_projection {
  * the middle of the range, with a scale and a zero for each row, or with one for all rows. */
 enum ch_rounding { CH_ROUND_NONE = 0, CH_ROUND_SYMMETRIC = 1, CH_ROUND_ASYMMETRIC = 2, CH_ROUND_TENSOR = 3 };
 
-/* A linear layer with a weight of integers: output = x (scale weight + offset)^T + bias, with sums in float32, rounded once.
- * With rounding, sums are exact, and the scales of rows are those of torchao and torch.ao. */
+/* A linear layer with a weight of integers: output = activation(x (scale weight + offset)^T + bias), or the same sums times
+ * a gate, with sums in float32, rounded once. With rounding, sums are exact, and the scales of rows are those of torchao and
+ * torch.ao. */
 typedef struct ch_quantized {
   uint32_t size;        /* sizeof(ch_quantized)                                                             */
   uint32_t abi;         /* CH_ABI                                                                           */
@@ -325,7 +326,7 @@ typedef struct ch_quantized {
   int32_t rounding;     /* ch_rounding; other than CH_ROUND_NONE only with 8 bits, one group, no offset, and at most
                            CH_MAX_ROUNDED steps                                                             */
   int32_t low, high;    /* of the integers of x, -128 to 127; ignored without rounding                      */
-  int32_t reserved;
+  int32_t activation;   /* ch_activation, applied after the bias                                            */
   int64_t rows, columns, steps; /* steps are even with 4 bits                                               */
   int64_t group;        /* steps that share a scale; divides steps                                          */
   const void* x;        /* [rows, steps]                                                                    */
@@ -335,6 +336,8 @@ typedef struct ch_quantized {
   const float* scale;   /* [columns, steps / group] contiguous                                              */
   const float* offset;  /* the same; null for 0                                                             */
   const void* bias;     /* [columns] contiguous; null for none                                              */
+  const void* gate;     /* [rows, columns], factors of the sums; null for none. Not with an activation      */
+  int64_t gate_row;
   void* output;         /* [rows, columns], written                                                         */
   int64_t output_row;
 } ch_quantized;

@@ -1,4 +1,4 @@
-// Linear layers whose weight is 8-bit or 4-bit integers: output = x weight^T * scale + bias, with x in float.
+// Linear layers whose weight is 8-bit or 4-bit integers: output = epilogue(x weight^T * scale + bias), with x in float.
 //
 // The weight is read where it lies, [columns][steps], once for up to MAX_ROWS rows: a stretch of PW rows of it becomes a
 // panel in L1, by which all rows of x are multiplied with the micro-kernel of every other GEMM. So a sum has the order of
@@ -6,7 +6,7 @@
 // dtype represents, and the epilogue scales; with groups it has scale * integer + offset.
 #pragma once
 
-#include "work.h"
+#include "activation.h"
 
 namespace CH_NS {
 
@@ -68,15 +68,33 @@ struct Codes4 {
   static CH_INLINE float get(const uint8_t* row, int64_t step) { return (float)(row[step / 2] >> step % 2 * 4 & 15); }
 };
 
-// output = sums * scale + bias, rounded once.
+// The epilogue of a part of a row, whole vectors of sums: activation(sums * scale + bias) or (sums * scale + bias) * gate,
+// rounded once.
 template <class IO>
-CH_INLINE void put_scaled(typename IO::type* output, int columns, const float* sums, const float* scale, const float* bias) {
-  int c = 0;
-  for (; c + VL <= columns; c += VL) put_vector<IO>(output + c, fused(load(sums + c), load(scale + c), load(bias + c)));
-  if (c >= columns) return;
-  float rest[VL];
-  store(rest, fused(load(sums + c), load(scale + c), load(bias + c)));
-  put_row<IO>(output + c, columns - c, rest, 1.0f);
+CH_INLINE void put_scaled(const ch_quantized& w, int64_t row, int64_t column, int columns, const float* sums,
+                          const float* scale, const float* bias) {
+  typedef typename IO::type type;
+  type* output = (type*)w.output + row * w.output_row + column;
+  const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + row * w.gate_row + column;
+  for (int c = 0; c < columns; c += VL) {
+    const bool whole = columns - c >= VL;
+    float rest[VL];
+    vf value = fused(load(sums + c), load(scale + c), load(bias + c)), slope;
+    if (gate != nullptr && whole) {
+      value *= get_vector<IO>(gate + c);
+    } else if (gate != nullptr) {
+      get_row<IO>(gate + c, columns - c, rest, VL);
+      value *= load(rest);
+    } else if (w.activation != CH_PLAIN) {
+      value = activation_of(w.activation, value, slope);
+    }
+    if (whole) {
+      put_vector<IO>(output + c, value);
+    } else {
+      store(rest, value);
+      put_row<IO>(output + c, columns - c, rest, 1.0f);
+    }
+  }
 }
 
 // M multiplies operands; IO is the dtype of x, bias and output; Codes is Codes8 or Codes4.
@@ -279,10 +297,7 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
     float scale[PW], bias[PW] = {};
     for (int c = 0; c < PW; c++) scale[c] = DEQUANTIZES || c >= columns ? 1.0f : w.scale[column + c];
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    for (int64_t r = 0; r < rows; r++) {
-      type* output = (type*)w.output + (row + r) * w.output_row + column;
-      put_scaled<IO>(output, columns, tile + r * PW, scale, bias);
-    }
+    for (int64_t r = 0; r < rows; r++) put_scaled<IO>(w, row + r, column, columns, tile + r * PW, scale, bias);
   }
 };
 

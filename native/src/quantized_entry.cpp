@@ -22,6 +22,8 @@ int check_sizes(const ch_quantized& work) {
   if (work.steps > 0 && (work.group < 1 || work.steps % work.group != 0)) return CH_BAD_SHAPE;
   if (work.bits == 4 && work.steps % 2 != 0) return CH_BAD_SHAPE;
   if (work.threads < 1 || work.threads > max_threads) return CH_BAD_OPTION;
+  if (work.activation < CH_PLAIN || work.activation > CH_QUICK_GELU) return CH_BAD_OPTION;
+  if (work.gate != nullptr && work.activation != CH_PLAIN) return CH_BAD_OPTION;
   return check_rounding(work);
 }
 
@@ -37,6 +39,7 @@ int check(const ch_quantized& work) {
   CH_TRY(check_rows(work.scale, work.columns, groups, groups, sizeof(float)));
   if (work.offset != nullptr) CH_TRY(check_rows(work.offset, work.columns, groups, groups, sizeof(float)));
   if (work.bias != nullptr) CH_TRY(check_rows(work.bias, 1, 0, work.columns, size));
+  if (work.gate != nullptr) CH_TRY(check_rows(work.gate, work.rows, work.gate_row, work.columns, size));
   return check_rows(work.output, work.rows, work.output_row, work.columns, size, Access::write);
 }
 

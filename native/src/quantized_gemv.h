@@ -121,15 +121,15 @@ template <class IO, class Codes> class QuantizedGemv {
     }
   }
 
-  // Adds offsets and bias, and rounds.
+  // Adds offsets, and stores through the epilogue.
   void finish(const vf total[COLUMNS], int64_t row, int64_t column, int64_t columns) const {
-    float sums[COLUMNS];
+    static_assert(COLUMNS <= VL);
+    float sums[VL] = {}, ones[VL], bias[VL] = {};
+    store(ones, all(1.0f));
     horizontal_sums(total, sums);
-    for (int64_t c = 0; c < columns; c++) {
-      if (w.offset != nullptr) sums[c] += offsets(row, column + c);
-      if (w.bias != nullptr) sums[c] += get_one<IO>((const type*)w.bias + column + c);
-    }
-    put_row<IO>((type*)w.output + row * w.output_row + column, (int)columns, sums, 1.0f);
+    for (int64_t c = 0; c < columns && w.offset != nullptr; c++) sums[c] += offsets(row, column + c);
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, (int)columns, bias, VL);
+    put_scaled<IO>(w, row, column, (int)columns, sums, ones, bias);
   }
 
   float offsets(int64_t row, int64_t column) const {

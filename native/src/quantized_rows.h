@@ -266,7 +266,7 @@ template <class IO> class RoundedRows {
         const uint32_t zero = weight_sums == nullptr ? 0 : (uint32_t)scales[r].zero * (uint32_t)weight_sums_at(weight_sums, rows, c);
         scaled[c] = (float)(int32_t)((uint32_t)sums[r * WIDTH + c] - shift - zero) * scales[r].scale;
       }
-      put_scaled<IO>((type*)w.output + (row + r) * w.output_row + column, columns, scaled, scale, bias);
+      put_scaled<IO>(w, row + r, column, columns, scaled, scale, bias);
     }
   }
 

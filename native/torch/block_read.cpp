@@ -1,6 +1,9 @@
 // Reads the description of blocks from the lists that Python wrote, and checks that its parts fit each other. The lists
 // have first the structure of every block, and then per block what differs between calls.
 #include "block.h"
+#include "quantized.h"
+
+#include <algorithm>
 
 namespace clearhead::torch {
 namespace {
@@ -62,18 +65,33 @@ class Reader {
   size_t integer_ = 0, number_ = 0, tensor_ = 0, cache_ = 0;
 };
 
+// A weight of integers, whose scales, offsets and rounding follow.
+Linear read_integers(Reader& reader, BlockCall& call, const LinearSpec& spec, Stored stored) {
+  if (spec.weight.tensor->dtype() != (stored == Stored::int4 ? Dtype::byte : Dtype::int8))
+    malformed("a weight", "be int8, or uint8 of two integers", "another dtype");
+  QuantizedLayer from = {spec.weight.tensor, reader.slot().tensor, nullptr, spec.bias.tensor};
+  from.offset = reader.optional_slot().tensor;
+  from.rounding = reader.integer(), from.low = reader.integer(), from.high = reader.integer();
+  return quantized_linear_of(name, from, call.dtype, call.copies);
+}
+
 LinearSpec read_linear(Reader& reader, BlockCall& call) {
   LinearSpec spec;
   spec.weight = reader.slot(), spec.bias = reader.optional_slot();
+  const Stored stored = static_cast<Stored>(reader.integer(0, 3, "how a weight is stored"));
+  if (stored == Stored::int8 || stored == Stored::int4) {
+    spec.layer = read_integers(reader, call, spec, stored);
+    return spec;
+  }
   const Tensor none;
   spec.layer = linear_of(name, *spec.weight.tensor, spec.bias.tensor ? *spec.bias.tensor : none, call.dtype, call.copies);
-  const Slot panels = reader.optional_slot();
-  if (panels.tensor == nullptr) return spec;
+  if (stored == Stored::plain) return spec;
+  const Tensor& panels = *reader.slot().tensor;
   const int64_t bytes = panel_bytes(call.dtype, spec.layer);
-  if (!panels.tensor->is_shaped({bytes}) || panels.tensor->dtype() != Dtype::byte || !panels.tensor->contiguous())
-    fail(name, "a weight's panels", "be " + words(bytes) + " bytes, as pack_weight made them", panels.tensor->shape(),
+  if (!panels.is_shaped({bytes}) || panels.dtype() != Dtype::byte || !panels.contiguous())
+    fail(name, "a weight's panels", "be " + words(bytes) + " bytes, as pack_weight made them", panels.shape(),
          "Pack the weight again.");
-  spec.layer.panels = panels.tensor->data();
+  spec.layer.panels = panels.data();
   return spec;
 }
 
@@ -281,12 +299,20 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
   reader.check_end();
 }
 
+static bool has_integers(const BlockSpec& block) {
+  const auto has = [](const LinearSpec& linear) { return linear.layer.integers.bits != 0; };
+  bool any = std::any_of(block.feedforward.layers.begin(), block.feedforward.layers.end(), has);
+  for (const AttentionSpec& spec : block.attentions)
+    any = any || has(spec.last) || std::any_of(spec.sources.begin(), spec.sources.end(), has);
+  return any;
+}
+
 void check_training(const BlockCall& call) {
-  bool saves = call.blocks.size() == 1 && call.caches.empty();
+  bool saves = call.blocks.size() == 1 && call.caches.empty() && !has_integers(call.blocks[0]);
   for (const AttentionSpec& spec : call.blocks[0].attentions) saves = saves && spec.head_norms.empty();
   for (const ConnectionSpec& connection : call.blocks[0].connections) saves = saves && !connection.has_result_norm;
   if (!saves)
-    fail(name, "training", "be of one block without caches, norms of heads and norms of results",
+    fail(name, "training", "be of one block without caches, integer weights, norms of heads and norms of results",
          words(static_cast<int64_t>(call.blocks.size())) + " blocks and " + words(static_cast<int64_t>(call.caches.size())) +
          " caches", "Run it op by op.");
 }

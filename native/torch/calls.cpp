@@ -31,6 +31,18 @@ void run(const ch_projection& work) {
   if (work.rows > 0 && work.columns > 0) check_kernel(ch_project(&work), "linear");
 }
 
+void multiply_quantized(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
+  const Integers& integers = layer.integers;
+  ch_quantized work = describe<ch_quantized>(dtype);
+  work.bits = integers.bits, work.rounding = integers.rounding, work.low = integers.low, work.high = integers.high;
+  work.group = integers.group, work.scale = integers.scale, work.offset = integers.offset;
+  work.rows = x.rows, work.columns = layer.out, work.steps = x.columns;
+  work.x = x.data, work.x_row = x.step, work.weight = layer.weight, work.weight_row = layer.step;
+  work.bias = layer.bias, work.output = output.data, work.output_row = output.step;
+  work.activation = epilogue.activation, work.gate = epilogue.gate.data, work.gate_row = epilogue.gate.step;
+  if (work.rows > 0 && work.columns > 0) check_kernel(ch_multiply_quantized(&work), "linear_quantized");
+}
+
 }  // namespace
 
 Matrix Matrix::columns_from(int64_t first, int64_t count, Dtype dtype) const {
@@ -43,7 +55,12 @@ Matrix Matrix::rows_from(int64_t first, int64_t count, Dtype dtype) const {
 
 Linear Linear::outputs_from(int64_t first, int64_t count, Dtype dtype) const {
   Linear part = *this;
-  part.weight = offset(weight, transposed ? first : first * step, dtype), part.out = count;
+  part.out = count;
+  if (integers.bits == 0) part.weight = offset(weight, transposed ? first : first * step, dtype);
+  else part.weight = static_cast<const char*>(weight) + first * step;
+  const int64_t groups = integers.group == 0 ? 0 : in / integers.group;
+  if (integers.scale != nullptr) part.integers.scale = integers.scale + first * groups;
+  if (integers.offset != nullptr) part.integers.offset = integers.offset + first * groups;
   part.bias = bias == nullptr ? nullptr : offset(bias, first, dtype);
   part.panels = nullptr;
   return part;
@@ -94,6 +111,7 @@ void pack_weight(Dtype dtype, const Linear& layer, void* panels) {
 }
 
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
+  if (layer.integers.bits != 0) return multiply_quantized(dtype, x, layer, output, epilogue);
   ch_projection work = describe<ch_projection>(dtype);
   work.num_terms = 1, work.right_transposed = layer.transposed ? 0 : 1;
   work.rows = x.rows, work.columns = layer.out;

@@ -16,13 +16,22 @@ struct Matrix {
   Matrix rows_from(int64_t first, int64_t count, Dtype dtype) const;
 };
 
-// A linear layer: `weight` is [out, in], stored as such or transposed as [in, out]; `bias` is null for none.
+// How a weight of integers is read, as in ch_quantized; `bits` is 0 for a weight in floating point.
+struct Integers {
+  int32_t bits = 0, rounding = CH_ROUND_NONE, low = -128, high = 127;
+  int64_t group = 0;
+  const float *scale = nullptr, *offset = nullptr;
+};
+
+// A linear layer: `weight` is [out, in], stored as such or transposed as [in, out]; `bias` is null for none. Strides of a
+// weight of integers count bytes.
 struct Linear {
   const void* weight = nullptr;
   int64_t out = 0, in = 0, step = 0;
   bool transposed = false;
   const void* bias = nullptr;
   const void* panels = nullptr;  // the weight as `pack_weight` wrote it; null for none
+  Integers integers;
 
   // Rows `first` to `first + count` of the weight, and the same part of the bias.
   Linear outputs_from(int64_t first, int64_t count, Dtype dtype) const;
@@ -61,7 +70,7 @@ struct Epilogue {
   Matrix slope_gate;
 };
 
-// output = epilogue(x weight^T + bias)
+// output = epilogue(x weight^T + bias); for a weight of integers without dropout and slopes.
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue = {});
 
 // One term of an input's gradient: grad weight.

@@ -1,7 +1,5 @@
 #include "layers.h"
 
-#include "calls.h"
-
 #include <string.h>
 
 namespace clearhead::torch {
@@ -17,6 +15,14 @@ Sizes sizes_with(const Tensor& like, int64_t width) {
   for (int64_t axis = 0; axis + 1 < like.dim(); ++axis) sizes.push_back(like.size(axis));
   sizes.push_back(width);
   return sizes;
+}
+
+Epilogue epilogue_of(const char* function, int64_t activation) {
+  if (activation < CH_PLAIN || activation > CH_QUICK_GELU)
+    fail(function, "activation", "be 0 to 5", std::to_string(activation), "See clearhead.ops.kinds.Activation.");
+  Epilogue epilogue;
+  epilogue.activation = static_cast<int32_t>(activation);
+  return epilogue;
 }
 
 namespace {
@@ -81,11 +87,8 @@ void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Linear layer = linear_of("linear", weight, bias, x.tensor.dtype(), copies);
   if (layer.in != x.matrix.columns)
     fail("linear", "weight", "read " + words(x.matrix.columns) + " channels", weight.shape(), "Check the layer's widths.");
-  if (activation < CH_PLAIN || activation > CH_QUICK_GELU)
-    fail("linear", "activation", "be 0 to 5", words(activation), "See clearhead.ops.kinds.Activation.");
+  const Epilogue epilogue = epilogue_of("linear", activation);
   Tensor output = empty(x.tensor.dtype(), sizes_with(x.tensor, layer.out));
-  Epilogue epilogue;
-  epilogue.activation = static_cast<int32_t>(activation);
   linear(x.tensor.dtype(), x.matrix, layer, as_rows(output), epilogue);
   Results(stack).tensor(std::move(output));
 }

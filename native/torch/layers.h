@@ -2,12 +2,15 @@
 #pragma once
 
 #include "arguments.h"
+#include "calls.h"
 
 namespace clearhead::torch {
 
 // Rows of a tensor [*batch, width], and the sizes of one with the same rows and another width.
 int64_t rows_of(const Tensor& tensor);
 Sizes sizes_with(const Tensor& like, int64_t width);
+// The epilogue of an activation (enum ch_activation).
+Epilogue epilogue_of(const char* function, int64_t activation);
 
 void linear_forward(StableIValue* stack, uint64_t, uint64_t);
 void pack_weight(StableIValue* stack, uint64_t, uint64_t);

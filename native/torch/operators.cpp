@@ -33,7 +33,7 @@ std::vector<Operator> all_operators() {
       {"pack_weight", "pack_weight(Tensor weight) -> Tensor", pack_weight},
       {"linear_quantized",
        "linear_quantized(Tensor x, Tensor weight, Tensor scale, Tensor? offset=None, Tensor? bias=None, int rounding=0, "
-       "int low=-128, int high=127) -> Tensor",
+       "int low=-128, int high=127, int activation=0) -> Tensor",
        linear_quantized},
       {"linear_input_gradient", "linear_input_gradient(Tensor[] grads, Tensor[] weights) -> Tensor", linear_input_gradient},
       {"linear_weight_gradient", "linear_weight_gradient(Tensor grad, Tensor x, bool bias) -> (Tensor, Tensor)",

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import clearhead as ch
 from clearhead.ops.block import Tape
 from clearhead.ops.kinds import Activation, NormKind, Rounding
+from clearhead.ops.quantized_weight import QuantizedWeight, Weight
 from tests.agreement import needs_native
 
 pytestmark = [
@@ -77,6 +78,7 @@ def test_quantized_linear_operator_passes_opcheck(layout: str, dtype: torch.dtyp
     x, bias, scale = _x(layout, dtype), torch.randn(6, dtype=dtype), torch.rand(6, 2)
     codes = CODES if bits == 8 else CODES[:, :4].to(torch.uint8)
     _check("linear_quantized", x, codes, scale, scale - 0.5, bias)
+    _check("linear_quantized", x, codes, scale, None, bias, 0, -128, 127, int(Activation.SILU))
     for rounding in [*Rounding][1:] if bits == 8 else []:
         _check("linear_quantized", x, codes, scale[:, :1], None, None, int(rounding))
 
@@ -144,6 +146,17 @@ def test_paged_operators_pass_opcheck(dtype: torch.dtype) -> None:
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
+def _weight(outputs: int, inputs: int, dtype: torch.dtype, bits: int) -> Weight:
+    """Random, in floating point for 0 bits; int8 rounds its input, int4 has groups and offsets."""
+    if bits == 0:
+        return torch.randn(outputs, inputs, dtype=dtype) / 4
+    if bits == 8:
+        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+        return QuantizedWeight(codes, torch.rand(outputs, 1) / 256, rounding=Rounding.ASYMMETRIC)
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    return QuantizedWeight(codes, torch.rand(outputs, 2) / 16, torch.rand(outputs, 2) - 0.5)
+
+
 def _attention(
     tape: Tape,
     dtype: torch.dtype,
@@ -152,12 +165,13 @@ def _attention(
     memory_width: int = 16,
     head_norms: bool = False,
     rotary: bool = False,
+    bits: int = 0,
     **_call: Any,
 ) -> None:
     """Two heads of 8 channels that read one head of keys and values, in tokens 16 wide."""
 
-    def layer(outputs: int, inputs: int = 16) -> tuple[Tensor, Tensor]:
-        return torch.randn(outputs, inputs, dtype=dtype) / 4, torch.randn(outputs, dtype=dtype)
+    def layer(outputs: int, inputs: int = 16) -> tuple[Weight, Tensor]:
+        return _weight(outputs, inputs, dtype, bits), torch.randn(outputs, dtype=dtype)
 
     tape.integer(together, 2, 1)
     tape.linears([layer(32)] if together else [layer(16), layer(8, memory_width), layer(8, memory_width)])
@@ -191,10 +205,12 @@ def _attention_call(
 MASKS = ("before", "after", "start", "stop", "allowed", "blocks", "block_size")
 
 
-def _feedforward(tape: Tape, dtype: torch.dtype, activation: Activation, gated: bool, dropped: int) -> None:
-    expand = [(torch.randn(24, 16, dtype=dtype) / 4, None) for _ in range(1 + gated)]
+def _feedforward(
+    tape: Tape, dtype: torch.dtype, activation: Activation, gated: bool, dropped: int, bits: int = 0
+) -> None:
+    expand = [(_weight(24, 16, dtype, bits), None) for _ in range(1 + gated)]
     tape.integer(1, 2 + gated)
-    tape.linears([*expand, (torch.randn(16, 24, dtype=dtype) / 4, torch.randn(16, dtype=dtype))])
+    tape.linears([*expand, (_weight(16, 24, dtype, bits), torch.randn(16, dtype=dtype))])
     tape.integer(activation, dropped)
 
 
@@ -217,6 +233,7 @@ def _block(
     result_norm: bool = False,
     dropped: int = 0,
     rows: Tensor | int = 0,
+    bits: int = 0,
 ) -> Tape:
     tape = Tape()
     tape.integer(blocks)
@@ -224,7 +241,7 @@ def _block(
         tape.integer(1, pre_norm, len(attentions))
         for each in attentions:
             _attention(tape, dtype, **each)
-        _feedforward(tape, dtype, activation, gated, dropped)
+        _feedforward(tape, dtype, activation, gated, dropped, bits)
         for _ in range(len(attentions) + 1):
             _around(tape, dtype, result_norm, dropped)
     for _ in range(blocks):
@@ -292,6 +309,10 @@ FORWARD: dict[str, Callable[[torch.dtype], Tape]] = {
     ),
     "growing cache": lambda dtype: _block(dtype, attentions=[{"cache": 1, "options": {"after": 0}}]),
     "cached memory": lambda dtype: _block(dtype, attentions=[{"cache": 1}, {**SEPARATE, "cache": 2}]),
+    "int8": lambda dtype: _block(dtype, gated=True, bits=8, attentions=[{"bits": 8, "cache": 1}]),
+    "int4": lambda dtype: _block(
+        dtype, bits=4, attentions=[{**SEPARATE, "bits": 4}, {"bits": 4, "memory_width": 12}], blocks=2
+    ),
     "two blocks": lambda dtype: _block(dtype, blocks=2, pre_norm=False, attentions=[{**TABLE, "rotary": True}]),
 }
 

@@ -15,6 +15,9 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.nn import Decoder, DecoderBlock, EncoderBlock, FeedForward, MultiHeadAttention
 from clearhead.ops.block import Tape, run_blocks
+from clearhead.ops.kinds import Rounding
+from clearhead.ops.quantized_weight import QuantizedWeight
+from clearhead.projection import project_activate_project
 from clearhead.testing import choices, force_fused
 from tests.agreement import needs_native
 
@@ -32,7 +35,7 @@ PAGES, BLOCKS, KEYS = torch.zeros(3, 16, 2, 8), torch.tensor([[2, 0], [1, 9]]).i
 #: Valid arguments of each operator.
 GOOD: dict[str, tuple[Any, ...]] = {
     "linear": (X, WEIGHT, BIAS, 0),
-    "linear_quantized": (X, CODES, GROUPS, GROUPS, BIAS, 0, -128, 127),
+    "linear_quantized": (X, CODES, GROUPS, GROUPS, BIAS, 0, -128, 127, 0),
     "pack_weight": (WEIGHT,),
     "linear_input_gradient": ([GRAD, GRAD], [WEIGHT, WEIGHT]),
     "linear_weight_gradient": (GRAD, X, True),
@@ -73,6 +76,8 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("linear_quantized", 3, GROUPS[:, :1], "offset must be float32 in the shape of scale"),
     ("linear_quantized", 3, GROUPS.half(), "offset must be float32 in the shape of scale"),
     ("linear_quantized", 4, BIAS[:3], r"bias must be \[out\]"),
+    ("linear_quantized", 8, 6, "activation must be 0 to 5"),
+    ("linear_quantized", 8, -1, "activation must be 0 to 5"),
     ("linear_quantized", 5, 4, "rounding must be 0 to 3"),
     ("linear_quantized", 5, -1, "rounding must be 0 to 3"),
     ("linear_quantized", 5, 1, "weight must be int8 with one scale a row and no offset where x is rounded"),
@@ -214,6 +219,11 @@ def test_gradients_of_int8_rows_are_refused() -> None:
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
+#: Weights of 24 x 16 and 16 x 16 elements.
+WHOLE_INTEGERS = QuantizedWeight(torch.ones(24, 16, dtype=torch.int8), torch.rand(24, 1), rounding=Rounding.SYMMETRIC)
+HALF_INTEGERS = QuantizedWeight(torch.ones(16, 8, dtype=torch.uint8), torch.rand(16, 2), torch.rand(16, 2))
+
+
 class Call(NamedTuple):
     """Arguments of ``block``; ``block_forward`` takes all but the caches."""
 
@@ -247,6 +257,8 @@ def modules() -> list[Callable[[], Any]]:
         lambda: MultiHeadAttention(16, 4)(x),
         lambda: MultiHeadAttention(16, 4)(x, memory),
         lambda: FeedForward(16, 24, gated=True)(x),
+        lambda: project_activate_project(x, WHOLE_INTEGERS, None, torch.randn(16, 24), torch.randn(16)),
+        lambda: project_activate_project(x, torch.randn(16, 16), None, HALF_INTEGERS, None, activation="silu"),
         lambda: Decoder(16, 4, 3).eval()(x),
     ]
     for options in kinds:
@@ -279,7 +291,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     with choices(attention="native"), torch.no_grad(), force_fused() as fused:
         for each in modules():
             each()
-    assert len(calls) == len(fused) >= 24
+    assert len(calls) == len(fused) >= 26
     return calls
 
 
@@ -334,10 +346,24 @@ def test_invalid_tokens_raise(tokens: list[Tensor], expected: str, recorded: lis
 def test_training_blocks_without_gradients_raises(recorded: list[Call]) -> None:
     stacks = [given for given in recorded if given.integers[0] > 1]
     cached = [given for given in recorded if given.caches]
-    assert stacks
-    assert cached
-    for given in (*stacks, *cached):
-        refused(given.copy(), training=True)
+    quantised = [given for given in recorded if any(not part.is_floating_point() for part in given.tensors[:1])]
+    for kind, expected in ((stacks, "training must be"), (cached, "caches must"), (quantised, "training must be")):
+        assert kind
+        for given in kind:
+            assert refused(given.copy(), training=True).startswith(f"block: {expected}")
+
+
+def test_integers_of_a_block_are_checked(recorded: list[Call]) -> None:
+    given = next(each for each in recorded if each.tensors[0].dtype is torch.int8)
+    codes, scale, *others = given.tensors
+    for wrong, expected in [
+        ([codes.float(), scale], "a weight must be int8, or uint8 of two integers.*The description is malformed"),
+        ([codes.to(torch.uint8), scale], "a weight must be int8, or uint8 of two integers"),
+        ([codes[:, :4], scale], "a feedforward's layer must be"),
+        ([codes, scale[:3]], "scale must be float32"),
+        ([codes, scale.double()], "scale must be float32"),
+    ]:
+        assert re.search(expected, refused(given.copy()._replace(tensors=[*wrong, *others])))
 
 
 def backward(given: Call, output: list[Tensor], needs: list[int], **other: Any) -> list[Tensor]:

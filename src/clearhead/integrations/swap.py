@@ -310,7 +310,7 @@ def _why_left(module: nn.Module) -> str | None:
             if original_of(class_of(part)) is None and not replaced:
                 return f"its {name}, a {type(part).__name__}, is left"
         return None
-    if original_of(kind) is not None:
+    if original_of(kind) is not None or kind.__module__.startswith("clearhead."):
         return None
     if _is_torchs(module):
         return "a subclass may compute something else"

@@ -17,7 +17,7 @@ from clearhead.nn.cache_view import CacheView, cache_view
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused import fused_attention, is_fused_attention
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.linear import Linear, linear_each, weights_of
+from clearhead.nn.linear import Linear, layer_of, linear_each
 from clearhead.nn.part import ModelPart, SequencePart
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
@@ -25,7 +25,7 @@ from clearhead.nn.spec import Projections
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.paged_step import PagedLayer
 from clearhead.positions import Rotary, as_rotary
-from clearhead.projection import NATIVE, Layer, Path, project, project_each
+from clearhead.projection import NATIVE, Path, project, project_each
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
 from clearhead.torch_private import submodules_of
@@ -290,8 +290,8 @@ class MultiHeadAttention(nn.Module):
         if self.part is not None and self.part.attends(self._dropped()):
             return None
         submodules = submodules_of(self)
-        layers = [*map(submodules.get, _PROJECTIONS)]
-        plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear]
+        layers = [submodules[name] for name in _PROJECTIONS]
+        plain = [read for layer in layers if (read := layer_of(layer)) is not None]
         if len(plain) < len(layers):
             return None
         return Projections(

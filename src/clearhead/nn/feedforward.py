@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import torch
@@ -15,12 +14,12 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.linear import Linear, looked_at, weights_of
+from clearhead.nn.linear import Linear, layer_of, looked_at
 from clearhead.projection import Layer, project_activate_project
 from clearhead.shapes import Float
 from clearhead.torch_private import submodules_of
 
-__all__ = ["ACTIVATIONS", "FeedForward", "drop_of", "in_one_step", "layer_of", "name_of"]
+__all__ = ["ACTIVATIONS", "FeedForward", "drop_of", "in_one_step", "name_of"]
 
 ACTIVATIONS: Final[dict[str, Callable[[], nn.Module]]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
 
@@ -78,7 +77,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token, which may be one of a jagged tensor, through the layers."""
         check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
-        result = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate, layer=_LAYER)
+        result = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate)
         if result is None:
             result = self.contract(self.dropout(self._hidden(x)))
         output: Tensor = result
@@ -98,7 +97,7 @@ class FeedForward(nn.Module):
         submodules = submodules_of(self)
         modules = [submodules[name] for name in ("gate", "expand", "contract") if submodules.get(name) is not None]
         activation, dropout = submodules["activation"], submodules["dropout"]
-        layers = [layer for module in modules if (layer := _LAYER(module)) is not None]
+        layers = [layer for module in modules if (layer := layer_of(module)) is not None]
         drop, called = drop_of(dropout), name_of(activation)
         if len(layers) < len(modules) or called is None or drop is None:
             return None
@@ -113,11 +112,6 @@ _FUNCTIONS: Final[Sequence[tuple[Callable[..., Tensor], str]]] = (
     (functional.silu, "silu"),
 )
 _MODULES: Final[Mapping[type[nn.Module], str]] = {nn.ReLU: "relu", nn.SiLU: "silu"}
-
-
-def layer_of(module: nn.Module, kind: type[nn.Linear]) -> Layer | None:
-    """Weight and bias of a module that is exactly of this kind, or None."""
-    return weights_of(module) if type(module) is kind and isinstance(module, nn.Linear) else None
 
 
 def name_of(activation: object) -> str | None:
@@ -137,7 +131,6 @@ def in_one_step(
     contract: nn.Module,
     *,
     gate: nn.Module | None = None,
-    layer: Callable[[nn.Module], Layer | None],
     name: Callable[[object], str | None] = name_of,
 ) -> Float[Tensor, "*batch out"] | None:
     """``contract(dropout(activation(expand(x))))`` fused, or ``FeedForward``'s formula with a gate; None where a part
@@ -150,11 +143,10 @@ def in_one_step(
         dropout: a module.
         contract: the last layer.
         gate: the layer whose output is activated in place of that of ``expand``, where there is one.
-        layer: weight ``[out, in]`` and bias of a module that is plain enough, or None.
         name: the kernels' name of an activation, or None.
     """
-    first, second, called, drop = layer(expand), layer(contract), name(activation), drop_of(dropout)
-    opened = None if gate is None else layer(gate)
+    first, second, called, drop = layer_of(expand), layer_of(contract), name(activation), drop_of(dropout)
+    opened = None if gate is None else layer_of(gate)
     if first is None or second is None or called is None or drop is None or (opened is None) != (gate is None):
         return None
     if looked_at(expand, activation, dropout, contract) or (gate is not None and looked_at(gate)):
@@ -174,6 +166,3 @@ def drop_of(dropout: nn.Module) -> float | None:
     if p > 0.0 and isinstance(dropout, Dropout) and dropout.placed is not None:
         return None
     return p if kind is Dropout.forward or p == 0.0 else None
-
-
-_LAYER: Final = partial(layer_of, kind=Linear)

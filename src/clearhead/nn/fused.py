@@ -35,6 +35,7 @@ from clearhead.ops.block import MALFORMED, Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
+from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.paged_step import PagedStep
 from clearhead.positions import MOST_POSITIONS, Rotary, table_of
 from clearhead.problem import Problem, draw_seed
@@ -266,11 +267,14 @@ def _takes_gemms(tokens: Tokens, spec: Projections | Stack, training: bool) -> b
     if all(choice.path == NATIVE.name for choice in chosen):
         return True
     rows = max(each.shape[0] * each.shape[1] for each in tokens)
-    return takes_small(dtype) and all(rows * weight.numel() < SMALL for weight, _ in spec.linears)
+    floats = [weight for weight, _ in spec.linears if isinstance(weight, Tensor)]
+    return not floats or (takes_small(dtype) and all(rows * weight.numel() < SMALL for weight in floats))
 
 
 def _takes(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
-    """Whether every part but attention would use the kernels."""
+    """Whether every part but attention would use the kernels. Weights of integers have no way back."""
+    if training and any(isinstance(weight, QuantizedWeight) for weight, _ in spec.linears):
+        return False
     return _is_plain(tokens, spec) and _takes_gemms(tokens, spec, training)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,10 @@ from clearhead.projection import Layer, check_variable, project, project_each
 from clearhead.shapes import Float
 from clearhead.torch_private import is_hooked, modules_are_hooked, parameters_of
 
-__all__ = ["Linear", "linear_each", "looked_at", "weights_of"]
+__all__ = ["Linear", "layer_of", "linear_each", "looked_at", "reads_layers", "weights_of"]
+
+_Reader: TypeAlias = Callable[[Any], Layer | None]
+_READERS: Final[dict[type[nn.Module], _Reader]] = {}
 
 
 class Linear(nn.Linear):
@@ -74,6 +78,20 @@ def weights_of(layer: nn.Linear) -> Layer:
     parameters = parameters_of(layer)
     weight = parameters.get("weight")
     return (weight, parameters["bias"]) if weight is not None and "bias" in parameters else (layer.weight, layer.bias)
+
+
+def reads_layers(kind: type[nn.Module], read: _Reader) -> None:
+    """Let layers of a class, of exactly this one, be parts of fused operators."""
+    _READERS[kind] = read
+
+
+reads_layers(Linear, weights_of)
+
+
+def layer_of(module: nn.Module) -> Layer | None:
+    """Weight and bias of a linear layer that fused operators read; None for any other module."""
+    read = _READERS.get(type(module))
+    return None if read is None else read(module)
 
 
 def looked_at(*parts: object) -> bool:

@@ -40,7 +40,7 @@ def cached_reading(
         may_be_hooked: modules of the tree whose hooks and ``forward`` the caller looks at.
         views: whether the record has views of parameters. It is read again when a parameter has other storage; where
             gradients are enabled views are part of a graph, and are made for each call. That of a module that
-            ``is_packed`` is also read again when a parameter was written to.
+            ``is_packed``, or has quantised weights, is also read again when a parameter was written to.
 
     Raises:
         UnsupportedError: a frozen module is in training mode, or a part or a parameter of it was replaced.
@@ -57,7 +57,12 @@ def cached_reading(
     if state.is_hooked():
         return None
     contents = is_packed(module)
-    viewed = [_Viewed.of(parameter, contents) for parameter in module.parameters()] if views or contents else []
+    viewed: list[_Viewed | _ViewedParts] = []
+    for parameter in module.parameters():
+        if hasattr(parameter, "__tensor_flatten__"):
+            viewed.append(_ViewedParts.of(parameter))
+        elif views or contents:
+            viewed.append(_Viewed.of(parameter, contents))
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             record = read()
@@ -207,13 +212,41 @@ class _Viewed(NamedTuple):
         return _storage_of(self.parameter) == self.storage
 
 
+class _ViewedParts(NamedTuple):
+    """A parameter that consists of tensors, as a quantised weight of torchao, of which a record has some or copies.
+
+    Attributes:
+        parameter: the parameter.
+        names: its attributes that are tensors.
+        parts: these tensors.
+        versions: how often each had been written to.
+    """
+
+    parameter: nn.Parameter
+    names: Sequence[str]
+    parts: Sequence[Tensor]
+    versions: Sequence[int]
+
+    @classmethod
+    def of(cls, parameter: Any) -> _ViewedParts:
+        """The parameter as it is now."""
+        names, _ = parameter.__tensor_flatten__()
+        parts = [getattr(parameter, name) for name in names]
+        return cls(parameter, names, parts, [*map(version_of, parts)])
+
+    def is_current(self) -> bool:
+        """Whether its tensors are the same, and none was written to."""
+        parts = map(getattr, repeat(self.parameter), self.names)
+        return all(map(is_, parts, self.parts)) and [*map(version_of, self.parts)] == self.versions
+
+
 class _CachedReading(NamedTuple):
     """A record, and all that it depends on. ``viewed`` are parameters of which it has views or copies."""
 
     key: Hashable
     state: _State | _FrozenState
     record: object
-    viewed: Sequence[_Viewed]
+    viewed: Sequence[_Viewed | _ViewedParts]
 
     def is_current(self, key: Hashable) -> bool:
         """Whether another reading would give the same."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from clearhead.ops.block import Tape
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
+from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.positions import Rotary
 from clearhead.projection import ACTIVATIONS, Layer
 from clearhead.scores import ScoreRule
@@ -204,6 +205,8 @@ class Stack:
         """The same layers with a copy of each weight in the kernels' panels, where that is about as large."""
         panels = {}
         for weight, _ in self.linears:
+            if isinstance(weight, QuantizedWeight):
+                continue
             copy = torch.ops.clearhead.pack_weight.default(weight.detach())
             # Narrow weights are padded, and instruction sets without dot products of 16 bits widen them.
             if copy.numel() <= _MOST_PANELS * weight.numel() * weight.element_size():
@@ -241,7 +244,8 @@ def _call_traits(parts: LayerParts) -> tuple[object, ...] | None:
 
 def _pair(layer: Layer, change: Mapped) -> Layer:
     weight, bias = layer
-    return change(weight), None if bias is None else change(bias)
+    changed = change(weight) if isinstance(weight, Tensor) else weight
+    return changed, None if bias is None else change(bias)
 
 
 def _norm_pair(pair: tuple[Tensor | None, Tensor | None], change: Mapped) -> tuple[Tensor | None, Tensor | None]:

@@ -17,7 +17,7 @@ from clearhead.nn.norm import normed_by_torch
 from clearhead.nn.spec import LayerParts, Projections
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.positions import Rotary, rotated_by_token
-from clearhead.projection import ACTIVATIONS, project
+from clearhead.projection import ACTIVATIONS, Layer, project
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float, Int
 
@@ -89,7 +89,7 @@ def _heads(projections: Projections, tokens: Sequence[Tensor]) -> list[Tensor]:
     read = (tokens[0], tokens[-1], tokens[-1])
     layers = projections.sources
     if len(layers) == 1:
-        (weight, bias), sizes = layers[0], [count * projections.head_dim for count in counts]
+        (weight, bias), sizes = _in_floats(layers[0]), [count * projections.head_dim for count in counts]
         biases = [None] * 3 if bias is None else bias.split(sizes)
         layers = [*zip(weight.split(sizes), biases, strict=True)]
     projected = [project(x, *layer) for x, layer in zip(read, layers, strict=True)]
@@ -128,12 +128,19 @@ def run_layer(
 
 
 def _feedforward(parts: LayerParts, x: Tensor, seed: int, rows: Tensor | int) -> Tensor:
-    first, *gates, contract = parts.feedforward
+    first, *gates, contract = map(_in_floats, parts.feedforward)
     activated = ACTIVATIONS[parts.activation].formula(F.linear(x, *first))
     hidden = _dropped(activated, round(parts.hidden * LEVELS), seed, rows)
     for expand in gates:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)
+
+
+def _in_floats(layer: Layer) -> tuple[Tensor, Tensor | None]:
+    """A layer that learns, whose weight is therefore in floating point."""
+    weight, bias = layer
+    assert isinstance(weight, Tensor)
+    return weight, bias
 
 
 def _dropped(x: Tensor, levels: int, seed: int, rows: Tensor | int) -> Tensor:

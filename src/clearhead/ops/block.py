@@ -11,6 +11,8 @@ from torch import Tensor
 
 from clearhead.backends.recorded import is_recorded, recorded_gradients
 from clearhead.choices import overrides
+from clearhead.ops.kinds import Stored
+from clearhead.ops.quantized_weight import QuantizedWeight, Weight
 from clearhead.shapes import Float
 
 __all__ = ["MALFORMED", "Tape", "run_blocks"]
@@ -60,12 +62,22 @@ class Tape:
         if tensor is not None:
             self.tensors.append(tensor)
 
-    def linears(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """The weight and bias of each linear layer, and the weight's panels where it was packed."""
+    def linears(self, layers: Sequence[tuple[Weight, Tensor | None]]) -> None:
+        """The weight and bias of each linear layer, and what else its weight is stored as."""
         for weight, bias in layers:
-            self.tensors.append(weight)
+            panels = self.panels.get(id(weight))
+            self.tensors.append(weight.codes if isinstance(weight, QuantizedWeight) else weight)
             self.optional(bias)
-            self.optional(self.panels.get(id(weight)))
+            if isinstance(weight, QuantizedWeight):
+                self.integer(Stored.INT8 if weight.bits == 8 else Stored.INT4)
+                self.tensors.append(weight.scale)
+                self.optional(weight.offset)
+                self.integer(weight.rounding, *weight.bounds)
+            elif panels is not None:
+                self.integer(Stored.PANELS)
+                self.tensors.append(panels)
+            else:
+                self.integer(Stored.PLAIN)
 
     def seeds(self, seeds: Sequence[int], rows: Tensor | int) -> None:
         """The seeds of a block's dropouts of activations, and the rows' numbers, or the first one's."""

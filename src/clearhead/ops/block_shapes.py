@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 
 from clearhead.choices import is_invariant
-from clearhead.ops.kinds import Activation
+from clearhead.ops.kinds import Activation, Stored
 
 __all__ = ["AttentionShapes", "BlockShapes", "FeedForwardShapes", "LinearShape", "read_blocks", "saved_shapes"]
 
@@ -139,8 +139,13 @@ class _ListReader:
     def _linear(self) -> LinearShape:
         weight = self.tensor()
         outputs, inputs = self._tensors[weight]
-        bias, _panels = self.optional_tensor(), self.optional_tensor()
-        return LinearShape(outputs, inputs, weight, bias)
+        bias, stored = self.optional_tensor(), self.integer()
+        if stored != Stored.PLAIN:
+            self.tensor()
+        if stored in (Stored.INT8, Stored.INT4):
+            self.optional_tensor()
+            _rounding, _low, _high = self.integer(), self.integer(), self.integer()
+        return LinearShape(outputs, 2 * inputs if stored == Stored.INT4 else inputs, weight, bias)
 
     def norm(self) -> tuple[int, int]:
         self.integer()

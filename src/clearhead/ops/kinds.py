@@ -22,6 +22,7 @@ __all__ = [
     "NormKind",
     "Rounding",
     "Side",
+    "Stored",
 ]
 
 MAX_HEAD_DIM: Final = 256
@@ -77,6 +78,15 @@ class Rounding(IntEnum):
     SYMMETRIC = 1
     ASYMMETRIC = 2
     TENSOR = 3
+
+
+class Stored(IntEnum):
+    """How the block operator reads a weight: from its tensor, from panels too, or as integers of 8 or 4 bits."""
+
+    PLAIN = 0
+    PANELS = 1
+    INT8 = 2
+    INT4 = 3
 
 
 class Feature(IntEnum):

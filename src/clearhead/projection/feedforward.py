@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from clearhead.backends.containment import without_autocast
 from clearhead.batch_part import row_numbers
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
+from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
 from clearhead.projection.autocast import operand_cast
 from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
+from clearhead.projection.quantized import multiply_quantized
 from clearhead.shapes import Float
 
 __all__ = ["project_activate", "project_activate_project"]
@@ -24,9 +26,9 @@ __all__ = ["project_activate", "project_activate_project"]
 
 def project_activate_project(
     x: Float[Tensor, "*batch in"],
-    expand: Float[Tensor, "hidden in"],
+    expand: Float[Tensor, "hidden in"] | QuantizedWeight,
     expand_bias: Float[Tensor, " hidden"] | None,
-    contract: Float[Tensor, "out hidden"],
+    contract: Float[Tensor, "out hidden"] | QuantizedWeight,
     contract_bias: Float[Tensor, " out"] | None,
     *,
     gate: Layer | None = None,
@@ -40,9 +42,9 @@ def project_activate_project(
 
     Args:
         x: ``[*batch, in]``.
-        expand: ``[hidden, in]``.
+        expand: ``[hidden, in]``; integers without gradients alone.
         expand_bias: ``[hidden]``, or None.
-        contract: ``[out, hidden]``.
+        contract: ``[out, hidden]``, likewise.
         contract_bias: ``[out]``, or None.
         gate: weight ``[hidden, in]`` and bias ``[hidden]`` of the gate, which multiplies the output of ``expand``.
         activation: one of ``ACTIVATIONS``.
@@ -66,10 +68,10 @@ def project_activate_project(
     >>> (found := project_activate_project(torch.ones(5, 3), *weights)) is None or found.shape == (5, 2)
     True
     """
-    layers = [*([] if gate is None else [gate]), (expand, expand_bias), (contract, contract_bias)]
-    tensors = [part for layer in layers for part in layer]
+    layers: list[Layer] = [*([] if gate is None else [gate]), (expand, expand_bias), (contract, contract_bias)]
+    tensors = _tensors_of(layers)
     if (cast := operand_cast()) is not None:
-        x, layers = cast(x), [(cast(weight), None if bias is None else cast(bias)) for weight, bias in layers]
+        x, layers = cast(x), [_cast(layer, cast) for layer in layers]
         opened = None if gate is None else layers[0]
         with without_autocast("cpu"):
             return project_activate_project(
@@ -79,7 +81,7 @@ def project_activate_project(
     levels = round(dropout * LEVELS)
     if not are_plain(x, *tensors) or x.dim() == 0 or 0 in x.shape or levels >= LEVELS:
         return None
-    hidden, kinds = expand.shape[0] if expand.dim() == 2 else 0, KINDS if training else KINDS[:1]
+    hidden, kinds = expand.shape[0] if len(expand.shape) == 2 else 0, KINDS if training else KINDS[:1]
     if not all(kernels_take(kinds, x, *layer) for layer in layers[:-1]):
         return None
     if gate is not None and gate[0].shape != expand.shape:
@@ -101,12 +103,28 @@ def project_activate_project(
     return output.view(*x.shape[:-1], contract.shape[0])
 
 
-def _copied(layer: Layer, places: Mapping[int, Tensor]) -> Layer:
+def _tensors_of(layers: Sequence[Layer]) -> list[Tensor]:
+    """Weights in floating point, and biases."""
+    return [part for layer in layers for part in layer if isinstance(part, Tensor)]
+
+
+def _cast(layer: Layer, cast: Callable[[Tensor], Tensor]) -> Layer:
     weight, bias = layer
+    return cast(weight) if isinstance(weight, Tensor) else weight, None if bias is None else cast(bias)
+
+
+def _copied(layer: Layer, places: Mapping[int, Tensor]) -> tuple[Tensor, Tensor | None]:
+    weight, bias = layer
+    assert isinstance(weight, Tensor)
     return places.get(id(weight), weight), None if bias is None else places.get(id(bias), bias)
 
 
-def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, drop: tuple[int, int, Tensor | int]) -> Tensor:
+def _by_torch(
+    x: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor | None]],
+    activation: str,
+    drop: tuple[int, int, Tensor | int],
+) -> Tensor:
     """The feedforward layer by operations that autograd records; ``drop`` are levels, seed and the rows' numbers."""
     levels, seed, rows = drop
     first, *gated, contract = layers
@@ -120,7 +138,7 @@ def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, drop: tuple[i
 
 def project_activate(
     x: Float[Tensor, "*batch in"],
-    weight: Float[Tensor, "out in"],
+    weight: Float[Tensor, "out in"] | QuantizedWeight,
     bias: Float[Tensor, " out"] | None,
     *,
     activation: str,
@@ -143,11 +161,13 @@ def project_activate(
     >>> (found := project_activate(torch.ones(5, 3), weight, None, activation="gelu")) is None or found.shape == (5, 4)
     True
     """
-    parts = (x, weight, bias)
-    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
+    parts = (x, *_tensors_of([(weight, bias)]))
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         return None
     if not are_plain(*parts) or x.dim() == 0 or 0 in x.shape or not kernels_take(KINDS[:1], x, weight, bias):
         return None
     kind = ACTIVATIONS[activation].kind
+    if isinstance(weight, QuantizedWeight):
+        return multiply_quantized(x, weight, bias, kind)
     output: Tensor = torch.ops.clearhead.linear.default(x, weight, bias, kind)
     return output

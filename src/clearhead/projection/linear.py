@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from clearhead import choices as table
 from clearhead.backends.containment import without_autocast
 from clearhead.invariance import eager_if_invariant
+from clearhead.ops.quantized_weight import QuantizedWeight, Weight
 from clearhead.projection.autocast import operand_cast
-from clearhead.projection.paths import NATIVE, TORCH, Path, Term, flat
+from clearhead.projection.paths import KINDS, NATIVE, TORCH, Path, Term, flat
+from clearhead.projection.quantized import project_quantized
 from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
 from clearhead.sequence_sums import TreeSum
 from clearhead.shapes import Float
@@ -33,7 +35,7 @@ _TYPES: Final = (Tensor, torch.nn.Parameter)
 
 def project(
     x: Float[Tensor, "*batch in"],
-    weight: Float[Tensor, "out in"],
+    weight: Float[Tensor, "out in"] | QuantizedWeight,
     bias: Float[Tensor, " out"] | None = None,
     *,
     path: Path | None = None,
@@ -51,7 +53,7 @@ def project(
 
     Args:
         x: ``[*batch, in]``.
-        weight: ``[out, in]``.
+        weight: ``[out, in]``; integers take ``project_quantized``.
         bias: ``[out]``, or None.
         path: the path to take, which must support the tensors; None for the table's choice.
 
@@ -70,6 +72,8 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
+    if isinstance(weight, QuantizedWeight):
+        return project_quantized(x, weight, bias)
     if path is None and torch.compiler.is_compiling() and table.is_invariant():
         return _eager(x, weight, bias)
     if path is None and not has_choice(x, weight, bias):
@@ -277,15 +281,17 @@ def _needs_gradient(*parts: Tensor | None) -> bool:
 
 
 def kernels_take(
-    kinds: Sequence[str], x: Tensor, weight: Tensor, bias: Tensor | None, *, width: int | None = None
+    kinds: Sequence[str], x: Tensor, weight: Weight, bias: Tensor | None, *, width: int | None = None
 ) -> bool:
     """Whether the CPU kernels compute these kinds of GEMM of a layer within a fused operator.
 
     The layer reads ``x``, or ``width`` elements for each token of ``x``. A GEMM that is too small for a choice takes
     the kernels if they are available and no other path is named, since there the overhead of calls dominates. A narrow
-    weight takes the kernels too, since fusion saves more than a slower GEMM costs.
+    weight takes the kernels too, since fusion saves more than a slower GEMM costs. Integers have a forward pass only.
     """
     width = x.shape[-1] if width is None else width
+    if isinstance(weight, QuantizedWeight):
+        return kinds == KINDS[:1] and weight.shape[1] == width and _is_bias(bias, weight.shape[0], x.dtype)
     if not is_layer(weight, bias, width, x.dtype):
         return False
     if x.numel() // x.shape[-1] * weight.numel() < table.SMALL:
@@ -297,7 +303,11 @@ def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype
     """Whether weight and bias are plain tensors of a layer with ``width`` inputs of a dtype."""
     if weight.dim() != 2 or not _plain(weight) or weight.shape[1] != width or weight.dtype is not dtype:
         return False
-    return bias is None or (_plain(bias) and bias.dtype is dtype and bias.shape == weight.shape[:1])
+    return _is_bias(bias, weight.shape[0], dtype)
+
+
+def _is_bias(bias: Tensor | None, outputs: int, dtype: torch.dtype) -> bool:
+    return bias is None or (_plain(bias) and bias.dtype is dtype and bias.shape == (outputs,))
 
 
 def are_plain(first: Tensor, *others: Tensor | None) -> bool:

@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from clearhead.ops.kinds import Rounding
+from clearhead.ops.kinds import Activation
+from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.shapes import Float
 
-__all__ = ["QuantizedWeight", "project_quantized"]
-
-_WHOLE: Final = (-128, 127)
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """A weight ``[out, in]`` of integers: ``scale * integer + offset``, with a scale and an offset for each group.
-
-    Attributes:
-        codes: int8 ``[out, in]``; or uint8 ``[out, in / 2]``, two integers of 0 to 15 a byte, the lower half first.
-        scale: float32 ``[out, groups]``.
-        offset: the same; None for 0.
-        rounding: how the layer's input is rounded to integers.
-        bounds: least and largest integer of a rounded input.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    offset: Tensor | None = None
-    rounding: Rounding = Rounding.NONE
-    bounds: tuple[int, int] = _WHOLE
-
-    @property
-    def bits(self) -> int:
-        """Bits of an integer."""
-        return 4 if self.codes.dtype is torch.uint8 else 8
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(out, in)``."""
-        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
-
-    @property
-    def group(self) -> int:
-        """Inputs that share a scale."""
-        return self.shape[1] // max(1, self.scale.shape[1])
-
-    def dequantized(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
-        """The weight in floating point, computed in float32, or in float64 for that dtype.
-
-        >>> weight = QuantizedWeight(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[0.5]]))
-        >>> weight.dequantized()
-        tensor([[ 0.5000, -1.0000]])
-        """
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        codes = self.codes
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        grouped = codes.to(wide).unflatten(1, (self.scale.shape[1], -1)) * self.scale.to(wide)[..., None]
-        if self.offset is not None:
-            grouped = grouped + self.offset.to(wide)[..., None]
-        dense: Tensor = grouped.flatten(1).to(dtype)
-        return dense
+__all__ = ["multiply_quantized", "project_quantized"]
 
 
 def project_quantized(
-    x: Float[Tensor, "*batch in"], weight: QuantizedWeight, bias: Float[Tensor, " out"] | None = None
+    x: Float[Tensor, "*batch in"],
+    weight: QuantizedWeight,
+    bias: Float[Tensor, " out"] | None = None,
 ) -> Float[Tensor, "*batch out"]:
     """``x @ weight^T + bias`` for a weight of integers, which are read once and never written as floats.
 
@@ -95,14 +44,20 @@ def project_quantized(
     """
     learns = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if not learns:
-        return _computed(x, weight, bias)
+        return multiply_quantized(x, weight, bias)
     projected: Tensor = _Quantized.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return projected
 
 
-def _computed(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def multiply_quantized(
+    x: Float[Tensor, "*batch in"],
+    weight: QuantizedWeight,
+    bias: Float[Tensor, " out"] | None,
+    activation: Activation = Activation.PLAIN,
+) -> Float[Tensor, "*batch out"]:
+    """``activation(x @ weight^T + bias)``, which autograd does not record; arguments as ``project_quantized``."""
     output: Tensor = torch.ops.clearhead.linear_quantized.default(
-        x, weight.codes, weight.scale, weight.offset, bias, int(weight.rounding), *weight.bounds
+        x, weight.codes, weight.scale, weight.offset, bias, int(weight.rounding), *weight.bounds, int(activation)
     )
     return output
 
@@ -113,7 +68,7 @@ class _Quantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return _computed(x, weight, bias)
+        return multiply_quantized(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:

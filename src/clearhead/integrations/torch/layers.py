@@ -25,10 +25,10 @@ from clearhead.integrations.torch.unpadded import Packed
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
+from clearhead.nn.feedforward import drop_of, in_one_step, name_of
 from clearhead.nn.fused import fused_layers, norm_of, of_parts, takes_parts
 from clearhead.nn.fused_blocks import MOST_ELEMENTS
-from clearhead.nn.linear import Linear
+from clearhead.nn.linear import Linear, layer_of
 from clearhead.nn.reading import cached_reading, is_frozen, is_packed, no_gradients_if_frozen
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
@@ -259,7 +259,7 @@ def _parts_of(
     norms = [norm for place in places if (norm := norm_of(getattr(layer, f"norm{place}"), x)) is not None]
     if type(layer) not in _LAYERS:
         return None
-    first, second, called = _LAYER(layer.linear1), _LAYER(layer.linear2), name_of(layer.activation)
+    first, second, called = layer_of(layer.linear1), layer_of(layer.linear2), name_of(layer.activation)
     hidden, dropouts = drop_of(layer.dropout), [getattr(layer, f"dropout{place}") for place in places]
     residual_drops = [drop for each in dropouts if (drop := drop_of(each)) is not None]
     if first is None or second is None or called is None or hidden is None:
@@ -276,11 +276,10 @@ def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
     """The feedforward of one of torch's layers without its last dropout; fused if its parts are plain."""
     output: Tensor | None = None
     if is_plain(x):
-        output = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, layer=_LAYER)
+        output = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2)
     return layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))) if output is None else output
 
 
-_LAYER: Final = partial(layer_of, kind=SwappedLinear)
 _LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
 #: The ``forward`` of modules that compute each token by itself. A subclass with another ``forward`` may not.
 _TOKENWISE: Final = frozenset(kind.forward for kind in (

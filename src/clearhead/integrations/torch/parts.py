@@ -13,6 +13,7 @@ from clearhead.choices import SMALL, is_invariant
 from clearhead.integrations.recast import stands_for
 from clearhead.invariance import eager_if_invariant
 from clearhead.nn.dropout import Dropout, is_plain
+from clearhead.nn.linear import reads_layers, weights_of
 from clearhead.projection import layer_gains, project
 
 __all__ = ["SwappedDropout", "SwappedLinear", "is_plain", "linear_gains"]
@@ -67,6 +68,9 @@ class SwappedLinear(nn.Linear):
                 stacklevel=2,
             )
         super().__setattr__(name, value)  # type: ignore[arg-type]
+
+
+reads_layers(SwappedLinear, weights_of)
 
 
 @stands_for(nn.Dropout)

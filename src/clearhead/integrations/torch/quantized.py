@@ -25,16 +25,20 @@ from clearhead.integrations.torch.quantized_weights import (
     read_weight,
 )
 from clearhead.invariance import eager_if_invariant
+from clearhead.nn.linear import Linear, reads_layers
 from clearhead.ops.kinds import DTYPES, Rounding
 from clearhead.ops.library import library
-from clearhead.projection.quantized import QuantizedWeight, project_quantized
+from clearhead.ops.quantized_weight import QuantizedWeight
+from clearhead.projection import Layer
+from clearhead.projection.quantized import project_quantized
 from clearhead.torch_private import packed_weight_of, version_of
 
 __all__ = [
     "SwappedQuantizedLinear",
     "described",
-    "has_quantized",
+    "has_unfused",
     "is_quantized",
+    "quantized_layer",
     "quantized_weight",
     "restored_quantized",
     "swap_quantized",
@@ -84,6 +88,23 @@ def quantized_weight(module: Any) -> QuantizedWeight:
     return reading.weight
 
 
+def quantized_layer(module: nn.Linear) -> Layer | None:
+    """The integers and the bias of a layer of torchao that ``swap`` took; None where they cannot be read any more.
+
+    A layer of ``torch.ao`` is no part of a fused one: its input has one scale for all rows of a call, padding among
+    them.
+    """
+    try:
+        return quantized_weight(module), module.bias
+    except Unknown:
+        return None
+
+
+def has_unfused(module: nn.Module) -> bool:
+    """Whether a quantised linear layer within a module is no part of a fused one."""
+    return any(is_quantized(part) and type(part) not in _OF_TORCHAO.values() for part in module.modules())
+
+
 @stands_for(nn.Linear)
 class SwappedQuantizedLinear(nn.Linear):
     """``nn.Linear`` whose weight torchao quantised, on clearhead's kernels."""
@@ -93,6 +114,22 @@ class SwappedQuantizedLinear(nn.Linear):
         """``input @ weight^T + bias``; by torchao's code where the kernels cannot read the call."""
         output = _computed(self, input, self.bias) if is_tensor_subclass(self.weight) else None
         return functional.linear(input, self.weight, self.bias) if output is None else output
+
+
+@stands_for(Linear)
+class SwappedQuantizedOwnLinear(Linear):
+    """``ch.nn.Linear`` whose weight torchao quantised, on the kernels for integers."""
+
+    forward = SwappedQuantizedLinear.forward
+
+
+#: What takes the place of a class of linear layers whose weight is torchao's.
+_OF_TORCHAO: Final[dict[type[nn.Module], type[nn.Linear]]] = {
+    nn.Linear: SwappedQuantizedLinear,
+    Linear: SwappedQuantizedOwnLinear,
+}
+for _kind in _OF_TORCHAO.values():
+    reads_layers(_kind, quantized_layer)
 
 
 @stands_for(DynamicLinear)
@@ -139,11 +176,6 @@ def _refuse(why: str) -> None:
 # ---- swap ------------------------------------------------------------------------------------------------------------
 
 
-def has_quantized(module: nn.Module) -> bool:
-    """Whether a linear layer within a module is quantised."""
-    return any(is_quantized(part) for part in module.modules())
-
-
 def swap_quantized(model: nn.Module) -> list[SwapRow]:
     """Let the quantised linear layers of a model compute on the kernels, where a trial agrees.
 
@@ -156,7 +188,7 @@ def swap_quantized(model: nn.Module) -> list[SwapRow]:
 
 def restored_quantized(name: str, module: nn.Module) -> SwapRow | None:
     """The row of a quantised linear layer that ``unswap`` restores; None for another module."""
-    return SwapRow(name, nn.Linear.__name__) if class_of(module) is SwappedQuantizedLinear else None
+    return SwapRow(name, nn.Linear.__name__) if class_of(module) in _OF_TORCHAO.values() else None
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -164,11 +196,12 @@ def is_quantized(module: nn.Module) -> bool:
     if is_quantized_by_torch(module):
         return True
     kind = original_of(class_of(module)) or class_of(module)
-    return kind is nn.Linear and is_tensor_subclass(module.weight)
+    return kind in _OF_TORCHAO and is_tensor_subclass(module.weight)
 
 
 def _replacement(module: nn.Module) -> type[nn.Module]:
-    return SwappedDynamicLinear if is_quantized_by_torch(module) else SwappedQuantizedLinear
+    kind = original_of(class_of(module)) or class_of(module)
+    return SwappedDynamicLinear if is_quantized_by_torch(module) else _OF_TORCHAO[kind]
 
 
 def _swapped(name: str, module: nn.Module, trials: dict[object, float | str]) -> SwapRow:

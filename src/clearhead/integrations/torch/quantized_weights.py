@@ -15,7 +15,7 @@ from torch.ao.nn.quantized.dynamic import Linear as DynamicLinear
 from torch.nn import functional
 
 from clearhead.ops.kinds import Rounding
-from clearhead.projection.quantized import QuantizedWeight
+from clearhead.ops.quantized_weight import QuantizedWeight
 
 __all__ = ["Unknown", "is_quantized_by_torch", "is_tensor_subclass", "parts_of", "read_module", "read_weight"]
 

@@ -128,10 +128,10 @@ def _arguments(owner: nn.Module, kind: type[nn.Module], layer: nn.Module) -> Ite
     path = fast.match.row.attentions[0]
     first = linear_of(at(at(layer, path), fast.match.attentions[0].projections[0]))
     assert first is not None
-    weight, signature = first[0], signature_of(kind.forward)
+    (weight, _), like, signature = first, next(layer.parameters()), signature_of(kind.forward)
 
     def states(*size: int) -> Tensor:
-        return torch.randn(_BATCH, *(size or (_LENGTH, weight.shape[1])), dtype=weight.dtype, device=weight.device)
+        return torch.randn(_BATCH, *(size or (_LENGTH, weight.shape[1])), dtype=like.dtype, device=like.device)
 
     name = _EMBEDDINGS if _EMBEDDINGS in signature.names else signature.names[0]
     call: dict[str, Any] = {name: states(*_image_size(owner)) if name == _IMAGES else states()}

@@ -13,16 +13,17 @@ from transformers.pytorch_utils import Conv1D
 
 from clearhead.choices import is_invariant
 from clearhead.integrations.recast import original_of, stands_for
-from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, is_plain
+from clearhead.integrations.torch.parts import SwappedDropout, is_plain
 from clearhead.integrations.torch.quantized_weights import is_tensor_subclass
 from clearhead.integrations.transformers.families import FeedForwardRow
 from clearhead.integrations.transformers.match import at
 from clearhead.nn.feedforward import drop_of, name_of
 from clearhead.nn.fused import norm_of as torchs_norm_of
-from clearhead.nn.linear import looked_at, weights_of
+from clearhead.nn.linear import layer_of, looked_at, weights_of
 from clearhead.nn.norm import normed, takes_norm
 from clearhead.nn.spec import NormLike
 from clearhead.ops.kinds import NormKind
+from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection import Layer, project, project_activate, project_activate_project
 
 __all__ = [
@@ -67,7 +68,6 @@ REPLACEMENTS: Final[dict[type[nn.Module], type[nn.Module]]] = {
 _GATED: Final = 3
 #: Elements of an input below which reading a part's weights takes longer than torch's operations save.
 _FEW_ELEMENTS: Final = 2**12
-_LINEARS: Final = (nn.Linear, SwappedLinear)
 _CONV1DS: Final = (Conv1D, SwappedConv1D)
 _ACTIVATIONS: Final[dict[type, str]] = {
     activations.NewGELUActivation: "gelu_tanh",
@@ -87,13 +87,15 @@ def viewable(parameter: Tensor) -> Tensor:
 
 
 def linear_of(module: nn.Module) -> Layer | None:
-    """Weight ``[out, in]`` and bias of a linear layer; None for any other module. GPT-2's is a transposed view."""
+    """Weight ``[out, in]`` and bias of a linear layer; None for any other module. GPT-2's is a transposed view.
+
+    That of a quantised layer that ``swap`` took is its integers.
+    """
     if type(module) in _CONV1DS:
         return viewable(module.weight).t(), module.bias  # type: ignore[arg-type, return-value]
-    if type(module) not in _LINEARS or not isinstance(module, nn.Linear):
+    if type(module) is nn.Linear and is_tensor_subclass(module.weight):
         return None
-    weight, bias = weights_of(module)
-    return None if is_tensor_subclass(weight) else (weight, bias)
+    return weights_of(module) if type(module) is nn.Linear else layer_of(module)
 
 
 def activation_of(activation: object) -> str | None:
@@ -187,10 +189,16 @@ def feedforward_of(row: FeedForwardRow, module: nn.Module) -> FeedForwardParts |
         return None
     if row.packed_gate:
         weight, bias = layers[0]
-        if len(weight) % 2:
+        half, odd = divmod(weight.shape[0], 2)
+        if odd:
             return None
+        weights = (
+            [weight.rows(0, half), weight.rows(half, 2 * half)]
+            if isinstance(weight, QuantizedWeight)
+            else viewable(weight).chunk(2)
+        )
         biases = (None, None) if bias is None else viewable(bias).chunk(2)
-        layers[:1] = list(zip(viewable(weight).chunk(2), biases, strict=True))
+        layers[:1] = list(zip(weights, biases, strict=True))
     return FeedForwardParts(layers, activation, hidden, dropout)
 
 

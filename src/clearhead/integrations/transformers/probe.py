@@ -428,7 +428,7 @@ class _Calls:
             assert isinstance(fast, AttentionForward)
             output = linear_of(at(module, fast.row.output))
             assert output is not None
-            self._width = len(output[0])
+            self._width = output[0].shape[0]
         self._head_dim = first_of((*modules, config), HEAD_DIMS) or self._width // heads
         core = next((part for part in modules if hasattr(part, "is_causal")), module)
         self._causal = bool(getattr(core, "is_causal", False)) or (signature.cache is not None and not self._memory)

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from clearhead.choices import is_invariant
 from clearhead.integrations.recast import class_of, fast_of, original_of, recast, replacement
 from clearhead.integrations.report import BEFORE, How, SwapRow
-from clearhead.integrations.torch.quantized import has_quantized
+from clearhead.integrations.torch.quantized import has_unfused
 from clearhead.integrations.transformers.forwards import AttendingForward, LayerForward
 from clearhead.integrations.transformers.interface import attends, hand_over, is_marked, models, passes_by, take_back
 from clearhead.integrations.transformers.match import LayerMatch, at, layer_matches
@@ -32,7 +32,7 @@ _LEAST_WEIGHTS = 2**20
 _LEAST_WIDTH = 2**10
 #: A file of transformers whose model's ``generate`` would select eager attention, and ours.
 _WHISPER: Final = "transformers.models.whisper.modeling_whisper"
-_QUANTIZED: Final = "its linear layers are quantised: it runs op by op"
+_QUANTIZED: Final = "a quantised linear layer of it runs by itself: op by op"
 _OURS: Final = "clearhead.integrations.transformers.whisper"
 
 
@@ -87,7 +87,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
         fast = fast_of(module)
         if fast is None or isinstance(fast, AttendingInLayer):
             return None
-        if isinstance(fast, LayerForward) and has_quantized(module):
+        if isinstance(fast, LayerForward) and has_unfused(module):
             return SwapRow(path, original.__name__, "left", None, _QUANTIZED)
         return SwapRow(path, original.__name__, _how(fast), None, BEFORE)
     attending = attends(kind)
@@ -102,7 +102,7 @@ def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | No
         if kind is not Conv1D or layer_gains(module.weight, alone=False):  # type: ignore[arg-type]
             recast(module, REPLACEMENTS[kind])
         return None
-    if has_quantized(module):
+    if has_unfused(module):
         if attending == "by interface" and interface:
             return SwapRow(path, kind.__name__, "native", None, "by transformers' attention interface")
         if not attending and next(layer_matches(module), None) is None:

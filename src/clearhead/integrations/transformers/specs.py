@@ -74,8 +74,8 @@ def _heads(core: Any, module: Any, sources: Sequence[Any], output: Any) -> tuple
     if not head_dim or width % head_dim:
         return None
     num_heads = width // head_dim
-    num_kv_heads = len(sources[1][0]) // head_dim if len(sources) > 1 else first_of(places, KV_HEADS) or num_heads
-    rows = sum(len(weight) for weight, _ in sources)
+    num_kv_heads = sources[1][0].shape[0] // head_dim if len(sources) > 1 else first_of(places, KV_HEADS) or num_heads
+    rows = sum(weight.shape[0] for weight, _ in sources)
     return (num_heads, num_kv_heads, head_dim) if rows == (num_heads + 2 * num_kv_heads) * head_dim else None
 
 
