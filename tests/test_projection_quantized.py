@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from clearhead.invariance import invariant
+from clearhead.nn.fused import fused_attention
+from clearhead.nn.spec import Projections
 from clearhead.ops.kinds import Rounding
 from clearhead.ops.library import isa_index, isa_names, library
 from clearhead.ops.quantized_weight import QuantizedWeight
+from clearhead.projection import ACTIVATIONS, project_activate, project_activate_project
 from clearhead.projection.quantized import project_quantized
 from tests.agreement import needs_native
 
@@ -208,3 +211,49 @@ def test_second_derivatives_are_those_of_torch() -> None:
     )
     (of_slope,) = torch.autograd.grad(of_x.sum(), slope)
     torch.testing.assert_close(of_slope, weight.dequantized().sum(1).expand(2, 5), rtol=1e-5, atol=1e-6)
+
+
+# ---- within fused operators ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True), ("relu", False)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_feedforward_agrees_with_its_formula(
+    isa: str, bits: int, activation: str, gated: bool, rows: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(rows, 64).to(dtype)
+    expand, contract = _weight(64, 70, 64, bits, offset=bits == 4), _weight(70, 33, 70, bits)
+    gate = _weight(64, 70, 32, bits) if gated else None
+    with torch.no_grad():
+        output = project_activate_project(
+            x, expand, None, contract, None, gate=None if gate is None else (gate, None), activation=activation
+        )
+    assert output is not None
+    formula = ACTIVATIONS[activation].formula
+    # The hidden elements are rounded to the dtype, as an operator between two would return them.
+    hidden = formula(_exact(x, expand if gate is None else gate)).to(dtype).double()
+    if gate is not None:
+        hidden = (hidden * _exact(x, expand)).to(dtype).double()
+    assert _error(output, _exact(hidden, contract)) < 2 * BUDGETS[dtype]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_queries_keys_and_values_of_one_weight_read_a_memory(bits: int) -> None:
+    x, memory = torch.randn(2, 5, 64), torch.randn(2, 7, 64)
+    joined, last, bias = _weight(64, 64, 32, bits, offset=True), _weight(32, 64, 32, bits), torch.randn(64)
+    parts = [(joined.rows(*rows), bias[slice(*rows)]) for rows in ((0, 32), (32, 48), (48, 64))]
+    with torch.no_grad():
+        one = fused_attention((x, memory), Projections([(joined, bias)], (last, None), 4, 2))
+        three = fused_attention((x, memory), Projections(parts, (last, None), 4, 2))
+    assert one is not None
+    assert three is not None
+    assert torch.equal(one, three)
+
+
+def test_layer_with_integers_leaves_calls_with_gradients() -> None:
+    x, weight = torch.randn(2, 5, 64, requires_grad=True), _weight(64, 64, 64)
+    assert fused_attention((x,), Projections([(weight, None)] * 3, (weight, None), 4, 4)) is None
+    assert project_activate_project(x, weight, None, weight, None) is None
+    assert project_activate(x, weight, None, activation="relu") is None

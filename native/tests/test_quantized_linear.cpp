@@ -13,10 +13,12 @@ struct QuantizedCase {
   int dtype = CH_FLOAT32, bits = 8, rounding = CH_ROUND_NONE;
   int64_t rows = 5, columns = 7, steps = 64, group = 64;
   bool has_offset = false, has_bias = true;
+  int activation = CH_PLAIN;
+  bool has_gate = false;
 };
 
 struct QuantizedCall {
-  Guarded x, output, bias;
+  Guarded x, output, bias, gate;
   std::vector<uint8_t> weight;
   std::vector<float> scale, offset;
   ch_quantized work{};
@@ -26,6 +28,9 @@ struct QuantizedCall {
     x = Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, c.rows, c.steps, false);
     output = Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, c.rows, c.columns, false);
     bias = Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, 1, c.columns, true);
+    gate = Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, c.rows, c.columns, false);
+    for (int64_t r = 0; r < c.rows; ++r)
+      for (int64_t k = 0; k < c.columns; ++k) encode(c.dtype, static_cast<double>(random.uniform(-8, 8)) / 4, gate.at(0, 0, r, k));
     for (int64_t r = 0; r < c.rows; ++r)
       for (int64_t s = 0; s < c.steps; ++s)
         encode(c.dtype, static_cast<double>(random.uniform(-100, 100)) / 64 * static_cast<double>(1 + r % 3), x.at(0, 0, r, s));
@@ -41,8 +46,9 @@ struct QuantizedCall {
     work.x = x.data(), work.x_row = x.view().row, work.weight = weight.data(), work.weight_row = c.steps * c.bits / 8;
     work.scale = scale.data(), work.offset = c.has_offset ? offset.data() : nullptr;
     work.bias = c.has_bias ? bias.data() : nullptr;
+    work.activation = c.activation, work.gate = c.has_gate ? gate.data() : nullptr, work.gate_row = gate.view().row;
     work.output = output.data(), work.output_row = output.view().row;
-    x.save_original();
+    x.save_original(), gate.save_original();
   }
 
   int run(int isa, int threads, int64_t rows) {
@@ -99,14 +105,20 @@ struct QuantizedCall {
           sum += product, size += std::fabs(product);
         }
         if (work.bias != nullptr) sum += bias.get(0, 0, 0, k), size += std::fabs(bias.get(0, 0, 0, k));
-        double bound = unit * std::fabs(sum) + 24 * FLT_EPSILON * size + 1e-30;
-        if (rounds_weight) bound += 0x1p-8 * size / std::sqrt(static_cast<double>(work.steps) / 8 + 1);
-        const double error = std::fabs(output.get(0, 0, r, k) - sum);
+        double error_of_sum = 24 * FLT_EPSILON * size + 1e-30;
+        if (rounds_weight) error_of_sum += 0x1p-8 * size / std::sqrt(static_cast<double>(work.steps) / 8 + 1);
+        Activated result = activated(work.activation, sum, error_of_sum);
+        if (work.gate != nullptr) {
+          const double factor = gate.get(0, 0, r, k);
+          result = {sum * factor, error_of_sum * std::fabs(factor)};
+        }
+        const double bound = unit * std::fabs(result.number) + result.error + 1e-30;
+        const double error = std::fabs(output.get(0, 0, r, k) - result.number);
         largest_ratio = std::fmax(largest_ratio, error / bound);
-        check(error <= bound, name + ": " + std::to_string(output.get(0, 0, r, k)) + " for " + std::to_string(sum));
+        check(error <= bound, name + ": " + std::to_string(output.get(0, 0, r, k)) + " for " + std::to_string(result.number));
       }
     }
-    check(x.unchanged(), name + ": x was written");
+    check(x.unchanged() && gate.unchanged(), name + ": x or the gate was written");
     if (rows == x.count[2]) check(output.margins_intact(), name + ": wrote outside the output");
   }
 
@@ -132,7 +144,8 @@ const std::vector<QuantizedCase>& cases() {
           if (bits == 4 && s[2] % 2 != 0) continue;
           QuantizedCase c;
           c.dtype = dtype, c.bits = bits, c.rows = s[0], c.columns = s[1], c.steps = s[2], c.group = s[3];
-          c.has_offset = random.one_in(2), c.has_bias = random.one_in(2);
+          c.has_offset = random.one_in(2), c.has_bias = random.one_in(2), c.has_gate = random.one_in(3);
+          if (!c.has_gate) c.activation = static_cast<int>(random.below(CH_QUICK_GELU + 1));
           made.push_back(c);
           if (bits == 8 && c.group == c.steps) c.rounding = CH_ROUND_SYMMETRIC, c.has_offset = false, made.push_back(c);
         }
@@ -143,7 +156,7 @@ const std::vector<QuantizedCase>& cases() {
 
 std::string describe(const QuantizedCase& c, int isa, int threads) {
   return "quantized, dtype " + std::to_string(c.dtype) + ", bits " + std::to_string(c.bits) + ", rounding " +
-         std::to_string(c.rounding) + ", " + std::to_string(c.rows) + " x " + std::to_string(c.columns) + " x " +
+         std::to_string(c.rounding) + ", activation " + std::to_string(c.activation) + (c.has_gate ? ", gated, " : ", ") + std::to_string(c.rows) + " x " + std::to_string(c.columns) + " x " +
          std::to_string(c.steps) + " in " + std::to_string(c.group) + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
 }
 
@@ -209,6 +222,11 @@ int bad_descriptions() {
       {"rounding with groups", CH_BAD_OPTION, [](W& w) { w.rounding = 1, w.offset = nullptr, w.group /= 2; }},
       {"a range of 9 bits", CH_BAD_OPTION, [](W& w) { w.rounding = 1, w.offset = nullptr, w.low = -129; }},
       {"an empty range", CH_BAD_OPTION, [](W& w) { w.rounding = 1, w.offset = nullptr, w.low = w.high; }},
+      {"activation 6", CH_BAD_OPTION, [](W& w) { w.activation = 6; }},
+      {"activation -1", CH_BAD_OPTION, [](W& w) { w.activation = -1; }},
+      {"a gate with an activation", CH_BAD_OPTION, [](W& w) { w.gate = w.x, w.gate_row = w.columns, w.activation = CH_SILU; }},
+      {"an odd gate", CH_BAD_POINTER, [](W& w) { w.gate = w.x, w.gate_row = w.columns, make_odd(w.gate); }},
+      {"a negative stride of the gate", CH_BAD_STRIDE, [](W& w) { w.gate = w.x, w.gate_row = -8; }},
       {"sums beyond 32 bits", CH_BAD_SHAPE, [](W& w) { w.rounding = 1, w.offset = nullptr, w.steps = w.group = 65536; }},
       {"no x", CH_BAD_POINTER, [](W& w) { w.x = nullptr; }},
       {"no weight", CH_BAD_POINTER, [](W& w) { w.weight = nullptr; }},

@@ -124,6 +124,22 @@ def test_packed_weights_give_the_bits_of_the_invariant_order(name: str, dtype: t
         equal(results(model, call, gradients=False), before)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "bart"])
+def test_packed_layers_are_one_operator_without_the_setting(name: str) -> None:
+    """The trial compares layers whose weights are not packed, whose sums have one order in both."""
+    model, call = FAMILIES[name].swapped(), FAMILIES[name].call(TOKENS, "none")
+    rows = ch.freeze(model).rows
+    assert {row.how for row in rows} == {"fused"}
+    with torch.no_grad():
+        before = results(model, call, gradients=False)
+        assert ch.freeze(model, pack=True).rows == rows
+        with fused_calls() as kinds:
+            after = results(model, call, gradients=False)
+    assert "stack" in kinds
+    for part, tensor in before.items():
+        torch.testing.assert_close(after[part], tensor, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 24, 25, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [64, 192, 260])

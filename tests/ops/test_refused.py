@@ -257,8 +257,6 @@ def modules() -> list[Callable[[], Any]]:
         lambda: MultiHeadAttention(16, 4)(x),
         lambda: MultiHeadAttention(16, 4)(x, memory),
         lambda: FeedForward(16, 24, gated=True)(x),
-        lambda: project_activate_project(x, WHOLE_INTEGERS, None, torch.randn(16, 24), torch.randn(16)),
-        lambda: project_activate_project(x, torch.randn(16, 16), None, HALF_INTEGERS, None, activation="silu"),
         lambda: Decoder(16, 4, 3).eval()(x),
     ]
     for options in kinds:
@@ -272,7 +270,11 @@ def modules() -> list[Callable[[], Any]]:
             partial(crossing, x, memory=memory, memory_mask=ch.Padding([3, 7])),
             partial(cached, crossing, memory=memory),
         ]
-    return calls
+    return [
+        *calls,
+        lambda: project_activate_project(x, WHOLE_INTEGERS, None, torch.randn(16, 24), torch.randn(16)),
+        lambda: project_activate_project(x, torch.randn(16, 16), None, HALF_INTEGERS, None, activation="silu"),
+    ]
 
 
 @pytest.fixture
@@ -444,6 +446,8 @@ def test_random_lists_raise_or_run(seed: int, recorded: list[Call]) -> None:
     rng, raised, ran = random.Random(seed), 0, 0
     for _ in range(150):
         given, training = spoil(rng.choice(recorded).copy(), rng), rng.random() < 0.5
+        if not any(given[:3]):
+            continue  # torch finds no operator without a tensor
         try:
             output = forward(given, training)
             ran += 1

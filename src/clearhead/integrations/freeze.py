@@ -88,9 +88,12 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
         _LEARNED[module] = [*learned]
         for parameter in learned.values():
             parameter.requires_grad_(False)
-    set_frozen(model.modules(), True, pack)
+    set_frozen(model.modules(), True)
     hf = _transformers()
-    return SwapReport((*_stacks(model), *([] if hf is None else hf.freeze_layers(model))))
+    # The trials compare bits, which packed weights change.
+    rows = [*_stacks(model), *([] if hf is None else hf.freeze_layers(model))]
+    set_frozen(model.modules(), True, pack)
+    return SwapReport(tuple(rows))
 
 
 def unfreeze(model: nn.Module) -> SwapReport:

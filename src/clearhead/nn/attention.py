@@ -290,8 +290,8 @@ class MultiHeadAttention(nn.Module):
         if self.part is not None and self.part.attends(self._dropped()):
             return None
         submodules = submodules_of(self)
-        layers = [submodules[name] for name in _PROJECTIONS]
-        plain = [read for layer in layers if (read := layer_of(layer)) is not None]
+        layers = [*map(submodules.get, _PROJECTIONS)]
+        plain = [read for layer in layers if layer is not None and (read := layer_of(layer)) is not None]
         if len(plain) < len(layers):
             return None
         return Projections(

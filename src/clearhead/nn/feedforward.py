@@ -14,7 +14,7 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.linear import Linear, layer_of, looked_at
+from clearhead.nn.linear import Linear, layer_of, looked_at, refuse_hooks
 from clearhead.projection import Layer, project_activate_project
 from clearhead.shapes import Float
 from clearhead.torch_private import submodules_of
@@ -150,6 +150,7 @@ def in_one_step(
     if first is None or second is None or called is None or drop is None or (opened is None) != (gate is None):
         return None
     if looked_at(expand, activation, dropout, contract) or (gate is not None and looked_at(gate)):
+        refuse_hooks("FeedForward")
         return None
     return project_activate_project(x, *first, *second, gate=opened, activation=called, dropout=drop)
 

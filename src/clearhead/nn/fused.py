@@ -26,6 +26,7 @@ from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import band_of, is_padding, is_table, parts_of
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.dropout import drop
+from clearhead.nn.linear import refuse_hooks
 from clearhead.nn.norm import normed, normed_by_torch, takes_norm
 from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.spec import NormLike, Projections, Stack
@@ -525,6 +526,8 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """``norm(x)``; under ``set_invariant(True)`` by the kernels, whose sums have the order of those in fused layers."""
     like = norm_of(norm, x) if is_invariant() else None
     if like is None:
+        if type(norm) in _NORMS and is_hooked(norm):
+            refuse_hooks(type(norm).__name__)
         output: Tensor = norm(x)
         return output
     # Autocast does not cast a norm's input.

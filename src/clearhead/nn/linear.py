@@ -8,12 +8,13 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from clearhead.choices import refuse_if_invariant
 from clearhead.invariance import eager_if_invariant
 from clearhead.projection import Layer, check_variable, project, project_each
 from clearhead.shapes import Float
 from clearhead.torch_private import is_hooked, modules_are_hooked, parameters_of
 
-__all__ = ["Linear", "layer_of", "linear_each", "looked_at", "reads_layers", "weights_of"]
+__all__ = ["Linear", "layer_of", "linear_each", "looked_at", "reads_layers", "refuse_hooks", "weights_of"]
 
 _Reader: TypeAlias = Callable[[Any], Layer | None]
 _READERS: Final[dict[type[nn.Module], _Reader]] = {}
@@ -92,6 +93,12 @@ def layer_of(module: nn.Module) -> Layer | None:
     """Weight and bias of a linear layer that fused operators read; None for any other module."""
     read = _READERS.get(type(module))
     return None if read is None else read(module)
+
+
+def refuse_hooks(function: str) -> None:
+    """Raise under ``set_invariant(True)``: a hook sees a result that fused operators never round."""
+    then = "Observe with ch.trace, remove the hook, or call ch.set_invariant(False)."
+    refuse_if_invariant(function, "a part", got="a hook, for which torch computes it", then=then)
 
 
 def looked_at(*parts: object) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from clearhead.choices import is_invariant
 from clearhead.functional.jagged import is_jagged
 from clearhead.integrations.recast import stands_for
 from clearhead.integrations.torch.attention import SwappedMultiheadAttention, mask_reader
@@ -28,7 +29,7 @@ from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, name_of
 from clearhead.nn.fused import fused_layers, norm_of, of_parts, takes_parts
 from clearhead.nn.fused_blocks import MOST_ELEMENTS
-from clearhead.nn.linear import Linear, layer_of
+from clearhead.nn.linear import Linear, layer_of, refuse_hooks
 from clearhead.nn.reading import cached_reading, is_frozen, is_packed, no_gradients_if_frozen
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
@@ -68,6 +69,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         fused = _fused(self, [self], (src,), [(src_mask, src_key_padding_mask, is_causal)])
         if fused is not None:
             return fused
+        _refuse_hooked(self)
         if self.norm_first:
             src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
             return src + self._ff_block(self.norm2(src))
@@ -106,13 +108,22 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
         fused = _fused(self, [self], (tgt, memory), [own_mask, other])
+        if fused is not None:
+            return fused
+        _refuse_hooked(self)
         # In torch's order: masks, padding masks, hints.
         theirs: Any = chain.from_iterable(zip(own_mask, other, strict=True))
-        return super().forward(tgt, memory, *theirs) if fused is None else fused
+        return super().forward(tgt, memory, *theirs)
 
     def _ff_block(self, x: Tensor) -> Tensor:
         output: Tensor = self.dropout3(_feedforward(self, x))
         return output
+
+
+def _refuse_hooked(layer: nn.Module) -> None:
+    """Raise under ``set_invariant(True)`` where hooks let torch compute norms and activations of a layer."""
+    if is_invariant() and (modules_are_hooked() or any(map(is_hooked, [*layer.modules()][1:]))):
+        refuse_hooks(type(layer).__name__)
 
 
 def _jagged_encoder(

@@ -14,7 +14,7 @@ from clearhead.cache import KVCache, assume_dropped, count_appended, forget_firs
 from clearhead.integrations.transformers.int8_cache import Int8Cache, Int8Layer, Int8SlidingLayer
 from clearhead.nn.cache_view import CacheView, cache_view
 
-__all__ = ["CacheLayer", "cache_layer_of", "count_tokens", "of_memory", "of_own_tokens"]
+__all__ = ["CacheLayer", "cache_layer_of", "count_tokens", "may_cache_memory", "of_memory", "of_own_tokens"]
 
 
 #: With a window of one token transformers drops nothing, as it slices from 0 on.
@@ -146,13 +146,26 @@ def of_memory(past: Any, place: Any) -> CacheView | None:
     return CacheView(key, value, key.shape[2], grows=False)
 
 
+def may_cache_memory(past: Any, place: Any) -> bool:
+    """Whether an attention's keys and values of a memory are to be cached now, in a growing cache."""
+    if type(past) is not EncoderDecoderCache or not isinstance(place, int) or past.is_updated.get(place):
+        return False
+    return _is_plain(past.cross_attention_cache)
+
+
 def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     """The layer of an attention's cache, if it grows or slides and can be appended to in place; None otherwise. For
     calls without gradients.
 
     Keys and values that were reordered, cut short or joined with others since the last call are copied first.
     """
-    if not _is_plain(past) or not isinstance(place, int) or place >= len(past.layers):
+    if not _is_plain(past) or not isinstance(place, int):
+        return None
+    # A cache without a config makes its layers when they are filled.
+    makes_layers = getattr(past, "layer_class_to_replicate", None) is DynamicLayer
+    while makes_layers and len(past.layers) <= place:
+        past.layers.append(DynamicLayer())
+    if place >= len(past.layers):
         return None
     layer = past.layers[place]
     if type(layer) not in _KINDS:

@@ -14,7 +14,14 @@ from clearhead.choices import is_invariant
 from clearhead.integrations.torch.parts import is_plain
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.integrations.transformers.attention import NAME, is_causal_alone, planned
-from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, count_tokens, of_memory, of_own_tokens
+from clearhead.integrations.transformers.cache import (
+    CacheLayer,
+    cache_layer_of,
+    count_tokens,
+    may_cache_memory,
+    of_memory,
+    of_own_tokens,
+)
 from clearhead.integrations.transformers.calls import Arguments
 from clearhead.integrations.transformers.families import AttentionRow
 from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor, symbolic_mask
@@ -54,6 +61,8 @@ __all__ = [
 #: Padded tokens times width squared from which removing padding saves time.
 _LEAST_UNPADDED: Final = 2**22
 _AXES: Final = 3
+#: Linear layers of queries, keys and values.
+_SEPARATE: Final = 3
 
 
 # ---- what a call reads --------------------------------------------------------------------------------------
@@ -148,13 +157,15 @@ def _mask_of_tensor(given: Any, before: int) -> tuple[bool, Mask | None]:
         return False, None
 
 
-def with_memory(call: LayerCall, core: Any, given: Arguments) -> LayerCall | None:
-    """The same with attention to a memory; None if the original code is to read it, and to fill the cache."""
+def with_memory(call: LayerCall, core: Any, projections: Projections, given: Arguments) -> LayerCall | None:
+    """The same with attention to a memory, whose keys and values the first call caches; None if the original code is to
+    read it."""
     states, mask, view, batch = given.memory, given.memory_mask, None, len(call.tokens[0])
     if states is None or not is_plain(states) or len(states) != batch:
         return None
     if given.cache is not None:
-        view = of_memory(given.cache, getattr(core, "layer_idx", None))
+        place = getattr(core, "layer_idx", None)
+        view = of_memory(given.cache, place) or _cached_memory(given.cache, place, projections, states)
         if view is None or len(view.key) != batch:
             return None
     length, allowed = states.shape[1] if view is None else view.length, None
@@ -168,6 +179,17 @@ def with_memory(call: LayerCall, core: Any, given: Arguments) -> LayerCall | Non
         return None
     tokens = call.tokens if view is not None else (*call.tokens, states)
     return replace(call, tokens=tokens, masks=(*call.masks, allowed), caches=(*call.caches, view))
+
+
+def _cached_memory(past: Any, place: Any, projections: Projections, states: Tensor) -> CacheView | None:
+    """Keys and values of a memory, which a call without gradients caches; None if the original code is to do so."""
+    if torch.is_grad_enabled() or len(projections.sources) < _SEPARATE or not may_cache_memory(past, place):
+        return None
+    heads = (project(states, *layer).unflatten(-1, (projections.num_kv_heads, -1)) for layer in projections.sources[1:])
+    key, value = (each.transpose(1, 2) for each in heads)
+    past.cross_attention_cache.update(key, value, place)
+    past.is_updated[place] = True
+    return of_memory(past, place)
 
 
 # ---- calls --------------------------------------------------------------------------------------------------
@@ -233,8 +255,8 @@ def layer_output(
     if match.is_disentangled:
         given = _with_zeros_read(given)
     call = None if stack is None else call_of(cores[0], stack.attentions[0], given, interface)
-    if call is not None and len(cores) > 1:
-        call = with_memory(call, cores[1], given)
+    if call is not None and stack is not None and len(cores) > 1:
+        call = with_memory(call, cores[1], stack.attentions[1], given)
     if stack is None or call is None:
         return None
     if is_relative(given) or (match.is_disentangled and cores[0].relative_attention):

@@ -12,14 +12,14 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from clearhead.choices import is_invariant
-from clearhead.integrations.recast import original_of, stands_for
+from clearhead.integrations.recast import class_of, original_of, stands_for
 from clearhead.integrations.torch.parts import SwappedDropout, is_plain
 from clearhead.integrations.torch.quantized_weights import is_tensor_subclass
 from clearhead.integrations.transformers.families import FeedForwardRow
 from clearhead.integrations.transformers.match import at
 from clearhead.nn.feedforward import drop_of, name_of
 from clearhead.nn.fused import norm_of as torchs_norm_of
-from clearhead.nn.linear import layer_of, looked_at, weights_of
+from clearhead.nn.linear import layer_of, looked_at, refuse_hooks, weights_of
 from clearhead.nn.norm import normed, takes_norm
 from clearhead.nn.spec import NormLike
 from clearhead.ops.kinds import NormKind
@@ -214,7 +214,10 @@ class FusedFeedForward(TokenwiseForward):
             return None
         try:
             paths = [path for path in (row.gate, row.expand, row.activation, row.hidden, row.contract) if path]
-            parts = None if looked_at(*(at(module, path) for path in paths)) else feedforward_of(row, module)
+            parts = feedforward_of(row, module)
+            if parts is not None and looked_at(*(at(module, path) for path in paths)):
+                refuse_hooks(class_of(module).__name__)
+                parts = None
         except AttributeError:
             return None
         if parts is None:

@@ -137,8 +137,8 @@ def _stack_output(owner: nn.Module, layers: Sequence[Any], fast: LayerForward, g
     key = (x.shape[-1], x.dtype, rotary)
     stack = cached_reading(owner, key, read, may_be_hooked=(owner, *outer), views=match.has_views)
     call = None if stack is None else call_of(cores[0][0], stack.attentions[0], given, fast.interface)
-    if call is not None and len(cores[0]) > 1:
-        call = with_memory(call, cores[0][1], given)
+    if call is not None and stack is not None and len(cores[0]) > 1:
+        call = with_memory(call, cores[0][1], stack.attentions[1], given)
     call = None if stack is None or call is None else _call_of_all(call, cores, stack, given)
     if stack is None or call is None:
         return None

@@ -1,0 +1,124 @@
+"""Under ``set_invariant(True)`` a model's bits do not depend on how it is called, or the call raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from tests.agreement import needs_native
+from tests.bridges.hf_models import MODELS, eager, inputs, transformers
+
+pytestmark = needs_native
+
+#: torch computes experts, and the convolutions in front of an encoder.
+OUTSIDE = {"gpt-oss", "whisper"}
+QUICK = {"llama", "gpt2", "bert", "bart"}
+
+
+@pytest.fixture(autouse=True)
+def one_order() -> Iterator[None]:
+    with ch.invariant(), torch.no_grad():
+        yield
+
+
+def _names(*kinds: str) -> list[Any]:
+    names = [name for name, row in MODELS.items() if row.kind in kinds and name not in OUTSIDE]
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
+
+
+def _swapped(name: str) -> Any:
+    model = eager(name)
+    ch.swap(model)
+    return model
+
+
+@pytest.mark.parametrize("configured", [True, False], ids=["layers from the config", "layers made when filled"])
+@pytest.mark.parametrize("name", _names("decoder"))
+def test_chunks_after_a_cache_have_the_bits_of_the_whole(name: str, configured: bool) -> None:
+    model, ids = _swapped(name), inputs(name)["input_ids"]
+    cache = transformers.DynamicCache(config=model.config) if configured else transformers.DynamicCache()
+    chunks = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 5, 1, 1, 8], 1)]
+    assert torch.equal(torch.cat(chunks, 1), model(ids).logits)
+
+
+@pytest.mark.parametrize("name", _names("encoder-decoder", "audio"))
+def test_chunks_of_a_decoder_have_the_bits_of_the_whole(name: str) -> None:
+    """The first call caches keys and values of the memory."""
+    model, batch = _swapped(name), inputs(name)
+    ids, past, chunks = batch.pop("decoder_input_ids"), None, list[Tensor]()
+    whole = model(**batch, decoder_input_ids=ids, use_cache=False).logits
+    for part in ids.split([2, 1, ids.shape[1] - 3], 1):
+        output = model(**batch, decoder_input_ids=part, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        chunks.append(output.logits)
+    assert torch.equal(torch.cat(chunks, 1), whole)
+
+
+def _changed_by_hooks(model: nn.Module, call: Callable[[Any], Tensor]) -> tuple[list[str], int]:
+    """Modules whose hook changes the output's bits without an error, and the number of those that are refused."""
+    expected, changed, errors = call(model), list[str](), list[str]()
+    for name, module in [*model.named_modules()][1:]:
+        handle = module.register_forward_hook(lambda *_: None)
+        try:
+            changed += [] if torch.equal(call(model), expected) else [name]
+        except ch.UnsupportedError as error:
+            errors.append(str(error))
+        handle.remove()
+    assert torch.equal(call(model), expected)
+    assert all("set_invariant(True); got " in error for error in errors)
+    return changed, len(errors)
+
+
+@pytest.mark.parametrize("name", _names("decoder", "encoder", "encoder-decoder", "vision"))
+def test_hook_on_a_part_keeps_the_bits_or_is_refused(name: str) -> None:
+    batch = inputs(name)
+
+    def call(model: Any) -> Tensor:
+        output = model(**batch)
+        logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+        return logits
+
+    changed, refused = _changed_by_hooks(_swapped(name), call)
+    assert changed == []
+    assert refused > 0
+
+
+def _torchs(decoder: bool, norm_first: bool) -> nn.Module:
+    kind = nn.TransformerDecoderLayer if decoder else nn.TransformerEncoderLayer
+    layer = kind(64, 4, 128, batch_first=True, activation="gelu", norm_first=norm_first)
+    if decoder:
+        return nn.TransformerDecoder(layer, 2)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("kind", ["own", "own and gated", "torch", "torch's decoder"])
+def test_hook_on_a_part_of_a_stack_keeps_the_bits_or_is_refused(kind: str, norm_first: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 9, 64)
+    tokens = (x, x[:, :5]) if "decoder" in kind else (x,)
+    if "torch" in kind:
+        model = _torchs("decoder" in kind, norm_first).eval()
+        ch.swap(model)
+    else:
+        more: dict[str, Any] = {"norm": "rms", "gated": True, "activation": "silu", "rotary": True}
+        options = more if "gated" in kind else {}
+        model = ch.nn.Encoder(64, num_heads=4, num_layers=2, norm_first=norm_first, **options).eval()
+    changed, refused = _changed_by_hooks(model, lambda model: model(*tokens))
+    assert changed == []
+    assert refused >= 8
+
+
+def test_wanted_weights_are_refused_where_torch_would_rotate() -> None:
+    model, batch = _swapped("llama"), inputs("llama")
+    with pytest.raises(ch.UnsupportedError, match=r"^LlamaAttention: the call must have one order of sums[^\n]*$"):
+        model(**batch, output_attentions=True)
+    with ch.trace(model) as traced:
+        observed = model(**batch).logits
+    assert len(traced) == 2
+    assert torch.equal(observed, model(**batch).logits)
