@@ -309,10 +309,10 @@ def test_own_model_is_quantised_and_swapped(config: str) -> None:
         assert calls == ["stack"]
         assert _difference(ours, theirs) < (2e-2 if "dynamic" in config else 2e-6)
         texts = model.generate(IDS[:1, :4], 6, temperature=0.0)
-        again = texts[:, :4]
+        step_by_step = texts[:, :4]
         for _ in range(6):
-            again = torch.cat([again, model(again)[:, -1:].argmax(-1)], 1)
-        assert torch.equal(texts, again)
+            step_by_step = torch.cat([step_by_step, model(step_by_step)[:, -1:].argmax(-1)], 1)
+        assert torch.equal(texts, step_by_step)
     kinds = {type(part).__name__ for part in model.modules()}
     ch.unswap(model)
     assert {type(part).__name__ for part in model.modules()} == kinds
