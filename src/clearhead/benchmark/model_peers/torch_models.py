@@ -44,12 +44,13 @@ def clearhead_call(work: ModelWork, number_format: str) -> Call:
 
 
 def clearhead_int8_call(work: ModelWork, number_format: str) -> Call:
-    """The model in bfloat16 after torchao and ``swap``: weights in int8, and activations but for tokens."""
+    """The model in bfloat16 after torchao, ``swap`` and ``freeze``: weights in int8, and activations but for tokens."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 
     model = deepcopy(work.model).bfloat16()
     quantize_(model, Int8WeightOnlyConfig() if work.kind == "token" else Int8DynamicActivationInt8WeightConfig())
     swap(model)
+    freeze(model)
     return _call(work, model)
 
 
