@@ -208,7 +208,8 @@ CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
 }
 #elif defined(CH_NEON)
 typedef uint32x4_t Words;
-CH_INLINE Words load_words(const uint32_t* from) { return vld1q_u32(from); }
+// Words of two 16-bit numbers may start at an odd one.
+CH_INLINE Words load_words(const uint32_t* from) { return vreinterpretq_u32_u8(vld1q_u8((const uint8_t*)from)); }
 CH_INLINE void store_words(uint32_t* to, Words words) { vst1q_u32(to, words); }
 CH_INLINE void interleave(Words a, Words b, Words* to) {
   to[0] = vzip1q_u32(a, b);

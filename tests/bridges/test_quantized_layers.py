@@ -335,3 +335,20 @@ def test_torchs_encoder_with_quantised_feedforward_is_one_operator() -> None:
             ours = model(x)
         assert calls == ["layer"] * 2
         assert _difference(ours, exact(x)) < 1e-6
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_observed_own_model_has_the_same_bits(config: str) -> None:
+    torch.manual_seed(0)
+    model = ch.nn.LanguageModel(vocab_size=99, embed_dim=64, num_heads=4, num_layers=2, max_len=32, gated=True).eval()
+    _quantise(model, config, leaves=("head",))
+    with torch.no_grad():
+        ch.swap(model)
+        alone = model(IDS)
+        with ch.trace(model) as traced:
+            observed = model(IDS)
+        cached = model.generate(IDS[:1, :4], 3, temperature=0.0)
+        with ch.observe(model, ch.Want(lse=True)) as seen:
+            assert torch.equal(model.generate(IDS[:1, :4], 3, temperature=0.0), cached)
+    assert len(traced) == len(seen) == 2
+    assert torch.equal(observed, alone)
