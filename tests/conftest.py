@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from clearhead.ops import library as native_library
@@ -27,6 +28,14 @@ def _best_instruction_set() -> Iterator[None]:
     yield
     if (library := native_library.library()) is not None:
         library.ch_use_isa(native_library.isa_index())
+
+
+@pytest.fixture
+def _threads_as_before() -> Iterator[None]:
+    """A test may set the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead.bridges import swap, unswap
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.torch_layers import (
     BATCH,
     DTYPES,
@@ -30,10 +30,7 @@ from tests.bridges.torch_layers import (
 )
 from tests.budget import within_budget
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 OTHERS = 9
 SOME = torch.rand(LENGTH, OTHERS, generator=torch.Generator().manual_seed(4)) < 0.5

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.bridges import swap
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.torch_layers import (
     BATCH,
     CALLS,
@@ -27,10 +27,7 @@ from tests.bridges.torch_layers import (
     tokens,
 )
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead.bridges import swap, unswap
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.torch_layers import (
     BATCH,
     CALLS,
@@ -33,10 +33,7 @@ from tests.bridges.torch_layers import (
 )
 from tests.budget import within_budget
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -426,12 +426,11 @@ def test_an_overridden_cache_append_is_called(kinds: list[str]) -> None:
     assert "layer" not in kinds
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     module, x, outputs = block(DecoderBlock, width=128), sequence(width=128), []
-    before = torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         outputs.append(decoded(module, x, [9, *[1] * 28], cache=ch.KVCache()))
-    torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
