@@ -14,11 +14,12 @@ from clearhead.errors import ShapeError
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
+from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, widened
 from clearhead.nn.generation import Sampler, as_token, check_cache_dtype, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.paged_generation import extend_each
-from clearhead.nn.stacks import Decoder, DecoderCache
+from clearhead.nn.stacks import Decoder
 from clearhead.nn.start import start_embeddings, start_linears
 from clearhead.packing import as_lengths, real_places, unpack
 from clearhead.paged_cache import PagedKVCache, PagedSequences

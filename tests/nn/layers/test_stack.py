@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.masks import Causal
 from clearhead.nn import Decoder, DecoderBlock, Encoder, LanguageModel
+from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.linear import Linear
 from clearhead.nn.reading import cached_reading
-from clearhead.nn.stacks import DecoderCache
 from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.nn.layers.definition import DTYPES, LLAMA, decoded, draw, formula
