@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from clearhead.cache import KVCache, forget_first, select_batch
 from clearhead.errors import UnsupportedError
-from clearhead.integrations.transformers.cached_tensor import RowsTensor
+from clearhead.integrations.transformers.deferred_tensor import RowsTensor
 
 __all__ = ["Int8Cache", "Int8Layer", "Int8SlidingLayer"]
 
