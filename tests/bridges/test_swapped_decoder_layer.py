@@ -25,6 +25,7 @@ from tests.bridges.torch_layers import (
     in_dtype,
     is_layer,
     make_layer,
+    name_of,
     swapped,
     tokens,
 )
@@ -97,12 +98,8 @@ def assert_agrees(
         assert all(map(torch.equal, second, results))
 
 
-def _name(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=_name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_layer_matches_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     theirs = decoder(dtype=dtype, **options)

@@ -27,6 +27,7 @@ from tests.bridges.torch_layers import (
     assert_agrees,
     is_layer,
     make_layer,
+    name_of,
     output_and_gradients,
     swapped,
     tokens,
@@ -44,13 +45,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _name(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
-
-
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=_name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_layer_matches_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     theirs = make_layer(dtype=dtype, **options)

@@ -15,7 +15,7 @@ from clearhead.nn import Decoder, DecoderBlock, MultiHeadAttention
 from clearhead.testing import forbid_fused
 from tests.agreement import needs_native
 from tests.budget import within_budget
-from tests.nn.layers.definition import DTYPES, attended, block, decoded, draw, formula
+from tests.nn.layers.definition import DTYPES, attended, block, caches_alternate, decoded, draw, formula
 from tests.nn.layers.with_memory import decoder
 from tests.nn.layers.with_memory import formula as with_memory
 
@@ -158,17 +158,7 @@ def test_an_attention_to_a_cached_memory_matches_the_formula(kinds: list[str]) -
 
 
 def test_caches_of_different_lengths_alternate() -> None:
-    module, x = block(DecoderBlock), sequence()
-    with torch.no_grad():
-        whole = module(x)
-        caches = {first: ch.KVCache() for first in (1, 3, 15, 16, 17, 31, 33)}
-        for first, cache in caches.items():
-            module(x[:, :first], cache=cache)
-        for _ in range(4):
-            for cache in caches.values():
-                place = cache.length
-                token = module(x[:, place : place + 1], cache=cache)
-                torch.testing.assert_close(token, whole[:, place : place + 1], rtol=1e-5, atol=1e-5)
+    caches_alternate(block(DecoderBlock), sequence(), (1, 3, 15, 16, 17, 31, 33))
 
 
 def test_truncated_tokens_leave_no_trace() -> None:
