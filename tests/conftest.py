@@ -7,13 +7,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from clearhead.ops import library as native_library
 from tests import processes  # noqa: F401 - its server of processes is to be that of run_ranks
 from tests.covering import covering
+from tests.inspector.chromium import chromium
 
 LEFT_OUT = "left out: the time is up"
 # A busy machine is no failure.
@@ -27,6 +30,20 @@ def _best_instruction_set() -> Iterator[None]:
     yield
     if (library := native_library.library()) is not None:
         library.ch_use_isa(native_library.isa_index())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def _threads_as_before() -> Iterator[None]:
+    """A test may set the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ import clearhead as ch
 from clearhead.cache import KVCache, dropped_by, forget_first, in_one_thread, restored_on_error
 from clearhead.errors import UnsupportedError
 from clearhead.nn import LanguageModel, MultiHeadAttention
+from tests.threads import on_threads
 
 
 def _pair(new: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -216,7 +217,7 @@ def test_a_language_model_reads_its_position_in_the_thread_that_appends() -> Non
     model = LanguageModel(20, 8, 2, 2, max_len=500).eval()
     cache, refused = model.new_cache(), []
 
-    def decode() -> None:
+    def decode(_: int) -> None:
         try:
             with torch.no_grad():
                 for _ in range(60):
@@ -224,11 +225,7 @@ def test_a_language_model_reads_its_position_in_the_thread_that_appends() -> Non
         except UnsupportedError as error:
             refused.append(str(error))
 
-    threads = [threading.Thread(target=decode) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(3, decode)
     assert len({layer.length for layer in cache.layers}) == 1
     assert cache.length >= 60
     assert all("one thread at a time" in error for error in refused)

@@ -117,16 +117,13 @@ def test_statistics_are_those_of_the_formula(queries: int) -> None:
     assert torch.equal(one.output, ch.attention(query, cache.key, cache.value))
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("queries", [1, 3, 300])
 def test_threads_do_not_change_bits(queries: int) -> None:
-    query, cache, count = draw(1, 4, queries, 64, grad=False), filled(1, 2, 2000, 64), torch.get_num_threads()
-    outputs = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            outputs.append(ch.attention(query, cache.key, cache.value))
-    finally:
-        torch.set_num_threads(count)
+    query, cache, outputs = draw(1, 4, queries, 64, grad=False), filled(1, 2, 2000, 64), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        outputs.append(ch.attention(query, cache.key, cache.value))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 

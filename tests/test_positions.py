@@ -137,16 +137,13 @@ def test_rotary_under_transforms_and_many_gradients_at_once() -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("_threads_as_before")
 def test_rotary_is_bitwise_equal_at_any_thread_count_and_batch() -> None:
     x, rotary = draw(2, 3, 300, 72), Rotary()
     right = rotary.rotate(x)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(rotary.rotate(x), right)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(rotary.rotate(x), right)
     assert torch.equal(rotary.rotate(x[:1, 1:2, 40:41], 40), right[:1, 1:2, 40:41])
 
 

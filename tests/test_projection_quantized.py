@@ -93,19 +93,16 @@ def test_row_has_the_same_bits_alone_in_invariant_mode(isa: str, bits: int, dtyp
     assert dtype is not torch.float32 or not torch.equal(few, together[5:6])
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize(("bits", "rounding"), [(8, 0), (4, 0), (8, 1)])
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_number_of_threads_changes_no_bit(isa: str, rows: int, bits: int, rounding: int) -> None:
     plain = _weight(1024, 300, 1024 if rounding else 128, bits)
     weight = QuantizedWeight(plain.codes, plain.scale, None, Rounding(rounding))
-    x, threads = torch.randn(rows, 1024), torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(project_quantized(x, weight))
-    finally:
-        torch.set_num_threads(threads)
+    x, results = torch.randn(rows, 1024), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(project_quantized(x, weight))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

@@ -81,7 +81,7 @@ def attention(
         return None
     if not (factor == 0.0 or _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max):
         return None
-    output = _call(query, key, value, factor, *band, offset, scores)
+    output = _call(query, key, value, factor, band, offset, scores)
     return output if leading == 2 else output.reshape(output.shape[2 - leading :])
 
 
@@ -140,15 +140,9 @@ def _rules_fit(rules: Sequence[ScoreRule], query: Tensor, key: Tensor) -> bool:
 
 
 def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    keys_before: int | None,
-    keys_after: int | None,
-    query_offset: int,
+    query: Tensor, key: Tensor, value: Tensor, scale: float, band: tuple[int | None, int | None], query_offset: int,
     rules: Sequence[ScoreRule],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     kinds: list[int] = []
     values: list[float] = []
     tables: list[Tensor] = []
@@ -169,17 +163,7 @@ def _call(
     )
     returns = (_SOFTMAX | _OUTPUT32 | (0 if sink is None else _LSE)) if learned else 0
     results: list[Tensor] = torch.ops.clearhead.attention_compiled.default(
-        query,
-        key,
-        value,
-        scale,
-        returns,
-        keys_before,
-        keys_after,
-        query_offset=query_offset,
-        rule_kinds=kinds or None,
-        rule_values=values or None,
-        rule_tables=tables or None,
-        sink=sink,
-    )
+        query, key, value, scale, returns, *band, query_offset=query_offset, rule_kinds=kinds or None,
+        rule_values=values or None, rule_tables=tables or None, sink=sink,
+    )  # fmt: skip
     return results[0]

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from clearhead.backends import native
+from clearhead.backends import native_gradients
 from clearhead.masks import Causal, Window
 from clearhead.ops.attention import DENSE, RELATIVE, SLOPE, SOFTCAP, Saved
 from clearhead.ops.fakes import register_flops
@@ -59,7 +59,8 @@ def gradients(
         query_offset=query_offset,
     )
     # The rules' parameters in their order, a sink's last.
-    return [part.contiguous() for part in native.gradients(problem, Saved(exact, lse, softmax), native.Arrived(grad))]
+    saved, arrived = Saved(exact, lse, softmax), native_gradients.Arrived(grad)
+    return [part.contiguous() for part in native_gradients.gradients(problem, saved, arrived)]
 
 
 def _without_elements(

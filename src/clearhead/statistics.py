@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import repr_of, tensor_of, whole_number
-from clearhead.errors import ShapeError
+from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
-__all__ = ["UNDIFFERENTIABLE", "Observation", "Want"]
+__all__ = ["UNDIFFERENTIABLE", "Observation", "Want", "check_want"]
 
 #: Fields of an observation that have no gradient.
 UNDIFFERENTIABLE: Final = ("top_indices", "top_weights", "heatmap_max", "heatmap_mean")
@@ -138,6 +138,14 @@ class Want(Record):
 
 #: Statistics with two fields in an observation.
 _ANSWERS: Final = {"top_k": ("top_indices", "top_weights"), "heatmap": ("heatmap_max", "heatmap_mean")}
+
+
+def check_want(function: str, want: object) -> None:
+    """Raise unless ``want`` is a ``Want``."""
+    if not isinstance(want, Want):
+        raise UnsupportedError.about(
+            function, "want", must="be a ch.Want", got=type(want).__name__, then="Pass ch.Want(lse=True)."
+        )
 
 
 def _plain(given: Sequence[int]) -> Sequence[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from clearhead.cli.app import app
 from clearhead.integrations import accelerate as module
 from clearhead.ops import library
 from tests.processes import reported, with_torch_alone
+from tests.threads import on_threads
 
 pytestmark = pytest.mark.skipif(library.reason() is not None, reason="the CPU kernels are not available")
 
@@ -85,11 +85,7 @@ def test_an_error_inside_restores_torchs_kernels() -> None:
 def test_every_thread_is_served() -> None:
     threads_served: list[tuple[bool, bool]] = []
     with ch.accelerate():
-        threads = [threading.Thread(target=lambda: threads_served.append(fast())) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(4, lambda _: threads_served.append(fast()))
     assert len(threads_served) == 4
     assert all(attention for attention, _ in threads_served)
 

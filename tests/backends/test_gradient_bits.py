@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,14 +34,7 @@ def _gradients(inputs: list[Tensor], **options: Any) -> list[Tensor]:
     return list(torch.autograd.grad(output, leaves, grad))
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("length", [700, 2_100, pytest.param(5_000, marks=pytest.mark.slow)])

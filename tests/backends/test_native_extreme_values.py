@@ -183,16 +183,13 @@ class TestNumbersThatAreNotNormal:
         inputs = query.to(dtype), key.to(dtype), (torch.ones_like(value) * self.TINY).to(dtype)
         assert not ch.attention(*inputs, backend="native").any()
 
+    @pytest.mark.usefixtures("_threads_as_before")
     @pytest.mark.parametrize("threads", [1, 2])
     def test_caller_keeps_its_subnormal_mode(self, threads: int) -> None:
         """Also on the threads of the pool that it shares with torch."""
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            self.trained(*torch.randn(3, 2, 8, 200, 32))
-            assert (torch.full((1 << 20,), self.TINY) * 0.5).all()
-        finally:
-            torch.set_num_threads(before)
+        self.trained(*torch.randn(3, 2, 8, 200, 32))
+        assert (torch.full((1 << 20,), self.TINY) * 0.5).all()
 
     def test_sharp_rows_are_right(self) -> None:
         """Their weights range from 1 to values that underflow."""

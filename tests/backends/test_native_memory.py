@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +15,7 @@ import clearhead as ch
 from clearhead.ops import library as native_library
 from clearhead.ops.memory import kept_memory, limit
 from tests.processes import reported
+from tests.threads import on_threads
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason="the CPU kernels are not installed")
 
@@ -131,11 +131,7 @@ def test_threads_do_not_share_a_block() -> None:
             if not bool((tensor == number).all()):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(6, work)
     assert wrong == []
     assert kept_memory() <= limit()
 

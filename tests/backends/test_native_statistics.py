@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,13 +28,6 @@ WAYS = {
 }
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def inputs_of(way: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     batch, heads, kv_heads, q_len, k_len, dim = WAYS[way]
     sizes = ((heads, q_len), (kv_heads, k_len), (kv_heads, k_len))
@@ -49,7 +41,7 @@ def tensors_of(observation: ch.Observation) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_threads_as_before")
 def test_statistics_are_bitwise_equal_at_any_thread_count(way: str, causal: bool, dtype: torch.dtype) -> None:
     inputs = inputs_of(way, dtype)
     q_len, k_len = inputs[0].shape[2], inputs[1].shape[2]

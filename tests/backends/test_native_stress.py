@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,7 @@ from torch import Tensor
 import clearhead as ch
 from tests.agreement import draw, needs_native, results
 
-pytestmark = needs_native
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [needs_native, pytest.mark.usefixtures("_threads_as_before")]
 
 
 def _shape(batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, dim: int) -> tuple[Tensor, ...]:

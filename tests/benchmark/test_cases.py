@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from clearhead.benchmark import Comparison, Setting, comparison_of, grid
-from clearhead.benchmark.cases import OURS, chosen_backend, errors_against
+from clearhead.benchmark.cases import chosen_backend, errors_against
+from clearhead.benchmark.peers import OURS
 from clearhead.errors import UnsupportedError
 
 SMALL = (2, 2, 33, 8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import re
-import threading
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 import clearhead as ch
 from clearhead.bridges import SwapReport, swap, unswap
 from clearhead.integrations.torch import attention as torch_attention
+from tests.threads import on_threads
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
 
@@ -297,7 +297,7 @@ def test_concurrent_threads_match_the_original(model: Model) -> None:
     expected = model(X, PADDING)[~PADDING]
     failures: list[BaseException] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         try:
             for _ in range(5):
                 assert len(swap(model).replaced) in (0, 10)
@@ -305,11 +305,7 @@ def test_concurrent_threads_match_the_original(model: Model) -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(4, work)
     assert failures == []
 
 

@@ -17,13 +17,10 @@ import transformers
 
 import clearhead as ch
 import clearhead.integrations.transformers as integration
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.hf_checks import distinct, ids_of
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 SIZES = {
     "vocab_size": 50,

@@ -17,6 +17,7 @@ from clearhead.integrations.torch import attention as torch_attention
 from clearhead.integrations.torch import layers as torch_layers
 from clearhead.integrations.torch import parts as torch_parts
 from clearhead.integrations.torch import unpadded as packed
+from tests.bridges.torch_layers import name_of
 from tests.budget import within_budget
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -81,11 +82,6 @@ def _same(
         torch.testing.assert_close(one, other, **EXACT)
 
 
-def _name(options: dict[str, Any]) -> str:
-    """A test id without addresses, equal in every process."""
-    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
-
-
 OPTIONS = [
     {},
     {"norm_first": True},
@@ -97,7 +93,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("options", OPTIONS, ids=_name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_encoder_layer_matches_torch(options: dict[str, object], training: bool) -> None:
     theirs, ours = (module.train(training) for module in _pair(lambda: _layer(**options)))
     x = _tokens(LENGTH, ours.self_attn.batch_first, 1)
@@ -107,7 +103,7 @@ def test_encoder_layer_matches_torch(options: dict[str, object], training: bool)
             torch.testing.assert_close(ours(x, **call), theirs(x, **call), **EXACT)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=_name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_decoder_layer_matches_torch(options: dict[str, object]) -> None:
     theirs, ours = _pair(lambda: _layer(nn.TransformerDecoderLayer, **options))
     inputs = (_tokens(LENGTH, ours.self_attn.batch_first, 1), _tokens(MEMORY, ours.self_attn.batch_first, 2))

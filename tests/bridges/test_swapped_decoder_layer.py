@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead.bridges import swap, unswap
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.torch_layers import (
     BATCH,
     DTYPES,
@@ -25,15 +25,13 @@ from tests.bridges.torch_layers import (
     in_dtype,
     is_layer,
     make_layer,
+    name_of,
     swapped,
     tokens,
 )
 from tests.budget import within_budget
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 OTHERS = 9
 SOME = torch.rand(LENGTH, OTHERS, generator=torch.Generator().manual_seed(4)) < 0.5
@@ -100,12 +98,8 @@ def assert_agrees(
         assert all(map(torch.equal, second, results))
 
 
-def _name(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=_name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_layer_matches_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     theirs = decoder(dtype=dtype, **options)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.bridges import swap
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.torch_layers import (
     BATCH,
     CALLS,
@@ -26,11 +26,9 @@ from tests.bridges.torch_layers import (
     swapped,
     tokens,
 )
+from tests.doubled import doubled
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
@@ -115,39 +113,18 @@ def test_a_block_assigned_to_an_object_is_called(norm_first: bool, when: str, na
     assert not torch.equal(textbook[0], make_layer(norm_first=norm_first)(x))
 
 
-class DoubledLinear(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
-class DoubledNorm(nn.LayerNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
-class DoubledDropout(nn.Dropout):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
-class DoubledSelfAttention(nn.MultiheadAttention):
-    def forward(self, *given: Any, **options: Any) -> Any:
-        output, weights = super().forward(*given, **options)
-        return 2.0 * output, weights
-
-
 @pytest.mark.parametrize("swap_first", [True, False])
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("linear1", DoubledLinear),
-        ("linear2", DoubledLinear),
-        ("norm1", DoubledNorm),
-        ("norm2", DoubledNorm),
-        ("dropout", DoubledDropout),
-        ("dropout1", DoubledDropout),
-        ("dropout2", DoubledDropout),
-        ("self_attn", DoubledSelfAttention),
+        ("linear1", nn.Linear),
+        ("linear2", nn.Linear),
+        ("norm1", nn.LayerNorm),
+        ("norm2", nn.LayerNorm),
+        ("dropout", nn.Dropout),
+        ("dropout1", nn.Dropout),
+        ("dropout2", nn.Dropout),
+        ("self_attn", nn.MultiheadAttention),
     ],
 )
 def test_a_subclassed_part_is_called(name: str, kind: type[nn.Module], swap_first: bool) -> None:
@@ -160,7 +137,7 @@ def test_a_subclassed_part_is_called(name: str, kind: type[nn.Module], swap_firs
     before = theirs(x)
     for layer in (ours, theirs):
         part = layer.get_submodule(name)
-        part.__class__ = kind
+        part.__class__ = doubled(kind)
     if not swap_first:
         swap(ours)
     assert not torch.equal(before, theirs(x))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead.bridges import swap, unswap
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.torch_layers import (
     BATCH,
     CALLS,
@@ -27,16 +27,14 @@ from tests.bridges.torch_layers import (
     assert_agrees,
     is_layer,
     make_layer,
+    name_of,
     output_and_gradients,
     swapped,
     tokens,
 )
 from tests.budget import within_budget
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -47,13 +45,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _name(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
-
-
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=_name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_layer_matches_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     theirs = make_layer(dtype=dtype, **options)

@@ -19,14 +19,11 @@ from transformers.masking_utils import bidirectional_mask_function
 import clearhead as ch
 from clearhead.integrations.transformers import layer as fused
 from clearhead.integrations.transformers.masks import make_mask
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.hf_checks import attending, distinct, learns_between_calls_without_gradients
 from tests.budget import within_budget
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 LAYERS = 3
 SIZES: Final[Mapping[str, Any]] = {

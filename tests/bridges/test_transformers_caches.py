@@ -67,7 +67,7 @@ def test_attention_reads_the_pages_where_they_are(monkeypatch: pytest.MonkeyPatc
         expected = generated(model)
         ch.swap(model)
         with monkeypatch.context() as patch:
-            patch.setattr(PagesTensor, "read", lambda self: pytest.fail("the pages were gathered"))
+            patch.setattr(PagesTensor, "elements", lambda self: pytest.fail("the pages were gathered"))
             cache = PagedCache(model.config, num_blocks=20, block_size=16)
             assert torch.equal(generated(model, past_key_values=cache), expected)
 

@@ -20,8 +20,8 @@ from transformers.models.llama import modeling_llama as theirs
 
 import clearhead as ch
 from clearhead.integrations.transformers import layer as fused
-from clearhead.ops import library as native_library
 from clearhead.testing import fused_calls
+from tests.agreement import needs_native
 from tests.bridges.hf_checks import (
     attending,
     decoded,
@@ -33,10 +33,7 @@ from tests.bridges.hf_checks import (
 from tests.bridges.hf_models import TRANSFORMERS_4, in_float64, needs_5
 from tests.budget import within_budget
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 SIZES = {
     "vocab_size": 50,

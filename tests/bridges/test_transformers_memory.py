@@ -16,15 +16,12 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import clearhead as ch
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.hf_checks import attending, distinct, learns_between_calls_without_gradients
 from tests.bridges.hf_models import needs_5
 from tests.budget import within_budget
 
-pytestmark = [
-    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
-    pytest.mark.usefixtures("_kernels"),
-]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
 
 LAYERS: Final = 3
 SIZES: Final[Mapping[str, Any]] = {

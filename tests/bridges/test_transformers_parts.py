@@ -24,11 +24,11 @@ from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActD
 import clearhead as ch
 from clearhead.integrations.transformers import replace
 from clearhead.integrations.transformers.parts import FusedFeedForward
-from clearhead.ops import library as native_library
+from tests.agreement import needs_native
 from tests.bridges.hf_models import TRANSFORMERS_4
 from tests.budget import within_budget
 
-pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
+pytestmark = needs_native
 
 SIZES = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS = torch.arange(12).view(2, 6)

@@ -35,6 +35,11 @@ def make_layer(kind: Any = nn.TransformerEncoderLayer, dtype: torch.dtype = torc
     return layer.to(dtype)
 
 
+def name_of(options: dict[str, Any]) -> str:
+    """A test id without addresses, equal in every process."""
+    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
+
+
 def swapped(theirs: nn.Module) -> Any:
     ours = copy.deepcopy(theirs)
     assert swap(ours).left == ()

@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 import typer
+from tests.commands import lines_of
 from tests.processes import reported
-from typer.testing import CliRunner
 
-from clearhead.cli.app import COMMANDS, EXTRAS, app
+from clearhead.cli.app import COMMANDS, EXTRAS
 from clearhead.errors import DataError
 
 BECOME = Callable[[Callable[..., None]], None]
@@ -32,13 +32,6 @@ def doctor_does(monkeypatch: pytest.MonkeyPatch) -> BECOME:
         monkeypatch.setitem(sys.modules, name, module)
 
     return replace
-
-
-def lines_of(*arguments: str) -> tuple[int, list[str], list[str]]:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout.splitlines(), result.stderr.splitlines()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -8,21 +8,17 @@ from pathlib import Path
 
 import pytest
 from tests.benchmark.test_lines import line
-from typer.testing import CliRunner
+from tests.commands import texts_of
 
 from clearhead.benchmark import Line
 from clearhead.benchmark.rows import SuiteRow
-from clearhead.cli.app import app
 from clearhead.errors import UnsupportedError
 
 TINY = ("--shape", "1,2,16,8", "--dtype", "float32", "--repeats", "3")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return texts_of("bench", *arguments)
 
 
 def test_bench_prints_tables_and_writes_json_and_plot(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.commands import texts_of
 from typer.testing import CliRunner
 
 from clearhead.cli.app import app
@@ -14,10 +15,7 @@ TEXT = "The cat sat on the mat"
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["explain", *arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return texts_of("explain", *arguments)
 
 
 def test_explain_without_run_says_that_weights_are_random() -> None:

@@ -17,12 +17,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("starlette", reason="needs the extra 'lab'")
 pytest.importorskip("uvicorn", reason="needs the extra 'lab'")
 
-from clearhead.cli.app import app
+from tests.commands import lines_of
 
 # A shell that starts the tests in the background leaves them a Ctrl-C that is ignored.
 COMMAND = """
@@ -102,10 +101,7 @@ def test_requested_port_is_used_and_control_c_leaves_no_files(tmp_path: Path, wo
 
 
 def called(*words: object) -> tuple[int, list[str], list[str]]:
-    result = CliRunner().invoke(app, ["lab", *map(str, words)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout.splitlines(), result.stderr.splitlines()
+    return lines_of("lab", *words)
 
 
 def test_help_shows_examples() -> None:

@@ -8,20 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from tests.commands import called
 
 import clearhead as ch
-from clearhead.cli.app import app
 from clearhead.train.saved import load_run
 
 SIZES = ["--embed-dim", "16", "--num-heads", "2", "--num-layers", "2"]
-
-
-def called(*words: object) -> tuple[int, str, list[str]]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr.splitlines()
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from clearhead.cli.app import app
+from tests.commands import texts_of
 
 SIZES = ["--embed-dim", "16", "--num-heads", "2", "--num-layers", "1"]
 
 
-def called(*words: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def refused(*words: object) -> str:
-    code, _, err = called(*words)
+    code, _, err = texts_of(*words)
     assert code == 2
     assert err.count("\n") == 1, err
     return err
@@ -38,7 +29,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("films")
     rows = ["good,a fine :cat: film", "poor,a dull :fire: film"] * 10
     (folder / "films.csv").write_text("\n".join(["label,text", *rows]) + "\n")
-    assert called(*classify(folder / "films.csv", folder / "run"))[0] == 0
+    assert texts_of(*classify(folder / "films.csv", folder / "run"))[0] == 0
     return folder
 
 
@@ -47,13 +38,13 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("play")
     (folder / "play.txt").write_bytes(b"\xef\xbb\xbf" + b"All:\r\nSpeak, speak.\r\n" * 40)
     words = ["--steps", 2, "--eval-every", 2, "--context", 16, *SIZES]
-    assert called("train", "lm", "--data", folder / "play.txt", "--out", folder / "run", *words)[0] == 0
+    assert texts_of("train", "lm", "--data", folder / "play.txt", "--out", folder / "run", *words)[0] == 0
     return folder
 
 
 def test_file_is_read_like_the_training_file(play: Path) -> None:
     out = play / "seen.json"
-    assert called("observe", play / "run", "--file", play / "play.txt", "--json", out)[0] == 0
+    assert texts_of("observe", play / "run", "--file", play / "play.txt", "--json", out)[0] == 0
     assert json.loads(out.read_text())["tokens"].count("\r") == 80
 
 
@@ -73,7 +64,7 @@ def test_unwritable_outputs_are_refused_before_the_work(films: Path) -> None:
     assert "view: --out must be writable" in refused("view", run, "--text", "a film", "--out", place)
     same = ("predict", run, "--data", films / "films.csv", "--out", films / "films.csv")
     assert "must not be the file of --data" in refused(*same)
-    assert called("predict", run, "--text", "a film", "--out", films / "NEW.CSV")[0] == 0
+    assert texts_of("predict", run, "--text", "a film", "--out", films / "NEW.CSV")[0] == 0
 
 
 def test_full_disk_is_one_line() -> None:
@@ -100,7 +91,7 @@ def test_invalid_utf8_is_refused(films: Path, play: Path) -> None:
 
 
 def test_texts_are_printed_verbatim(films: Path) -> None:
-    _, out, _ = called("predict", films / "run", "--text", "a :cat: film that is longer than eighty columns " * 2)
+    _, out, _ = texts_of("predict", films / "run", "--text", "a :cat: film that is longer than eighty columns " * 2)
     assert ":cat: film that is longer than eighty columns a :cat:" in out
 
 
@@ -115,9 +106,9 @@ def test_invalid_sizes_are_refused(films: Path, words: tuple[object, ...]) -> No
 
 def test_failed_run_can_be_restarted(films: Path) -> None:
     repeated = films / "again"
-    code, _, err = called(*classify(films / "films.csv", repeated, "--lr", "inf"))
+    code, _, err = texts_of(*classify(films / "films.csv", repeated, "--lr", "inf"))
     assert (code, "be finite" in err) == (2, True)
-    assert called(*classify(films / "films.csv", repeated))[0] == 0
+    assert texts_of(*classify(films / "films.csv", repeated))[0] == 0
     assert "a folder with a run" in refused(*classify(films / "films.csv", repeated))
     (repeated / "metrics.json").write_text("{}")
     assert "must have held_out, best_step" in refused(*classify(films / "films.csv", repeated, "--resume"))
@@ -125,12 +116,12 @@ def test_failed_run_can_be_restarted(films: Path) -> None:
 
 def test_group_without_subcommand_is_an_error() -> None:
     assert (
-        called("train")[2] == "clearhead train: a command is missing. Run 'clearhead train --help' for its options.\n"
+        texts_of("train")[2] == "clearhead train: a command is missing. Run 'clearhead train --help' for its options.\n"
     )
 
 
 def test_word_takes_precedence_over_index() -> None:
-    _, out, _ = called("explain", "--text", "I have 5 cats and dogs here", "--token", "5")
+    _, out, _ = texts_of("explain", "--text", "I have 5 cats and dogs here", "--token", "5")
     assert "token 2 '5'" in out
 
 

@@ -7,20 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from clearhead.cli.app import app
+from tests.commands import called
 
 SIZES = ["--embed-dim", "16", "--num-heads", "2", "--num-layers", "1"]
 CLASSIFIER = [*SIZES, "--batch-size", "8", "--lr", "0.01"]
 LANGUAGE = [*SIZES, "--context", "16", "--steps", "4", "--eval-every", "2"]
-
-
-def called(*words: object) -> tuple[int, str, list[str]]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr.splitlines()
 
 
 def refused(*words: object) -> str:

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.commands import lines_of
 from tests.inspector.sample import TOLERANCE, page_weights
-from typer.testing import CliRunner
 
 import clearhead as ch
-from clearhead.cli.app import app
 from clearhead.inspector import Page
 from clearhead.train.saved import load_run
 
@@ -20,18 +19,11 @@ SIZES = ["--embed-dim", "16", "--num-heads", "2", "--num-layers", "2"]
 TEXT = "Speak, speak.\nAll:"
 
 
-def called(*words: object) -> tuple[int, list[str], list[str]]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout.splitlines(), result.stderr.splitlines()
-
-
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("play")
     (folder / "play.txt").write_text("All:\nSpeak, speak.\n" * 40)
-    code, _, _ = called(
+    code, _, _ = lines_of(
         "train", "lm", "--data", folder / "play.txt", "--out", folder / "run", "--steps", 2, "--eval-every", 2,
         "--context", 16, *SIZES,
     )  # fmt: skip
@@ -41,7 +33,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_view_page_has_the_weights_of_the_model(speaker: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "page.html"
-    code, said, err = called("view", speaker, "--text", TEXT[:8], "--out", out, "--title", "A play")
+    code, said, err = lines_of("view", speaker, "--text", TEXT[:8], "--out", out, "--title", "A play")
     assert (code, err) == (0, [])
     assert said == [f"wrote {out}: 8 tokens, Page('A play', 2 layers, 4 heads)"]
     data = dict(Page.open(out).data)
@@ -60,7 +52,7 @@ def test_view_page_has_the_weights_of_the_model(speaker: Path, tmp_path: Path) -
 def test_view_selects_layers_and_heads_and_truncates(speaker: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "long.txt", tmp_path / "page.html"
     text.write_text(TEXT * 5)
-    code, said, err = called("view", speaker, "--file", text, "--layer", 1, "--head", 0, "--out", out)
+    code, said, err = lines_of("view", speaker, "--file", text, "--layer", 1, "--head", 0, "--out", out)
     assert code == 0
     assert err == ["the first 16 of 90 tokens, the model's limit"]
     assert said[0].endswith("1 layers, 1 heads)")
@@ -80,16 +72,16 @@ def test_view_selects_layers_and_heads_and_truncates(speaker: Path, tmp_path: Pa
     ],
 )
 def test_view_errors_are_one_line(speaker: Path, words: list[str], says: str) -> None:
-    code, out, err = called("view", speaker, *words)
+    code, out, err = lines_of("view", speaker, *words)
     assert (code, out, len(err)) == (2, [], 1)
     assert err[0].startswith(says)
 
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    code, _, err = called("view", tmp_path, "--text", "a")
+    code, _, err = lines_of("view", tmp_path, "--text", "a")
     assert code == 2
     assert err[0].startswith("view: ")
-    assert called("view", tmp_path, "--text", "a", "--out", tmp_path)[2][0].startswith("view: --out must be a file")
+    assert lines_of("view", tmp_path, "--text", "a", "--out", tmp_path)[2][0].startswith("view: --out must be a file")
 
 
 def test_hugging_face_folder_is_viewed(tmp_path: Path) -> None:
@@ -104,7 +96,7 @@ def test_hugging_face_folder_is_viewed(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
     out = tmp_path / "page.html"
-    code, _, err = called("view", folder, "--text", "a cold film", "--out", out)
+    code, _, err = lines_of("view", folder, "--text", "a cold film", "--out", out)
     assert (code, err) == (0, [])
     data = dict(Page.open(out).data)
     assert data["texts"] == [["a", "cold", "film"]]
@@ -119,7 +111,7 @@ def test_earlier_page_is_rewritten_with_this_viewer(tmp_path: Path) -> None:
     page, out = tmp_path / "old.html", tmp_path / "new.html"
     remaining = json.dumps(json.loads(old.read_text())["page"])
     page.write_text(f'<script type="application/json" id="data">{remaining}</script>')
-    code, said, err = called("view", page, "--out", out, "--title", "Again")
+    code, said, err = lines_of("view", page, "--out", out, "--title", "Again")
     assert (code, err) == (0, [])
     assert said[0].startswith(f"wrote {out}: Page('Again', ")
     assert Page.open(out).data["layers"] == Page.open(page).data["layers"]
@@ -140,7 +132,7 @@ def test_earlier_page_is_rewritten_with_this_viewer(tmp_path: Path) -> None:
 def test_file_that_is_no_page_is_refused(content: str, words: list[str], says: str, tmp_path: Path) -> None:
     file = tmp_path / "some.html"
     file.write_text(content)
-    code, out, err = called("view", file, *words, "--out", tmp_path / "new.html")
+    code, out, err = lines_of("view", file, *words, "--out", tmp_path / "new.html")
     assert (code, out, len(err)) == (2, [], 1)
     assert err[0].startswith(says)
     assert not (tmp_path / "new.html").exists()

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import clearhead as ch
-from clearhead.cli.app import app
 from clearhead.corpus import CorpusOptions, CorpusProgress, CorpusSummary, observe_corpus
 from clearhead.distributed.launch import RankError, run_ranks
 from clearhead.errors import DataError, ShapeError
@@ -21,6 +19,7 @@ from clearhead.ops.library import isa_name
 from clearhead.readers import reader_of
 from clearhead.train import LanguageOptions, load_run, train_text_language_model
 from clearhead.train.lock import one_writer
+from tests.commands import called
 from tests.corpus import jobs
 
 TEXT = "All:\nSpeak, speak.\n"
@@ -51,13 +50,6 @@ def alone(model: Path, data: Path) -> dict[str, Any]:
     return observe_corpus(model, data).to_dict()
 
 
-def called(*words: object, stdin: bytes | None = None) -> tuple[int, str, list[str]]:
-    result = CliRunner().invoke(app, [str(word) for word in words], input=stdin)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr.splitlines()
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_gives_the_same_bits(
     model: Path, data: Path, alone: dict[str, Any], tmp_path: Path, ranks: int
@@ -68,14 +60,11 @@ def test_any_number_of_ranks_gives_the_same_bits(
     assert written == json.loads(json.dumps(alone))
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.skipif(isa_name() is None, reason="torch's kernels may round by the number of threads")
 def test_the_number_of_threads_has_no_influence(model: Path, data: Path, alone: dict[str, Any]) -> None:
-    usual = torch.get_num_threads()
-    torch.set_num_threads(3 if usual != 3 else 2)
-    try:
-        assert observe_corpus(model, data).to_dict() == alone
-    finally:
-        torch.set_num_threads(usual)
+    torch.set_num_threads(3 if torch.get_num_threads() != 3 else 2)
+    assert observe_corpus(model, data).to_dict() == alone
 
 
 def test_figures_are_those_of_observe_and_head_scores(model: Path, tmp_path: Path) -> None:

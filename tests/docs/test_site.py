@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.api.snapshot import INTERNAL, PACKAGES
-from tests.inspector.chromium import Opened, chromium
+from tests.inspector.chromium import Opened
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Anchors that a page's own script answers.
@@ -77,12 +76,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run([*command, *places], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return folder / "html"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    with chromium() as started:
-        yield started
 
 
 def test_a_dangling_link_is_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A browser, and pages opened in it."""
+"""Pages opened in a browser."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 
 from clearhead.inspector import Page
-from tests.inspector.chromium import Opened, chromium
+from tests.inspector.chromium import Opened
 from tests.inspector.fox import PAGE
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -12,7 +10,6 @@ pytest.importorskip("starlette", reason="needs the extra 'lab'")
 
 from clearhead.lab import example
 from clearhead.readers import Reader
-from tests.inspector.chromium import chromium
 from tests.lab.running import Ticketless
 
 _made = example.made
@@ -29,9 +26,3 @@ def ready_example(monkeypatch: pytest.MonkeyPatch) -> Reader:
     reader = trained_example()
     monkeypatch.setattr(example, "made", lambda ticket: reader)
     return reader
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started

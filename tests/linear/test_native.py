@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,13 +37,6 @@ SHAPES = (
 own_features = pytest.mark.parametrize("name", [name for name in MEMBERS if name != "performer"])
 every_member = pytest.mark.parametrize("name", MEMBERS)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Member, Inputs, LinearState, dict[str, Any]]:
@@ -200,13 +193,14 @@ def test_noncausal_padding_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @own_features
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("heads", [1, 3])
-def test_results_are_bitwise_equal_at_any_thread_count(name: str, heads: int, threads: Callable[[int], None]) -> None:
+def test_results_are_bitwise_equal_at_any_thread_count(name: str, heads: int) -> None:
     """With two threads the chunks of one head are distributed, with one thread they are not."""
     shape = (1, 2 * heads, heads, 203, 20, 33, 16)
     runs = []
     for count in (1, 2, 5):
-        threads(count)
+        torch.set_num_threads(count)
         runs.append(results(*draw(name, shape), torch.float32, 16))
     for other in runs[1:]:
         for one, two in zip(runs[0], other, strict=True):

@@ -24,7 +24,7 @@ from transformers import (
 
 import clearhead as ch
 from clearhead.bridges.transformers import Int8Cache, PagedCache
-from clearhead.integrations.transformers.cached_tensor import RowsTensor
+from clearhead.integrations.transformers.deferred_tensor import RowsTensor
 from clearhead.testing import fused_calls
 from tests.agreement import needs_native
 from tests.net.families import FAMILIES, Family
@@ -50,10 +50,10 @@ def _without_gradients() -> Iterator[None]:
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where rows are dequantized."""
 
-    def read(rows: RowsTensor) -> Tensor:
+    def elements(rows: RowsTensor) -> Tensor:
         raise AssertionError("rows were dequantized")
 
-    monkeypatch.setattr(RowsTensor, "read", read)
+    monkeypatch.setattr(RowsTensor, "elements", elements)
 
 
 def made(kind: str) -> tuple[Any, Any]:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from clearhead.nn.blocks import EncoderBlock
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward
-from clearhead.ops import library as native_library
 from clearhead.ops.dropout import LEVELS
 from clearhead.problem import draw_seed
+from tests.agreement import needs_native
 from tests.dropped import keep_mask
 
-pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
+pytestmark = needs_native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(), (1,), (64, 4), (128, 128), (7, 5, 500), (2**14,), (2**10, 17), (2, 1, 9000, 1), (301, 65), (5, 16385)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from clearhead.nn.fused import fused_attention
 from clearhead.nn.linear import Linear
 from clearhead.testing import forbid_fused, force_fused, fused_calls
 from tests.agreement import needs_native
+from tests.threads import on_threads
 
 pytestmark = needs_native
 
@@ -367,7 +367,7 @@ class TestChanges:
         right = attention(x).detach()
         wrong: list[int] = []
 
-        def repeat() -> None:
+        def repeat(_: int) -> None:
             for _ in range(40):
                 leaf = x.detach().requires_grad_()
                 output = attention(leaf)
@@ -377,11 +377,7 @@ class TestChanges:
 
         leaf = x.detach().requires_grad_()
         (expected,) = torch.autograd.grad(attention(leaf).sum(), leaf)
-        threads = [threading.Thread(target=repeat) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(6, repeat)
         assert wrong == []
 
 

@@ -23,12 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def invariant() -> Iterator[None]:
-    """Invariant mode, and the number of threads as it was."""
-    before = torch.get_num_threads()
+def invariant(_threads_as_before: None) -> Iterator[None]:
     with ch.invariant():
         yield
-    torch.set_num_threads(before)
 
 
 def bits(tensor: Tensor) -> Tensor:

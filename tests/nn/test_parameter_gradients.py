@@ -92,15 +92,12 @@ def test_embeddings_add_by_sequence(positions: str) -> None:
     assert all(other is not None and torch.equal(one, other) for one, other in zip(whole, total.result(), strict=True))
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_number_of_threads_changes_no_bit(threads: int) -> None:
     module, x = _module("pre-norm block"), torch.randn(5, LENGTH, WIDTH)
-    before = torch.get_num_threads()
     with ch.invariant():
         right = _gradients(module, x, torch.ones_like(x))
         torch.set_num_threads(threads)
-        try:
-            computed = _gradients(module, x, torch.ones_like(x))
-        finally:
-            torch.set_num_threads(before)
+        computed = _gradients(module, x, torch.ones_like(x))
     assert all(map(torch.equal, right, computed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clearhead as ch
 from clearhead.problem import draw_seed
 from tests.agreement import needs_native
+from tests.threads import on_threads
 
 pytestmark = needs_native
 
@@ -294,11 +294,7 @@ def test_concurrent_threads_give_the_same_bits() -> None:
             if not all(torch.equal(actual, other) for actual, other in zip(results, wanted[which], strict=True)):
                 wrong.append(which)
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(8, work)
     assert not wrong
 
 

@@ -80,14 +80,12 @@ def test_dropped_nan_and_infinity_become_0(bad: float) -> None:
     assert not bool(output[keeps].isfinite().any())
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    x, before, outputs = draw(700, 300), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            outputs.append(dropout_add(x, x, LEVELS // 4, 11))
-    finally:
-        torch.set_num_threads(before)
+    x, outputs = draw(700, 300), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        outputs.append(dropout_add(x, x, LEVELS // 4, 11))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -219,16 +219,9 @@ def test_nan_and_infinity_stay_in_their_rows(transposed: bool) -> None:
     assert torch.equal(of_bias.isfinite(), grad.sum(0).isfinite())
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @DTYPES
 @TRANSPOSED
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(301, 520, 130), (70, 1100, 700), (40, 9000, 33)], ids=str)
 def test_any_number_of_threads_gives_the_same_bits(
     rows: int, inputs: int, outputs: int, transposed: bool, dtype: torch.dtype

@@ -280,18 +280,15 @@ def test_nan_and_infinity_stay_in_their_row(kind: NormKind, bad: float) -> None:
         assert not bool(other[2].isfinite().all())
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("size", [(33, 40), (700, 24)], ids=str)
 @all_dtypes
 @both_kinds
 def test_any_number_of_threads_gives_the_same_bits(kind: NormKind, dtype: torch.dtype, size: tuple[int, int]) -> None:
-    x, norm, before = draw(*size, dtype=dtype), norm_like(kind, size[1], dtype), torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(output_and_gradients(normed, x, norm, dtype))
-    finally:
-        torch.set_num_threads(before)
+    x, norm, results = draw(*size, dtype=dtype), norm_like(kind, size[1], dtype), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(output_and_gradients(normed, x, norm, dtype))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 

@@ -103,13 +103,11 @@ def test_nan_stays_in_its_pair(bad: float) -> None:
     assert not bool(output[~rest].isfinite().any())
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 def test_threads_and_batch_do_not_change_bits() -> None:
     x = draw(2, 3, 300, 72)
-    right, before = rotate(x), torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(rotate(x), right)
-    finally:
-        torch.set_num_threads(before)
+    right = rotate(x)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(rotate(x), right)
     assert torch.equal(rotate(x[:1, 1:2, 40:41], 40), right[:1, 1:2, 40:41])

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.threads import on_threads
 
 from clearhead.errors import DataError
 from clearhead.train.files import check_writable, write_bytes
@@ -54,19 +55,15 @@ def test_many_writers_of_one_file_leave_one_of_their_texts(tmp_path: Path) -> No
     """Also where its folder is missing: a check does not remove what another writer has just made."""
     path, texts, odd = tmp_path / "a" / "b" / "page", [bytes([65 + n]) * 100_000 for n in range(4)], list[Exception]()
 
-    def write(text: bytes) -> None:
+    def write(place: int) -> None:
         try:
             for _ in range(20):
                 check_writable(path, function="view", argument="--out")
-                write_bytes(path, text)
+                write_bytes(path, texts[place])
                 assert path.read_bytes() in texts
         except Exception as failure:
             odd.append(failure)
 
-    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(len(texts), write)
     assert odd == []
     assert [item.name for item in path.parent.iterdir()] == ["page"]

@@ -277,16 +277,14 @@ def test_wrong_numbers_of_sequences_parts_and_ranks_raise() -> None:
         GradientSum(model, 2, ranks=2)
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 def test_norm_of_gradients_has_the_same_bits_for_any_number_of_threads() -> None:
     """Clipping divides by torch's norm, whose order of sums torch does not promise."""
     grads = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (333_333, 70_001, 64)]
-    before, norms = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            norms.append(torch.nn.utils.get_total_norm(grads).item())
-    finally:
-        torch.set_num_threads(before)
+    norms = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        norms.append(torch.nn.utils.get_total_norm(grads).item())
     assert len(set(norms)) == 1
 
 

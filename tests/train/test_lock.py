@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes import started
+from tests.threads import on_threads
 
 from clearhead.cli.app import app
 from clearhead.errors import DataError
@@ -93,7 +94,7 @@ def test_many_threads_have_the_folder_in_turns(tmp_path: Path, folder: str) -> N
     inside, most, entered, odd = 0, 0, 0, list[BaseException]()
     guard = threading.Lock()
 
-    def work() -> None:
+    def work(_: int) -> None:
         nonlocal inside, most, entered
         for _ in range(200):
             try:
@@ -108,11 +109,7 @@ def test_many_threads_have_the_folder_in_turns(tmp_path: Path, folder: str) -> N
                 if "one writer" not in str(failure):
                     odd.append(failure)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(4, work)
     assert (odd, most) == ([], 1)
     assert entered > 10
 

@@ -41,10 +41,6 @@ class Group:
         """The group's tokens of a packed tensor, as a padded batch."""
         return packed[0][:, self.slots].transpose(0, 1)
 
-    def take_rows(self, packed: Float[Tensor, "1 heads total"]) -> Float[Tensor, "documents heads len"]:
-        """The same for one value per token."""
-        return self.take(packed[..., None])[..., 0]
-
     def put(self, packed: Float[Tensor, "1 heads total dim"], batch: Float[Tensor, "documents heads len dim"]) -> None:
         """Write the group's tokens, without padding, into a packed tensor in place."""
         packed[0][:, self.slots[self.valid]] = batch.transpose(0, 1)[:, self.valid].to(packed.dtype)

@@ -8,12 +8,12 @@ from typing import Any, Final, Self
 
 import torch
 
-from clearhead.benchmark.peers import MODULE, OURS, TEXTBOOK, Call, Groups, ModuleWork, TensorWork
+from clearhead.benchmark.peers import MODULE, TEXTBOOK, Call, Groups, ModuleWork, TensorWork
 from clearhead.errors import UnsupportedError
 from clearhead.functional.exact import explain_dispatch
 from clearhead.masks import Causal
 
-__all__ = ["OURS", "Comparison", "Setting", "chosen_backend", "comparison_of", "errors_against", "grid", "noise_of"]
+__all__ = ["Comparison", "PlainRow", "Setting", "chosen_backend", "comparison_of", "errors_against", "grid", "noise_of"]
 
 LEVELS = ("attention", "module")
 MODES = ("forward", "training")
@@ -241,6 +241,24 @@ def _flat(group: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _shown(errors: Sequence[float]) -> str:
     return ", ".join(f"{error:.1e}" for error in errors)
+
+
+class PlainRow:
+    """Base of the rows of suites: a floor covers the rows of a dtype, and memory is not measured."""
+
+    dtype: torch.dtype
+    #: Whether the contenders' peak memory is measured too.
+    memory: bool = False
+
+    @property
+    def group(self) -> str:
+        """The dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def memory_read(self) -> float | None:
+        """None: memory traffic does not bound this work."""
+        return None
 
 
 def grid(

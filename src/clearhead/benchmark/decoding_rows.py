@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.nn import Decoder, DecoderBlock
 from clearhead.projection import choice
@@ -40,7 +40,7 @@ _MOST_POSITIONS: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingRow:
+class DecodingRow(PlainRow):
     """Sixteen decoding steps through four layers with a filled cache.
 
     Args:
@@ -54,7 +54,6 @@ class DecodingRow:
     dtype: torch.dtype
     layers: int = _LAYERS
     rotary: bool = False
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -62,11 +61,6 @@ class DecodingRow:
         batch, prompt_len, width, heads = self.size
         kind = " with rotary positions" if self.rotary else ""
         return f"decoding {batch}x{prompt_len}x{width}x{heads}, {self.layers} layers{kind} {self.group}"
-
-    @property
-    def group(self) -> str:
-        """The dtype."""
-        return str(self.dtype).removeprefix("torch.")
 
     @property
     def operations(self) -> float:

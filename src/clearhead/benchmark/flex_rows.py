@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import Tensor
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.functional.exact import attention, explain_dispatch
 from clearhead.functional.flex import ScoreMod, flex_attention
@@ -73,7 +73,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlexRow:
+class FlexRow(PlainRow):
     """One kind of functions.
 
     Args:
@@ -86,8 +86,6 @@ class FlexRow:
     shape: tuple[int, int, int, int]
     training: bool = False
     dtype: torch.dtype = torch.float32
-    #: The peak memory is not measured.
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -107,10 +105,6 @@ class FlexRow:
         reach = min(_WINDOW + 1, length) if self.kind == "window" else length
         pairs = reach * (reach + 1) / 2 + (length - reach) * reach
         return (3.5 if self.training else 1.0) * 4.0 * batch * heads * pairs * head_dim
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders."""

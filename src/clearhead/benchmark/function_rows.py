@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, SDPA, Call, Groups
 from clearhead.functional.exact import attention, explain_dispatch
 from clearhead.masks import MaskFunction
@@ -30,7 +30,7 @@ _Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionRow:
+class FunctionRow(PlainRow):
     """Attention with a user-defined function, forward and backward.
 
     Args:
@@ -61,10 +61,6 @@ class FunctionRow:
         batch, heads, length, head_dim = self.shape
         pairs = length * (length + 1) / 2 if self.kind == CAUSAL else length * length
         return 3.5 * 4.0 * batch * heads * pairs * head_dim
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders."""

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
 
@@ -48,7 +48,7 @@ def _ours(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderModelRow:
+class EncoderModelRow(PlainRow):
     """The forward pass of a BERT model, float32.
 
     Args:
@@ -65,7 +65,6 @@ class EncoderModelRow:
     ragged: bool = False
     layers: int | None = None
     dtype: torch.dtype = torch.float32
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -95,10 +94,6 @@ class EncoderModelRow:
             (8.0 * width**2 + 4.0 * width * inner + 4.0 * count * width) * count for count in self.lengths.tolist()
         )
         return (self.layers or size["num_hidden_layers"]) * work
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders; only the last sequences are compared with float64."""
@@ -268,7 +263,7 @@ _MEMORY_LEN: Final = {"Whisper base": 1500}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalRow:
+class CausalRow(PlainRow):
     """Prefill of a long prompt by a causal model, or decoding after one.
 
     Args:
@@ -287,7 +282,6 @@ class CausalRow:
     layers: int = 12
     batch: int = 1
     dtype: torch.dtype = torch.float32
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -308,10 +302,6 @@ class CausalRow:
     @property
     def operations(self) -> None:
         """None: the operations are not counted."""
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders."""

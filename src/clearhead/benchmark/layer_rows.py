@@ -10,7 +10,7 @@ from typing import Final, Self
 import torch
 from torch.nn import functional
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.projection import choice, project
 
@@ -23,7 +23,7 @@ _TOKENS: Final = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearLayerRow:
+class LinearLayerRow(PlainRow):
     """``project`` against ``torch.nn.functional.linear``.
 
     Args:
@@ -37,17 +37,11 @@ class LinearLayerRow:
     width: int
     out: int
     dtype: torch.dtype
-    memory: bool = False
 
     @property
     def title(self) -> str:
         """Description of the work."""
         return f"{self.tokens} tokens through {self.width}x{self.out} {str(self.dtype).removeprefix('torch.')}"
-
-    @property
-    def group(self) -> str:
-        """The dtype."""
-        return str(self.dtype).removeprefix("torch.")
 
     @property
     def operations(self) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead import linear
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.benchmark.product import PRODUCT, yardsticks
 from clearhead.functional.exact import attention
@@ -37,7 +37,7 @@ _ALL_PAIRS: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearRow:
+class LinearRow(PlainRow):
     """A causal call of a linear attention function in its chunked form.
 
     Args:
@@ -79,10 +79,6 @@ class LinearRow:
         chunk = min(linear.CHUNK, length)
         within, states = (7, 6) if self.training else (2, 2)
         return 2.0 * batch * heads * length * (within * chunk * dim + states * dim * dim)
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders; full attention is timed but not compared, because it computes different numbers."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, Groups, TensorWork
 from clearhead.functional.exact import explain_dispatch, observe_attention
 from clearhead.statistics import Observation, Want
@@ -46,7 +46,7 @@ _COMPARED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserveRow:
+class ObserveRow(PlainRow):
     """``observe_attention`` of one of ``WANTS``.
 
     Args:
@@ -77,10 +77,6 @@ class ObserveRow:
     @property
     def operations(self) -> None:
         """None: the operations are not counted."""
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     @property
     def want(self) -> Want:

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.encoders import EncoderWork, ragged
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS, onnx_calls
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, Call, Groups, ModuleWork, TensorWork
@@ -63,7 +63,7 @@ def _group(dtype: torch.dtype, dropout: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorRow:
+class TensorRow(PlainRow):
     """Attention on tensors.
 
     Args:
@@ -91,7 +91,6 @@ class TensorRow:
     peers: tuple[str, ...] = (SDPA,)
     yardstick: bool = False
     most_checked: float = math.inf
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -105,11 +104,6 @@ class TensorRow:
         mode = "forward+backward" if self.training else "forward"
         dropout = f" dropout {self.dropout:g}" if self.dropout else ""
         return f"{batch}x{all_heads}x{lengths}x{head_dim} {kind} {mode} {_name(self.dtype)}{dropout}"
-
-    @property
-    def group(self) -> str:
-        """The dtype."""
-        return _name(self.dtype)
 
     @property
     def operations(self) -> float:
@@ -190,7 +184,7 @@ def _picker(work: TensorWork, pairs: list[tuple[int, int]]) -> Callable[[Groups]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleRow:
+class ModuleRow(PlainRow):
     """``MultiHeadAttention`` with its projections against torch's.
 
     Args:
@@ -206,7 +200,6 @@ class ModuleRow:
     training: bool = False
     dropout: float = 0.0
     yardstick: bool = False
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -226,10 +219,6 @@ class ModuleRow:
         batch, length, width, _ = self.size
         attention, projections = 4.0 * batch * length**2 * width, 8.0 * batch * length * width**2
         return 3.5 * attention + 3.0 * projections if self.training else attention + projections
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders."""
@@ -258,7 +247,7 @@ class ModuleRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderRow:
+class EncoderRow(PlainRow):
     """A training step of an encoder on a half-padded batch.
 
     Args:
@@ -284,7 +273,6 @@ class EncoderRow:
     dropout: float = 0.0
     activation: str = "relu"
     yardstick: bool = False
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -297,21 +285,12 @@ class EncoderRow:
         )
 
     @property
-    def group(self) -> str:
-        """The dtype."""
-        return _name(self.dtype)
-
-    @property
     def operations(self) -> float:
         """Operations of the real tokens: 3.5 times attention's two products, three times six linear layers."""
         lengths = ragged(self.batch, self.longest)
         attention = 3.5 * 4.0 * self.embed_dim * sum(length**2 for length in lengths)
         per_token = 8.0 * self.embed_dim**2 + 4.0 * self.embed_dim * self.feedforward_dim
         return self.num_layers * (attention + 3.0 * per_token * sum(lengths))
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders; the error of torch's own encoder sets the tolerance of the others."""

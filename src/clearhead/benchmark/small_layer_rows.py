@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.encoders import SWAPPED, dropping, our_parameters, their_parameters
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
@@ -46,7 +46,7 @@ _DECODER_SIZES: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallLayerRow:
+class SmallLayerRow(PlainRow):
     """A layer with GELU, forward in eval mode or a training step: an encoder's, or a decoder's under the causal mask.
 
     Args:
@@ -62,7 +62,6 @@ class SmallLayerRow:
     dtype: torch.dtype
     training: bool = False
     dropout: float = 0.0
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -90,10 +89,6 @@ class SmallLayerRow:
         if self.memory_len:
             work += (length + self.memory_len) * 4.0 * width**2 + 4.0 * width * length * self.memory_len
         return (3.0 if self.training else 1.0) * batch * work
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders; the error of torch's own layer sets the tolerance of the others."""

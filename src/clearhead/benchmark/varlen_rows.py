@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.encoders import ragged
 from clearhead.benchmark.peers import OURS, SDPA, Call, Groups
 from clearhead.functional.exact import attention, explain_dispatch
@@ -31,7 +31,7 @@ _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VarlenRow:
+class VarlenRow(PlainRow):
     """Self-attention of a batch that is filled to a half.
 
     Args:
@@ -45,7 +45,6 @@ class VarlenRow:
     dtype: torch.dtype
     causal: bool = False
     training: bool = False
-    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -65,10 +64,6 @@ class VarlenRow:
         _, heads, _, head_dim = self.shape
         pairs = sum(n * (n + 1) / 2 if self.causal else n * n for n in self._lengths)
         return (3.5 if self.training else 1.0) * 4.0 * heads * head_dim * pairs
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     @property
     def _lengths(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from clearhead.benchmark.cases import Comparison
+from clearhead.benchmark.cases import Comparison, PlainRow
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.integrations.swap import swap
 
@@ -51,7 +51,7 @@ _MODELS: Final = {"BERT base": _bert, "Llama's kind": _llama}
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsRow:
+class WeightsRow(PlainRow):
     """A call with ``output_attentions=True``, and its backward pass where ``training``.
 
     Args:
@@ -85,10 +85,6 @@ class WeightsRow:
     @property
     def operations(self) -> None:
         """None: the operations are not counted."""
-
-    @property
-    def memory_read(self) -> None:
-        """None: memory traffic does not bound this work."""
 
     def comparison(self) -> Comparison:
         """The contenders; states of the real tokens and all weights are compared."""

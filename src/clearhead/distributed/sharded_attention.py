@@ -19,7 +19,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
-from clearhead.statistics import Observation, Want
+from clearhead.statistics import Observation, Want, check_want
 
 __all__ = ["METHODS", "Method", "attention", "observe_attention"]
 
@@ -152,10 +152,7 @@ def observe_attention(
     """
     options = {"mask": mask, "scores": _rules(scores), "scale": scale, "dropout": dropout, "seed": seed}
     name = "distributed.observe_attention"
-    if not isinstance(want, Want):
-        raise UnsupportedError.about(
-            name, "want", must="be a ch.Want", got=type(want).__name__, then="Pass ch.Want(lse=True)."
-        )
+    check_want(name, want)
     request = Request(name, (query, key, value), group, layout, method, want, options)
     return _observed(request).with_leading(query.ndim - 2)
 

@@ -10,13 +10,12 @@ from torch import Tensor
 from clearhead import compiled, onnx_graph, torch_op
 from clearhead.backends import native
 from clearhead.dispatch import DispatchReport, report, run
-from clearhead.errors import UnsupportedError
 from clearhead.functional.jagged import JaggedAttention, is_jagged
 from clearhead.masks import Causal, Mask
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
-from clearhead.statistics import Observation, Want
+from clearhead.statistics import Observation, Want, check_want
 
 __all__ = ["attention", "explain_dispatch", "observe_attention"]
 
@@ -161,7 +160,7 @@ def observe_attention(
     >>> ch.observe_attention(x, x, x, mask=ch.Causal(), want=ch.Want(entropy=True, rows=[0])).rows
     tensor([[1., 0.]])
     """
-    _check_want("observe_attention", want)
+    check_want("observe_attention", want)
     if torch.compiler.is_compiling():
         return torch_op.observe_attention(
             query, key, value, want=want, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
@@ -219,17 +218,10 @@ def explain_dispatch(
     tiled
     """
     want = _NOTHING if want is None else want
-    _check_want("explain_dispatch", want)
+    check_want("explain_dispatch", want)
     problem = Problem.of(
         "explain_dispatch", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout,
         seed=0 if seed is None else seed, query_offset=query_offset,
     )  # fmt: skip
     want.check("explain_dispatch", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
     return report("explain_dispatch", problem, want, backend)
-
-
-def _check_want(function: str, want: object) -> None:
-    if not isinstance(want, Want):
-        raise UnsupportedError.about(
-            function, "want", must="be a ch.Want", got=type(want).__name__, then="Pass ch.Want(lse=True)."
-        )

@@ -13,6 +13,7 @@ from clearhead.arguments import flag
 from clearhead.errors import UnsupportedError
 from clearhead.integrations.recast import class_of, original_of
 from clearhead.integrations.report import SwapReport, SwapRow
+from clearhead.nn.checks import check_model
 from clearhead.nn.reading import is_frozen, set_frozen
 from clearhead.nn.stacks import Decoder, Encoder
 
@@ -71,7 +72,7 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
     >>> model.generate(torch.tensor([[1, 2, 3]]), 5).shape
     torch.Size([1, 8])
     """
-    _check_module("freeze", model)
+    check_model("freeze", model)
     pack = flag("freeze", "pack", pack)
     if any(part.training for part in model.modules()):
         raise UnsupportedError.about(
@@ -113,7 +114,7 @@ def unfreeze(model: nn.Module) -> SwapReport:
     >>> ch.freeze(model) == ch.unfreeze(model), all(p.requires_grad for p in model.parameters())
     (True, True)
     """
-    _check_module("unfreeze", model)
+    check_model("unfreeze", model)
     frozen = [module for module in model.modules() if is_frozen(module)]
     hf = _transformers()
     rows = [*(_stacks(model) if frozen else []), *([] if hf is None else hf.unfreeze_layers(model))]
@@ -138,13 +139,6 @@ def _stacks(model: nn.Module) -> list[SwapRow]:
 def _is_ours(module: nn.Module) -> bool:
     """Whether a module is clearhead's, or was swapped."""
     return type(module).__module__.startswith(_MODULES) or original_of(class_of(module)) is not None
-
-
-def _check_module(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError.about(
-            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
-        )
 
 
 def _transformers() -> Any:

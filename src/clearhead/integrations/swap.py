@@ -34,6 +34,7 @@ from clearhead.integrations.torch.layers import (
 )
 from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, linear_gains
 from clearhead.integrations.torch.quantized import restored_quantized, swap_quantized
+from clearhead.nn.checks import check_model
 from clearhead.nn.reading import is_frozen
 from clearhead.projection import choice
 
@@ -114,7 +115,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     >>> print(swap(torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))))
     no module of the model attends, or was swapped
     """
-    _check_model("swap", model)
+    check_model("swap", model)
     if any(map(is_frozen, model.modules())):
         raise UnsupportedError.about(
             "swap", "model", must="not be frozen", got="a frozen part", then="Call ch.unfreeze(model) first."
@@ -173,7 +174,7 @@ def unswap(model: nn.Module) -> SwapReport:
     >>> swap(module).replaced == unswap(module).replaced, type(module) is nn.MultiheadAttention
     (True, True)
     """
-    _check_model("unswap", model)
+    check_model("unswap", model)
     unfreeze(model)
     with _LOCK:
         hf = _transformers()
@@ -274,13 +275,6 @@ def _swap_transformers(model: nn.Module) -> tuple[list[SwapRow], set[nn.Module]]
         rows += hf.swap_model(path, each)
         within.update(module for module in each.modules() if not _is_torchs(module))
     return rows, within
-
-
-def _check_model(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError.about(
-            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
-        )
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from clearhead.cache import KVCache, check_cache, count_appended, restored_on_er
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
-from clearhead.nn.cache_view import CacheView, cache_view
+from clearhead.nn.cache_view import CacheView, cache_view, cached_memory
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused import fused_attention, is_fused_attention
 from clearhead.nn.jagged import JaggedCall, takes_jagged
@@ -22,7 +22,7 @@ from clearhead.nn.part import ModelPart, SequencePart
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
 from clearhead.nn.spec import Projections
-from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
+from clearhead.nn.weights import HeadWeight, WeightAndBias, copy_into, heads_side_by_side, torch_projections
 from clearhead.paged_step import PagedLayer
 from clearhead.positions import Rotary, as_rotary
 from clearhead.projection import NATIVE, Path, project, project_each
@@ -34,7 +34,6 @@ from clearhead.watch import attend, watched
 __all__ = ["MultiHeadAttention"]
 
 _NAME = "MultiHeadAttention"
-_ROLES = ("query", "key", "value")
 _PROJECTIONS = ("query_projection", "key_projection", "value_projection", "output_projection")
 
 
@@ -164,27 +163,19 @@ class MultiHeadAttention(nn.Module):
             queries = range(first, first + query.shape[-2])
             mask = self.part.mask(mask, self.num_heads, queries, key.shape[-2] + (cache.length if cache else 0))
         if cache is None:
-            projections, tokens = (
-                self.projections() if key is value else None,
-                (query,) if is_self_attention else (query, key),
-            )
-            path = None
-            if projections is not None:
-                fused = fused_attention(tokens, projections, mask=mask, query_offset=query_offset)
-                if fused is not None:
-                    return fused
-                # Under observation the call runs op by op, with bitwise identical results.
-                options: dict[str, Any] = {"mask": mask, "query_offset": query_offset}
-                path = NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
+            tokens = (query,) if is_self_attention else (query, key)
+            output, path = self._fused(tokens, mask, query_offset) if key is value else (None, None)
+            if output is not None:
+                return output
             heads, keys, values = self._heads(query, key, value, first, 0, path)
             return self._attended(heads, keys, values, mask, query_offset, path)
         with restored_on_error(cache):
-            output, path = self._fused_with_cache(cache, query, None if is_self_attention else key, mask, query_offset)
+            output, path = self._fused((query,), mask, query_offset, cache, None if is_self_attention else key)
             if output is not None:
                 return output
             if not is_self_attention and cache.length > 0:
                 heads = self._query_heads(query, first, path)
-                keys, values = self._memory(cache, key)
+                keys, values = cached_memory(_NAME, cache, key)
             else:
                 heads, keys, values = self._heads(query, key, value, first, first if is_self_attention else 0, path)
                 keys, values = self._append(cache, keys, values)
@@ -208,6 +199,10 @@ class MultiHeadAttention(nn.Module):
             output = self.part.attend(heads, keys, values, **options)
         else:
             output = attend(self, heads, keys, values, **options)
+        return self._joined(output, path)
+
+    def _joined(self, output: Tensor, path: Path | None = None) -> Tensor:
+        """The heads side by side, projected."""
         joined, last = output.transpose(-3, -2).flatten(-2), self.output_projection
         if path is not None and last is not None:
             return project(joined, last.weight, last.bias, path=path)
@@ -241,45 +236,35 @@ class MultiHeadAttention(nn.Module):
                 got="pages",
                 then="Call eval() first; decode observed sequences with new_cache().",
             )
-        projections, view = self.projections(), self.cache_view(cache, x, None)
-        if projections is not None and view is not None:
-            output = fused_attention((x,), projections, mask=mask, cache=view)
-            if output is not None:
-                return output
-        layers = (self.query_projection, self.key_projection, self.value_projection)
-        heads, keys, values = (
-            _split(projected, count, self.head_dim)
-            for projected, count in zip(
-                linear_each(layers, x), (self.num_heads, self.num_kv_heads, self.num_kv_heads), strict=True
-            )
-        )
-        if self.rotary is not None:
-            heads, keys = (self.rotary.rotate_at(part, cache.step.positions) for part in (heads, keys))
+        fused, _ = self._fused((x,), mask, None, cache)
+        if fused is not None:
+            return fused
+        heads, keys, values = self._heads(x, x, x, cache.step.positions, cache.step.positions)
         output = cache.step.attend(
             cache.layer, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale
         )
-        joined, last = output.transpose(-3, -2).flatten(-2), self.output_projection
-        return joined if last is None else last(joined)
+        return self._joined(output)
 
     def cache_view(self, cache: KVCache | PagedLayer | None, x: Tensor, memory: Tensor | None) -> CacheView | None:
         """What a fused call reads from a cache."""
         return cache_view(cache, x, memory, self.num_kv_heads, self.head_dim)
 
-    def _fused_with_cache(
-        self, cache: KVCache, query: Tensor, memory: Tensor | None, mask: Mask | None, query_offset: int | None
-    ) -> tuple[Tensor | None, Path | None]:
-        """The fused output of a call with a cache; and the path of an observed call's GEMMs, for the same bits."""
+    def _fused(
+        self, tokens: tuple[Tensor, ...], mask: Mask | None, query_offset: int | None,
+        cache: KVCache | PagedLayer | None = None, memory: Tensor | None = None,
+    ) -> tuple[Tensor | None, Path | None]:  # fmt: skip
+        """The fused output, if any. Under observation a call runs op by op, with the same bits by the returned path."""
         projections = self.projections()
-        view = None if projections is None else self.cache_view(cache, query, memory)
-        if projections is None or view is None:
+        view = None if projections is None or cache is None else self.cache_view(cache, tokens[0], memory)
+        if projections is None or (view is None and cache is not None):
             return None, None
         options: dict[str, Any] = {"mask": mask, "query_offset": query_offset, "cache": view}
-        output = fused_attention((query,), projections, **options)
-        if output is not None and view.grows:
-            count_appended([cache], query.shape[1])
-        return output, NATIVE if output is None and watched() and is_fused_attention(
-            (query,), projections, **options
-        ) else None
+        output = fused_attention(tokens, projections, **options)
+        if output is None:
+            return None, NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
+        if view is not None and view.grows and isinstance(cache, KVCache):
+            count_appended([cache], tokens[0].shape[1])
+        return output, None
 
     def projections(self) -> Projections | None:
         """Weights and options; None if a linear layer is of another class, hooked or compiled."""
@@ -325,9 +310,10 @@ class MultiHeadAttention(nn.Module):
         return self._heads(query, key, value, first, first if reads_query else 0)
 
     def _heads(
-        self, query: Tensor, key: Tensor, value: Tensor, first: int, first_key: int, path: Path | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head, rotated from their first positions on."""
+        self, query: Tensor, key: Tensor, value: Tensor, first: int | Tensor, first_key: int | Tensor,
+        path: Path | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Queries, keys and values by head, rotated from their first positions on, or by each token's position."""
         layers = (self.query_projection, self.key_projection, self.value_projection)
         if path is not None:
             first_of = 1 if query is not key else 3
@@ -354,11 +340,13 @@ class MultiHeadAttention(nn.Module):
         queries = layer(query) if path is None else project(query, layer.weight, layer.bias, path=path)
         return self._rotated(queries, self.num_heads, first)
 
-    def _rotated(self, x: Tensor, count: int, first: int) -> Tensor:
+    def _rotated(self, x: Tensor, count: int, first: int | Tensor) -> Tensor:
         """Heads, rotated by their positions."""
         heads, sequence = _split(x, count, self.head_dim), self._sequence_part()
         if self.rotary is None:
             return heads
+        if isinstance(first, Tensor):
+            return self.rotary.rotate_at(heads, first)
         if sequence is not None:
             return self.rotary.rotate_at(heads, sequence.positions(heads.shape[-2]))
         return self.rotary.rotate(heads, first)
@@ -391,21 +379,6 @@ class MultiHeadAttention(nn.Module):
             )
         return query_offset or 0
 
-    def _memory(self, cache: KVCache, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The projected memory that an earlier call left in the cache."""
-        keys, values = cache.key, cache.value
-        assert keys is not None
-        assert values is not None
-        if keys.shape[2] != key.shape[-2] or keys.shape[0] != (key.shape[0] if key.ndim == 3 else 1):
-            raise ShapeError.about(
-                _NAME,
-                "key",
-                must=f"be the memory that filled the cache, {keys.shape[0]} x {keys.shape[2]} tokens",
-                got=f"shape {tuple(key.shape)}",
-                then="Call cache.reset() before attending to another memory.",
-            )
-        return (keys, values) if key.ndim == 3 else (keys[0], values[0])
-
     def _append(self, cache: KVCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if keys.ndim == 4:
             return cache.append(keys, values)
@@ -423,38 +396,16 @@ class MultiHeadAttention(nn.Module):
 
         >>> module = MultiHeadAttention.from_torch(nn.MultiheadAttention(8, 2))
         """
-        if not isinstance(module, nn.MultiheadAttention):
-            raise UnsupportedError.about(
-                f"{_NAME}.from_torch",
-                "module",
-                must="be a torch.nn.MultiheadAttention",
-                got=type(module).__name__,
-                then="Copy its projections with from_heads.",
-            )
-        if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
-            got = "add_zero_attn" if module.add_zero_attn else "add_bias_kv"
-            raise UnsupportedError.about(
-                f"{_NAME}.from_torch",
-                "module",
-                must="have no extra key",
-                got=got,
-                then="A zero key with a zero value is scores=[ch.Sink(0.0)].",
-            )
-        weights, biases = torch_projections(module)
+        weights = torch_projections(f"{_NAME}.from_torch", module)
         new = cls(
             module.embed_dim,
             module.num_heads,
             key_dim=module.kdim,
             value_dim=module.vdim,
-            bias=biases is not None,
+            bias=weights[0][1] is not None,
             dropout=module.dropout,
         )
-        new.to(device=weights[0].device, dtype=weights[0].dtype).train(module.training)
-        targets = (new.query_projection, new.key_projection, new.value_projection, new.output_projection)
-        for place, target in enumerate(targets):
-            assert target is not None
-            copy_into(target, weights[place], None if biases is None else biases[place])
-        return new
+        return new._with_weights(weights).train(module.training)
 
     @classmethod
     def from_heads(
@@ -481,53 +432,32 @@ class MultiHeadAttention(nn.Module):
         torch.Size([3, 8])
         """
         name = f"{_NAME}.from_heads"
-        lists = isinstance(heads, Sequence) and all(isinstance(head, Sequence) for head in heads)
-        if not lists or len(heads) == 0 or any(len(head) != 3 for head in heads):
-            raise ShapeError.about(
-                name,
-                "heads",
-                must="hold one (query, key, value) of weights per head",
-                got=f"{len(heads)} heads" if lists else type(heads).__name__,
-                then="Pass [(w_q, w_k, w_v)].",
-            )
-        joined = [side_by_side(name, role, [head[place] for head in heads]) for place, role in enumerate(_ROLES)]
-        head_dims = [weight.shape[0] // len(heads) for weight, _ in joined]
-        if len(set(head_dims)) > 1:
-            raise ShapeError.about(
-                name,
-                "heads",
-                must="have one head_dim for query, key and value",
-                got=head_dims,
-                then="Weights are [head_dim, width], as in nn.Linear.",
-            )
-        if output is not None:
-            joined.append(weight_and_bias(name, "output", output))
-        biased = [bias is not None for _, bias in joined]
-        weight = joined[0][0]
+        weights = heads_side_by_side(name, heads, output)
+        (query, _), (key, _), (value, _) = weights[:3]
         new = cls(
-            weight.shape[1],
+            query.shape[1],
             len(heads),
-            head_dim=head_dims[0],
-            key_dim=joined[1][0].shape[1],
-            value_dim=joined[2][0].shape[1],
-            bias=any(biased),
+            head_dim=len(query) // len(heads),
+            key_dim=key.shape[1],
+            value_dim=value.shape[1],
+            bias=any(bias is not None for _, bias in weights),
             output_projection=output is not None,
             scale=scale,
         )
-        new.to(device=weight.device, dtype=weight.dtype)
-        targets = (new.query_projection, new.key_projection, new.value_projection, new.output_projection)
-        for target, (joined_weight, bias) in zip(targets, joined, strict=False):
-            assert target is not None
-            if joined_weight.shape != target.weight.shape:
-                raise ShapeError.about(
-                    name,
-                    "output",
-                    must=f"have shape {tuple(target.weight.shape)}",
-                    got=tuple(joined_weight.shape),
-                    then="It maps the heads side by side back to the query's width.",
-                )
-            copy_into(target, joined_weight, bias)
-        return new
+        last = new.output_projection
+        if last is not None and weights[-1][0].shape != last.weight.shape:
+            raise ShapeError.about(
+                name, "output", must=f"have shape {tuple(last.weight.shape)}", got=tuple(weights[-1][0].shape),
+                then="It maps the heads side by side back to the query's width.",
+            )  # fmt: skip
+        return new._with_weights(weights)
+
+    def _with_weights(self, weights: Sequence[WeightAndBias]) -> Self:
+        """The module with copies of these as its projections, of the first one's device and dtype."""
+        self.to(device=weights[0][0].device, dtype=weights[0][0].dtype)
+        for name, (weight, bias) in zip(_PROJECTIONS, weights, strict=False):
+            copy_into(getattr(self, name), weight, bias)
+        return self
 
     def extra_repr(self) -> str:
         parts = [f"{self.embed_dim}, num_heads={self.num_heads}"]

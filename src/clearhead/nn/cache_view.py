@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from clearhead.cache import KVCache, buffers_of, dropped_by, reserve
+from clearhead.errors import ShapeError
 from clearhead.int8_rows import channels_of
 from clearhead.paged_step import PagedLayer, PagedStep
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
 
-__all__ = ["CacheView", "cache_view", "same_view"]
+__all__ = ["CacheView", "cache_view", "cached_memory", "same_view"]
 
 
 class CacheView(NamedTuple):
@@ -88,3 +89,18 @@ def same_view(view: CacheView, cache: KVCache) -> CacheView | None:
         if buffer.shape != like.shape or buffer.dtype is not like.dtype or buffer.is_inference() != like.is_inference():
             return None
     return view._replace(key=buffers[0], value=buffers[1])
+
+
+def cached_memory(
+    function: str, cache: KVCache, source: Float[Tensor, "*batch len width"]
+) -> tuple[Float[Tensor, "*batch kv_heads len head_dim"], Float[Tensor, "*batch kv_heads len head_dim"]]:
+    """The projected memory that an earlier call left in the cache; raises if ``source`` has another batch or length."""
+    keys, values = cache.key, cache.value
+    assert keys is not None
+    assert values is not None
+    if keys.shape[2] != source.shape[-2] or keys.shape[0] != (source.shape[0] if source.ndim == 3 else 1):
+        raise ShapeError.about(
+            function, "key", must=f"be the memory that filled the cache, {keys.shape[0]} x {keys.shape[2]} tokens",
+            got=f"shape {tuple(source.shape)}", then="Call cache.reset() before attending to another memory.",
+        )  # fmt: skip
+    return (keys, values) if source.ndim == 3 else (keys[0], values[0])

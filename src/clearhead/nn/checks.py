@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from clearhead.arguments import dense, repr_of, whole
 from clearhead.errors import ShapeError, UnsupportedError
 
-__all__ = ["check_tokens", "compile_each", "converts", "depth", "positive", "sources_of"]
+__all__ = ["check_model", "check_tokens", "compile_each", "converts", "depth", "positive", "sources_of"]
 
 
 def positive(function: str, argument: str, value: object) -> int:
@@ -42,6 +42,14 @@ def converts(x: Tensor) -> bool:
     """Whether autocast casts ``x`` to the dtype of its GEMMs."""
     device = x.device.type
     return x.is_floating_point() and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def check_model(function: str, model: object) -> None:
+    """Raise unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError.about(
+            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
+        )
 
 
 def check_tokens(function: str, argument: str, x: object, width: int, weight: Tensor) -> None:

@@ -10,10 +10,11 @@ from clearhead.errors import ShapeError
 from clearhead.invariance import eager_if_invariant
 from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.checks import check_tokens
+from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
 from clearhead.nn.generation import Sampler, as_token, check_cache_dtype, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
-from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
+from clearhead.nn.stacks import Decoder, Encoder
 from clearhead.nn.start import start_embeddings
 from clearhead.shapes import Float, Int
 

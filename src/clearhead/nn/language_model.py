@@ -14,11 +14,12 @@ from clearhead.errors import ShapeError
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
+from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, widened
 from clearhead.nn.generation import Sampler, as_token, check_cache_dtype, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.paged_generation import extend_each
-from clearhead.nn.stacks import Decoder, DecoderCache
+from clearhead.nn.stacks import Decoder
 from clearhead.nn.start import start_embeddings, start_linears
 from clearhead.packing import as_lengths, real_places, unpack
 from clearhead.paged_cache import PagedKVCache, PagedSequences
@@ -271,14 +272,17 @@ class LanguageModel(nn.Module):
                 raise ShapeError.about(
                     name, "cached", must="be True for a list of prompts", got="False", then="Pass ids [batch, len]."
                 )
-            return self._generate_each(name, ids, max_new_tokens, temperature, top_k, seed, stop, cache, cache_dtype)
-        if cache is not None:
+            max_new_tokens = self._check_prompts(name, ids, max_new_tokens)
+        elif cache is not None:
             raise ShapeError.about(
                 name, "cache", must="come with a list of prompts", got="ids in one tensor", then="Pass list(ids)."
             )
-        max_new_tokens = check_prompt(name, "ids", ids, max_new_tokens)
+        else:
+            max_new_tokens = check_prompt(name, "ids", ids, max_new_tokens)
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
         stop = None if stop is None else as_token(name, "stop", stop)
+        if not isinstance(ids, Tensor):
+            return self._generate_each(name, ids, max_new_tokens, sampler, stop, cache, cache_dtype)
         memory = self.new_cache(dtype=cache_dtype) if flag(name, "cached", cached) else None
 
         def next_logits(ids: Tensor) -> Tensor:
@@ -289,11 +293,8 @@ class LanguageModel(nn.Module):
         with evaluating(self):
             return extend(ids, max_new_tokens, next_logits, sampler, stop)
 
-    def _generate_each(
-        self, name: str, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float, top_k: int | None,
-        seed: int | None, stop: int | None, cache: PagedKVCache | None, cache_dtype: torch.dtype | None,
-    ) -> list[Tensor]:  # fmt: skip
-        """``generate`` of prompts of different lengths."""
+    def _check_prompts(self, name: str, prompts: Sequence[Tensor], max_new_tokens: int) -> int:
+        """``max_new_tokens`` as a number; raises for a bad prompt, or one that becomes too long."""
         for prompt in prompts:
             given = prompt[None] if isinstance(prompt, Tensor) and prompt.dim() == 1 else prompt
             max_new_tokens = check_prompt(name, "ids", given, max_new_tokens)
@@ -303,8 +304,13 @@ class LanguageModel(nn.Module):
                 name, "ids", must=f"be at most {self.max_len} tokens long with the new ones (max_len)", got=longest,
                 then="Cut the prompts, or continue them one by one.",
             )  # fmt: skip
-        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed)
-        stop = None if stop is None else as_token(name, "stop", stop)
+        return max_new_tokens
+
+    def _generate_each(
+        self, name: str, prompts: Sequence[Tensor], max_new_tokens: int, sampler: Sampler, stop: int | None,
+        cache: PagedKVCache | None, cache_dtype: torch.dtype | None,
+    ) -> list[Tensor]:  # fmt: skip
+        """``generate`` of prompts of different lengths."""
         if cache is None:
             # The last new token is not read, so it needs no place.
             needed = sum(-(-(len(prompt) + max_new_tokens) // _BLOCK) for prompt in prompts)

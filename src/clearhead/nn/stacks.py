@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import cast
 
@@ -19,6 +18,7 @@ from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.batch_layout import BatchLayout, Lengths
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
+from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.fused import apply_norm
 from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.nn.jagged import JaggedCall, takes_jagged
@@ -31,7 +31,7 @@ from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
 
-__all__ = ["Decoder", "DecoderCache", "Encoder"]
+__all__ = ["Decoder", "Encoder"]
 
 
 class Encoder(nn.Module):
@@ -168,54 +168,6 @@ def _last_norm(blocks: nn.ModuleList, norm: str) -> nn.Module:
 
 def _first(blocks: nn.ModuleList) -> EncoderBlock | DecoderBlock:
     return cast(EncoderBlock | DecoderBlock, blocks[0])
-
-
-@dataclass
-class DecoderCache:
-    """KV caches of a decoder: one for each layer, and one more for each layer's memory."""
-
-    layers: list[KVCache]
-    memory: list[KVCache] = field(default_factory=list)
-
-    def check(self, function: str, num_layers: int) -> None:
-        """Raise unless it was made for a decoder of so many layers."""
-        counts = (_count(self.layers), _count(self.memory))
-        if counts not in ((num_layers, 0), (num_layers, num_layers)):
-            raise ShapeError.about(
-                function,
-                "cache",
-                must=f"hold a KVCache for each of the {num_layers} layers, and one for each memory",
-                got=f"{_count_in_words(counts[0])}, and {_count_in_words(counts[1])} for memories",
-                then="Take one from new_cache().",
-            )
-
-    @property
-    def length(self) -> int:
-        """How many tokens have been decoded."""
-        return self.layers[0].length
-
-    def truncate(self, length: int) -> None:
-        """Forget what was decoded from position ``length`` on, such as drafts; the memory stays."""
-        for cache in self.layers:
-            cache.truncate(length)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        for cache in (*self.layers, *self.memory):
-            cache.reset()
-
-    def __repr__(self) -> str:
-        return f"DecoderCache(layers={len(self.layers)}, length={self.length})"
-
-
-def _count(caches: object) -> int | None:
-    """How many caches a list holds; None where it is none, or holds something else."""
-    lists = isinstance(caches, (list, tuple)) and all(isinstance(cache, KVCache) for cache in caches)
-    return len(caches) if lists else None  # type: ignore[arg-type]
-
-
-def _count_in_words(count: int | None) -> str:
-    return "no list of them" if count is None else str(count)
 
 
 class Decoder(nn.Module):
@@ -385,23 +337,23 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The blocks alone, on tokens as ``BatchLayout.pack`` returns them."""
         memory, memory_mask = self._memory(memory, memory_lengths)
-        tokens, masks = ((x,), (causal(mask),)) if memory is None else ((x, memory), (causal(mask), memory_mask))
         layers, memories = ([], []) if cache is None else (cache.layers, cache.memory)
         with restored_on_error(*layers, *memories):
-            caches = [each[: len(tokens)] for each in zip_longest(layers, memories)]
-            output = fused_blocks(self.blocks, tokens, masks, caches)
-            if output is None:
-                output = x
-                for block, layer_cache, of_memory in zip_longest(self.blocks, layers, memories):
-                    output = block(
-                        output,
-                        mask=mask,
-                        memory=memory,
-                        memory_mask=memory_mask,
-                        cache=layer_cache,
-                        memory_cache=of_memory,
-                    )
+            output = self._run_blocks(x, mask, layers, memory, memory_mask, memories)
         return apply_norm(self.norm, output)
+
+    def _run_blocks(
+        self, x: Tensor, mask: Mask | None, layers: Sequence[KVCache | PagedLayer], memory: Tensor | None = None,
+        memory_mask: Mask | None = None, memories: Sequence[KVCache] = (),
+    ) -> Tensor:  # fmt: skip
+        tokens, masks = ((x,), (causal(mask),)) if memory is None else ((x, memory), (causal(mask), memory_mask))
+        caches = [each[: len(tokens)] for each in zip_longest(layers, memories)]
+        output = fused_blocks(self.blocks, tokens, masks, caches)
+        if output is not None:
+            return output
+        for block, cache, of_memory in zip_longest(self.blocks, layers, memories):
+            x = block(x, mask=mask, memory=memory, memory_mask=memory_mask, cache=cache, memory_cache=of_memory)
+        return x
 
     def new_paged_cache(
         self, num_blocks: int, *, block_size: int = 64, dtype: torch.dtype | None = None
@@ -435,13 +387,8 @@ class Decoder(nn.Module):
 
     def run_over_pages(self, x: Tensor, step: PagedStep, mask: Mask | None = None) -> Tensor:
         """The blocks alone, on the packed new tokens ``[1, total, embed_dim]`` of a step."""
-        masks, caches = (causal(mask),), [PagedLayer(step, place) for place in range(len(self.blocks))]
-        output = fused_blocks(self.blocks, (x,), masks, [(cache,) for cache in caches])
-        if output is None:
-            output = x
-            for block, cache in zip(self.blocks, caches, strict=True):
-                output = block(output, mask=mask, cache=cache)
-        return apply_norm(self.norm, output)
+        layers = [PagedLayer(step, place) for place in range(len(self.blocks))]
+        return apply_norm(self.norm, self._run_blocks(x, mask, layers))
 
     def _memory(self, memory: Tensor | None, lengths: Lengths) -> tuple[Tensor | None, Mask | None]:
         """The memory with its padding emptied, and the mask over it."""

@@ -7,27 +7,38 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from clearhead.errors import ShapeError
+from clearhead.errors import ShapeError, UnsupportedError
 
-__all__ = ["HeadWeight", "copy_into", "side_by_side", "torch_projections", "weight_and_bias"]
+__all__ = ["HeadWeight", "WeightAndBias", "copy_into", "heads_side_by_side", "torch_projections"]
 
 #: A projection of one head: its weight, its weight and bias, or an ``nn.Linear`` with both.
 HeadWeight = Tensor | tuple[Tensor, Tensor | None] | nn.Linear
+WeightAndBias = tuple[Tensor, Tensor | None]
 
 
-def torch_projections(module: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Weights, and biases where it has them, of torch's query, key, value and output projection."""
+def torch_projections(function: str, module: nn.MultiheadAttention) -> list[WeightAndBias]:
+    """Weight, and bias if any, of torch's query, key, value and output projection; raises for other modules."""
+    if not isinstance(module, nn.MultiheadAttention):
+        raise UnsupportedError.about(
+            function, "module", must="be a torch.nn.MultiheadAttention", got=type(module).__name__,
+            then="Copy its projections with from_heads.",
+        )  # fmt: skip
+    if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+        raise UnsupportedError.about(
+            function, "module", must="have no extra key",
+            got="add_zero_attn" if module.add_zero_attn else "add_bias_kv",
+            then="A zero key with a zero value is scores=[ch.Sink(0.0)].",
+        )  # fmt: skip
     if module.in_proj_weight is not None:
-        weights = list(module.in_proj_weight.chunk(3))
+        weights = module.in_proj_weight.chunk(3)
     else:
-        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    weights.append(module.out_proj.weight)
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     if module.in_proj_bias is None:
-        return weights, None
-    return weights, [*module.in_proj_bias.chunk(3), module.out_proj.bias]
+        return [(weight, None) for weight in (*weights, module.out_proj.weight)]
+    return [*zip(weights, module.in_proj_bias.chunk(3), strict=True), (module.out_proj.weight, module.out_proj.bias)]
 
 
-def weight_and_bias(function: str, role: str, part: HeadWeight) -> tuple[Tensor, Tensor | None]:
+def _weight_and_bias(function: str, role: str, part: HeadWeight) -> WeightAndBias:
     if isinstance(part, nn.Linear):
         return part.weight, part.bias
     weight, bias = part if isinstance(part, tuple) else (part, None)
@@ -43,9 +54,32 @@ def weight_and_bias(function: str, role: str, part: HeadWeight) -> tuple[Tensor,
     return weight, bias
 
 
-def side_by_side(function: str, role: str, parts: Sequence[HeadWeight]) -> tuple[Tensor, Tensor | None]:
+def heads_side_by_side(
+    function: str, heads: Sequence[tuple[HeadWeight, HeadWeight, HeadWeight]], output: HeadWeight | None
+) -> list[WeightAndBias]:
+    """The weights of single heads as one query, key and value projection; and ``output`` where it is given."""
+    lists = isinstance(heads, Sequence) and all(isinstance(head, Sequence) for head in heads)
+    if not lists or len(heads) == 0 or any(len(head) != 3 for head in heads):
+        raise ShapeError.about(
+            function, "heads", must="hold one (query, key, value) of weights per head",
+            got=f"{len(heads)} heads" if lists else type(heads).__name__, then="Pass [(w_q, w_k, w_v)].",
+        )  # fmt: skip
+    joined = [
+        _side_by_side(function, role, [head[place] for head in heads])
+        for place, role in enumerate(("query", "key", "value"))
+    ]
+    head_dims = [len(weight) // len(heads) for weight, _ in joined]
+    if len(set(head_dims)) > 1:
+        raise ShapeError.about(
+            function, "heads", must="have one head_dim for query, key and value", got=head_dims,
+            then="Weights are [head_dim, width], as in nn.Linear.",
+        )  # fmt: skip
+    return joined if output is None else [*joined, _weight_and_bias(function, "output", output)]
+
+
+def _side_by_side(function: str, role: str, parts: Sequence[HeadWeight]) -> WeightAndBias:
     """The weights of one role of all heads as one projection."""
-    pairs = [weight_and_bias(function, role, part) for part in parts]
+    pairs = [_weight_and_bias(function, role, part) for part in parts]
     if len({(weight.shape, bias is None) for weight, bias in pairs}) > 1:
         raise ShapeError.about(
             function,

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from clearhead.arguments import repr_of
 from clearhead.errors import UnsupportedError
+from clearhead.nn.checks import check_model
 from clearhead.nn.generation import evaluating
-from clearhead.observe.layers import Layers, check_model
+from clearhead.observe.layers import Layers
 from clearhead.observe.trace import trace
 from clearhead.shapes import Float
 

@@ -11,6 +11,7 @@ from torch import nn
 from clearhead.arguments import one_of, repr_of, several, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
+from clearhead.nn.checks import check_model
 from clearhead.torch_private import WRAPPED_MODULE, is_compiled_module
 from clearhead.watch import attends, recognise
 
@@ -18,7 +19,6 @@ __all__ = [
     "LayerRecords",
     "Layers",
     "attention_layers",
-    "check_model",
     "choose_heads",
     "choose_layers",
     "meant",
@@ -75,14 +75,6 @@ def choose_layers(function: str, model: nn.Module, layers: Layers) -> dict[str, 
         )
     names = list(attention)
     return {name: attention[name] for name in meant(function, names, names, layers)}
-
-
-def check_model(function: str, model: object) -> None:
-    """Raise unless ``model`` is a module."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError.about(
-            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
-        )
 
 
 def meant(function: str, existing: Sequence[str], chosen: Sequence[str], layers: Layers) -> list[str]:

@@ -20,7 +20,7 @@ from clearhead.errors import DataError
 from clearhead.nn import SequenceClassifier
 from clearhead.train.batches import Batch, Sequences, batch_of, bucketed, packed_by_size, split
 from clearhead.train.data import Table, read_table
-from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
+from clearhead.train.engine import Engine, Keeper, Trained, Weighed, metrics_of, seeded
 from clearhead.train.files import write_json
 from clearhead.train.keeper import FolderKeeper
 from clearhead.train.options import ClassifierOptions, ParallelOptions
@@ -29,24 +29,11 @@ from clearhead.train.ranks import Ranks, opened
 from clearhead.train.run import RunFolder, entered, versions
 from clearhead.train.text import TRAINERS, TextTokenizer
 
-__all__ = ["Trained", "build_classifier", "class_scores", "train_classifier", "train_text_classifier"]
+__all__ = ["build_classifier", "class_scores", "train_classifier", "train_text_classifier"]
 
 _FUNCTION = "train classify"
 _EVALUATION_ROWS = 256
 _USUAL_STEPS = 1500
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A trained classifier.
-
-    Attributes:
-        model: the classifier with its best weights, in evaluation mode.
-        outcome: the result of training.
-    """
-
-    model: nn.Module
-    outcome: Outcome
 
 
 class ClassifierTask:
@@ -302,13 +289,7 @@ def _run(
             watcher=watcher,
             ranks=ranks,
         )
-    outcome = trained.outcome
-    metrics: dict[str, Any] = {
-        "held_out": outcome.held_out | {"examples": len(ready.held_out)},
-        "best_step": outcome.best_step,
-        "steps": outcome.steps,
-        "seconds": round(outcome.seconds, 3),
-    }
+    metrics = metrics_of(trained.outcome, examples=len(ready.held_out))
     if ready.test is not None:
         device = options.chosen_device(_FUNCTION)
         results = measured(trained.model, ready.test.cut(options.max_len), device, ranks)

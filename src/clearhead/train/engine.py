@@ -29,7 +29,7 @@ from clearhead.train.progress import ProgressReporter, Shown, Silent
 from clearhead.train.ranks import BatchShare, Ranks
 from clearhead.train.sharding import reshard, scale_gradients, sync_gradients
 
-__all__ = ["Engine", "Keeper", "Outcome", "Task", "Weighed", "seeded"]
+__all__ = ["Engine", "Keeper", "Outcome", "Task", "Trained", "Weighed", "metrics_of", "seeded"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,29 @@ class Outcome:
     best_step: int
     steps: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model.
+
+    Attributes:
+        model: the model with its best weights, in evaluation mode.
+        outcome: the result of training.
+    """
+
+    model: nn.Module
+    outcome: Outcome
+
+
+def metrics_of(outcome: Outcome, **held_out: float) -> dict[str, Any]:
+    """The contents of ``metrics.json``, with these besides the held-out metrics."""
+    return {
+        "held_out": outcome.held_out | held_out,
+        "best_step": outcome.best_step,
+        "steps": outcome.steps,
+        "seconds": round(outcome.seconds, 3),
+    }
 
 
 @contextmanager

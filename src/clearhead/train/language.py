@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from clearhead.errors import DataError
 from clearhead.nn import LanguageModel
 from clearhead.train.batches import Batch
 from clearhead.train.data import read_known
-from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
+from clearhead.train.engine import Engine, Keeper, Trained, Weighed, metrics_of, seeded
 from clearhead.train.files import write_json
 from clearhead.train.keeper import FolderKeeper
 from clearhead.train.options import LanguageOptions, ParallelOptions
@@ -114,19 +113,6 @@ def build_language_model(options: LanguageOptions, *, vocab_size: int) -> Langua
         )
 
 
-@dataclass(frozen=True)
-class TrainedLanguage:
-    """A trained language model.
-
-    Attributes:
-        model: the language model with its best weights, in evaluation mode.
-        outcome: the result of training.
-    """
-
-    model: nn.Module
-    outcome: Outcome
-
-
 def train_language_model(
     train: Tensor,
     held_out: Tensor,
@@ -137,7 +123,7 @@ def train_language_model(
     watcher: ProgressReporter | None = None,
     function: str = _FUNCTION,
     ranks: Ranks | None = None,
-) -> TrainedLanguage:
+) -> Trained:
     """Train a ``LanguageModel`` on token ids.
 
     Args:
@@ -151,7 +137,7 @@ def train_language_model(
         ranks: the processes that share the training; by default this one alone.
 
     Returns:
-        A record with ``model``, the model with its best weights, and ``outcome``, the result of training.
+        A ``Trained``: the model with its best weights, and the outcome.
 
     Raises:
         ShapeError: an option is out of range.
@@ -172,7 +158,7 @@ def train_language_model(
         model.compile_blocks()
     engine = Engine(model, task, options, keeper=keeper, watcher=watcher, function=function, ranks=ranks)
     outcome = engine.fit()
-    return TrainedLanguage(model.eval(), outcome)
+    return Trained(model.eval(), outcome)
 
 
 def train_text_language_model(
@@ -254,7 +240,8 @@ def _run(
             watcher=watcher,
             ranks=ranks,
         )
-    metrics = _metrics(trained.outcome, tokens=len(held_out), characters=len(text) - cut)
+    bits = trained.outcome.held_out["loss"] / math.log(2) * len(held_out) / (len(text) - cut)
+    metrics = metrics_of(trained.outcome, tokens=len(held_out), bits_per_character=bits)
     if ranks.first:
         write_json(folder.metrics, metrics)
     return metrics
@@ -267,13 +254,3 @@ def _tokenizer(text: str, cut: int, options: LanguageOptions, begun: RunFolder |
         # The alphabet is that of the whole file, as in nanoGPT, so that losses are comparable.
         return train_characters(text)
     return train_bytes(text[:cut], vocab_size=options.vocab_size)
-
-
-def _metrics(outcome: Outcome, *, tokens: int, characters: int) -> dict[str, Any]:
-    bits = outcome.held_out["loss"] / math.log(2) * tokens / characters
-    return {
-        "held_out": outcome.held_out | {"tokens": tokens, "bits_per_character": bits},
-        "best_step": outcome.best_step,
-        "steps": outcome.steps,
-        "seconds": round(outcome.seconds, 3),
-    }

@@ -11,6 +11,7 @@ from torch import nn
 from clearhead.arguments import repr_of, whole
 from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
 from clearhead.invariance import invariant
+from clearhead.nn.checks import check_model
 from clearhead.nn.generation import evaluating
 from clearhead.verify.bit_comparison import BitComparison
 from clearhead.verify.law import REFUSALS, Broken, NotApplicable
@@ -96,14 +97,7 @@ def verify_model(
     >>> report["batch"].status, report["padding left"].detail
     ('holds', 'it pads to the right only, and blocks take no lengths')
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError.about(
-            "verify_model",
-            "model",
-            must="be a torch.nn.Module",
-            got=type(model).__name__,
-            then="Pass the model itself.",
-        )
+    check_model("verify_model", model)
     if isinstance(tokenizer, nn.Module):
         _check_alone(given=laws is not None or tuple(lengths) != _LENGTHS or name is not None or progress is not None)
         return layer_errors(model, tokenizer, inputs)

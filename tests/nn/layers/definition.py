@@ -335,3 +335,32 @@ WITHIN = [
     for dtype in DTYPES
     if bias or activation != "relu" or dtype is torch.float32
 ]
+
+
+def padding_is_contained(module: Any, x: Tensor, upstream: Tensor, bad: float) -> None:
+    """Assert that NaN or infinity in a padding token reaches its own row alone."""
+    mask = ch.Padding(torch.tensor([7, 3]))
+    right = output_and_gradients(module, x, mask, upstream=upstream)
+    spoiled = x.detach().clone()
+    spoiled[1, 5] = bad
+    results = output_and_gradients(module, spoiled.requires_grad_(), mask, upstream=upstream)
+    rows = [place for place in range(7) if place != 5]
+    same([results[0][0], results[0][1, rows]], [right[0][0], right[0][1, rows]])
+    wide, exact_x = copy.deepcopy(module).double(), x.detach().double().requires_grad_()
+    textbook = torch.autograd.grad(formula(module, x, mask), x, upstream)[0]
+    exact = torch.autograd.grad(formula(wide, exact_x, mask), exact_x, upstream.double())[0]
+    within_budget("dx", results[1][0], textbook[0], exact[0], terms=128, dtype=x.dtype)
+
+
+def caches_alternate(module: Any, x: Tensor, lengths: Sequence[int]) -> None:
+    """Assert that caches of these lengths, filled in turn with a token each, give the outputs of the whole sequence."""
+    with torch.no_grad():
+        whole = module(x)
+        caches = {first: ch.KVCache() for first in lengths}
+        for first, cache in caches.items():
+            module(x[:, :first], cache=cache)
+        for _ in range(4):
+            for cache in caches.values():
+                place = cache.length
+                token = module(x[:, place : place + 1], cache=cache)
+                torch.testing.assert_close(token, whole[:, place : place + 1], rtol=1e-5, atol=1e-5)

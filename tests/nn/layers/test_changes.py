@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.nn.layers.definition import (
     tokens,
     upstream_of,
 )
+from tests.threads import on_threads
 
 pytestmark = needs_native
 
@@ -136,15 +136,12 @@ class TestChanges:
             mask = ch.Documents(lengths=lengths)
             budget_of(module, x, mask, output_and_gradients(module, x, mask))
 
+    @pytest.mark.usefixtures("_threads_as_before")
     def test_changing_the_number_of_threads_matches_the_formula(self) -> None:
         module, x = block(), tokens(batch=3, length=65)
-        before = torch.get_num_threads()
-        try:
-            for count in (1, 2, 3, 1, 2, 1, 2, 1, 2):
-                torch.set_num_threads(count)
-                budget_of(module, x, None, output_and_gradients(module, x))
-        finally:
-            torch.set_num_threads(before)
+        for count in (1, 2, 3, 1, 2, 1, 2, 1, 2):
+            torch.set_num_threads(count)
+            budget_of(module, x, None, output_and_gradients(module, x))
 
     @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
     def test_concurrent_threads_give_the_same_bits(self, norm_first: bool) -> None:
@@ -165,9 +162,5 @@ class TestChanges:
                 if not all(map(torch.equal, step(given[place]), right[place])):
                     wrong.append(place)
 
-        threads = [threading.Thread(target=repeat, args=(place,)) for place in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(4, repeat)
         assert wrong == []

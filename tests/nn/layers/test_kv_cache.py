@@ -15,7 +15,7 @@ from clearhead.nn import Decoder, DecoderBlock, MultiHeadAttention
 from clearhead.testing import forbid_fused
 from tests.agreement import needs_native
 from tests.budget import within_budget
-from tests.nn.layers.definition import DTYPES, attended, block, decoded, draw, formula
+from tests.nn.layers.definition import DTYPES, attended, block, caches_alternate, decoded, draw, formula
 from tests.nn.layers.with_memory import decoder
 from tests.nn.layers.with_memory import formula as with_memory
 
@@ -158,17 +158,7 @@ def test_an_attention_to_a_cached_memory_matches_the_formula(kinds: list[str]) -
 
 
 def test_caches_of_different_lengths_alternate() -> None:
-    module, x = block(DecoderBlock), sequence()
-    with torch.no_grad():
-        whole = module(x)
-        caches = {first: ch.KVCache() for first in (1, 3, 15, 16, 17, 31, 33)}
-        for first, cache in caches.items():
-            module(x[:, :first], cache=cache)
-        for _ in range(4):
-            for cache in caches.values():
-                place = cache.length
-                token = module(x[:, place : place + 1], cache=cache)
-                torch.testing.assert_close(token, whole[:, place : place + 1], rtol=1e-5, atol=1e-5)
+    caches_alternate(block(DecoderBlock), sequence(), (1, 3, 15, 16, 17, 31, 33))
 
 
 def test_truncated_tokens_leave_no_trace() -> None:
@@ -426,12 +416,11 @@ def test_an_overridden_cache_append_is_called(kinds: list[str]) -> None:
     assert "layer" not in kinds
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     module, x, outputs = block(DecoderBlock, width=128), sequence(width=128), []
-    before = torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         outputs.append(decoded(module, x, [9, *[1] * 28], cache=ch.KVCache()))
-    torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])

@@ -17,6 +17,7 @@ from clearhead.nn.dropout import Dropout
 from clearhead.nn.linear import Linear
 from tests.agreement import needs_native
 from tests.budget import within_budget
+from tests.doubled import doubled
 from tests.nn.layers.definition import (
     DTYPES,
     MASK_IDS,
@@ -214,36 +215,6 @@ def test_a_parametrized_part_takes_effect(name: str) -> None:
     budget_of(module, x, None, results)
 
 
-class DoubledAttention(MultiHeadAttention):
-    def forward(self, *given: Any, **options: Any) -> Tensor:
-        return 2.0 * super().forward(*given, **options)
-
-
-class DoubledFeedForward(FeedForward):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2.0 * super().forward(x)
-
-
-class DoubledLinear(Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
-class DoubledNorm(nn.LayerNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
-class DoubledDropout(Dropout):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
-class DoubledActivation(nn.GELU):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
 def agrees_with_its_modules(module: Any, x: Tensor, before: Tensor) -> None:
     assert not torch.equal(before, module(x))
     results = output_and_gradients(module, x, layer=False)
@@ -258,23 +229,23 @@ def agrees_with_its_modules(module: Any, x: Tensor, before: Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("attention", DoubledAttention),
-        ("feedforward", DoubledFeedForward),
-        ("attention.key_projection", DoubledLinear),
-        ("attention.output_projection", DoubledLinear),
-        ("feedforward.contract", DoubledLinear),
-        ("attention_norm", DoubledNorm),
-        ("feedforward_norm", DoubledNorm),
-        ("residual_dropout", DoubledDropout),
-        ("feedforward.dropout", DoubledDropout),
-        ("feedforward.activation", DoubledActivation),
+        ("attention", MultiHeadAttention),
+        ("feedforward", FeedForward),
+        ("attention.key_projection", Linear),
+        ("attention.output_projection", Linear),
+        ("feedforward.contract", Linear),
+        ("attention_norm", nn.LayerNorm),
+        ("feedforward_norm", nn.LayerNorm),
+        ("residual_dropout", Dropout),
+        ("feedforward.dropout", Dropout),
+        ("feedforward.activation", nn.GELU),
     ],
 )
 def test_a_subclass_of_a_part_is_called(name: str, kind: type[nn.Module], norm_first: bool) -> None:
     module, x = block(norm_first=norm_first), tokens()
     for _ in range(3):
         before = module(x)
-    module.get_submodule(name).__class__ = kind
+    module.get_submodule(name).__class__ = doubled(kind)
     agrees_with_its_modules(module, x, before)
 
 

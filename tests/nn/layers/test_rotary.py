@@ -23,12 +23,14 @@ from tests.nn.layers.definition import (
     block,
     budget_of,
     by_modules,
+    caches_alternate,
     checked,
     decoded,
     draw,
     formula,
     fused,
     output_and_gradients,
+    padding_is_contained,
     rotated,
     same,
     tokens,
@@ -85,19 +87,8 @@ def test_only_needed_gradients_are_computed(norm_first: bool, needed: str) -> No
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masked_nan_or_infinity_reaches_only_its_own_row(dtype: torch.dtype, bad: float) -> None:
     """Masked NaN takes the op-by-op backward pass, which also rotates gradients back."""
-    module, mask = block(EncoderBlock, dtype, rotary=True), ch.Padding(torch.tensor([7, 3]))
-    x = tokens(dtype)
     upstream = draw(2, 7, 32, seed=3, dtype=dtype).index_fill(1, torch.tensor([5]), 0.0)
-    right = output_and_gradients(module, x, mask, upstream=upstream)
-    spoiled = x.detach().clone()
-    spoiled[1, 5] = bad
-    results = output_and_gradients(module, spoiled.requires_grad_(), mask, upstream=upstream)
-    rows = [place for place in range(7) if place != 5]
-    same([results[0][0], results[0][1, rows]], [right[0][0], right[0][1, rows]])
-    wide, exact_x = copy.deepcopy(module).double(), x.detach().double().requires_grad_()
-    textbook = torch.autograd.grad(formula(module, x, mask), x, upstream)[0]
-    exact = torch.autograd.grad(formula(wide, exact_x, mask), exact_x, upstream.double())[0]
-    within_budget("dx", results[1][0], textbook[0], exact[0], terms=128, dtype=dtype)
+    padding_is_contained(block(EncoderBlock, dtype, rotary=True), tokens(dtype), upstream, bad)
 
 
 def test_create_graph_gives_the_same_gradients() -> None:
@@ -131,17 +122,7 @@ def test_decoding_with_a_cache_matches_the_formula(
 
 
 def test_caches_of_different_lengths_alternate() -> None:
-    module, x = block(DecoderBlock, rotary=True), draw(1, 530, 32)
-    with torch.no_grad():
-        whole = module(x)
-        caches = {first: ch.KVCache() for first in (1, 3, 15, 16, 17, 511, 513)}
-        for first, cache in caches.items():
-            module(x[:, :first], cache=cache)
-        for _ in range(4):
-            for cache in caches.values():
-                place = cache.length
-                token = module(x[:, place : place + 1], cache=cache)
-                torch.testing.assert_close(token, whole[:, place : place + 1], rtol=1e-5, atol=1e-5)
+    caches_alternate(block(DecoderBlock, rotary=True), draw(1, 530, 32), (1, 3, 15, 16, 17, 511, 513))
 
 
 @pytest.mark.parametrize(("first", "fuses"), [(MOST_POSITIONS - 2, True), (MOST_POSITIONS - 1, False)], ids=str)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.masks import Causal
 from clearhead.nn import Decoder, DecoderBlock, Encoder, LanguageModel
+from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.linear import Linear
 from clearhead.nn.reading import cached_reading
-from clearhead.nn.stacks import DecoderCache
 from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.nn.layers.definition import DTYPES, LLAMA, decoded, draw, formula
@@ -382,12 +382,11 @@ def test_wrong_arguments_raise_after_good_calls() -> None:
     torch.testing.assert_close(output, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("_threads_as_before")
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     module, x, outputs = stack(Decoder), draw(2, LENGTH, 32), []
-    before = torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         outputs.append(decoded(module, x, [9, *[1] * 28], cache=module.new_cache()))
-    torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])

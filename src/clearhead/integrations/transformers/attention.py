@@ -21,7 +21,7 @@ from clearhead.int8_rows import is_quantized
 from clearhead.integrations.torch.attention_weights import WeightedCall, with_weights
 from clearhead.integrations.torch.masks import may_look
 from clearhead.integrations.torch.polarity import from_additive
-from clearhead.integrations.transformers.cached_tensor import RowsTensor
+from clearhead.integrations.transformers.deferred_tensor import RowsTensor
 from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor
 from clearhead.integrations.transformers.paged import PagesTensor
 from clearhead.masks import Causal, Dense, Mask
@@ -102,7 +102,7 @@ def attend_for(
             output = _over_pages(query, key, value, attention_mask, causal, _simple_rules(softcap, s_aux), scaled)
         if output is not None:
             return output, None
-        key, value = key.read(), value.read()
+        key, value = key.elements(), value.elements()
     weighted = output_attentions or weights_wanted()
     if isinstance(key, RowsTensor) and isinstance(value, RowsTensor) and query.dtype is key.dtype and not weighted:
         key, value = key.rows, value.rows

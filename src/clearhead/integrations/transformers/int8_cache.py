@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from clearhead.cache import KVCache, forget_first, select_batch
 from clearhead.errors import UnsupportedError
-from clearhead.integrations.transformers.cached_tensor import RowsTensor
+from clearhead.integrations.transformers.deferred_tensor import RowsTensor
 
 __all__ = ["Int8Cache", "Int8Layer", "Int8SlidingLayer"]
 
@@ -56,10 +56,13 @@ class _InInt8:
         """Record dtype and device of the tokens."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    def _append(self, key: Tensor, value: Tensor) -> tuple[RowsTensor, RowsTensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[RowsTensor, RowsTensor]:
+        """Append tokens ``[batch, kv_heads, new, head_dim]``; what stands for the keys and values that they may see."""
         if not self.is_initialized:
-            self.lazy_initialization(key)
-        rows = self.kv_cache.append(key, value)
+            self.lazy_initialization(key_states)
+        rows = self.kv_cache.append(key_states, value_states)
         return RowsTensor(rows[0], self.dtype), RowsTensor(rows[1], self.dtype)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -83,7 +86,7 @@ class _InInt8:
         if hasattr(self, "cumulative_length"):
             self.cumulative_length = 0
 
-    def _crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; before transformers 5 a positive number is how many remain."""
         length = self.kv_cache.length
         remaining = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove or length
@@ -93,19 +96,9 @@ class _InInt8:
 class Int8Layer(_InInt8, DynamicLayer):  # type: ignore[misc]
     """One layer of an ``Int8Cache``."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[RowsTensor, RowsTensor]:
-        """Append tokens ``[batch, kv_heads, new, head_dim]``; what stands for the keys and values of all tokens."""
-        return self._append(key_states, value_states)
-
     def get_seq_length(self, *args: Any) -> int:
         """Number of cached tokens."""
         return self.kv_cache.length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens."""
-        self._crop(tokens_to_remove)
 
 
 class Int8SlidingLayer(_InInt8, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -121,8 +114,7 @@ class Int8SlidingLayer(_InInt8, DynamicSlidingWindowLayer):  # type: ignore[misc
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[RowsTensor, RowsTensor]:
-        """Append tokens ``[batch, kv_heads, new, head_dim]``; what stands for the keys and values that they may see."""
-        rows = self._append(key_states, value_states)
+        rows = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         forget_first(self.kv_cache, max(0, self.kv_cache.length - self.sliding_window + 1))
         return rows
@@ -134,7 +126,7 @@ class Int8SlidingLayer(_InInt8, DynamicSlidingWindowLayer):  # type: ignore[misc
                 "Int8Cache", "crop", must="come before a sliding layer drops tokens",
                 got=f"{self.cumulative_length} tokens", then="Use a DynamicCache.",
             )  # fmt: skip
-        self._crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
         self.cumulative_length = self.kv_cache.length
 
 

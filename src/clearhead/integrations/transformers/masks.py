@@ -24,12 +24,13 @@ from clearhead.choices import is_invariant
 from clearhead.integrations.torch.attention_weights import MaskTable
 from clearhead.integrations.torch.polarity import from_additive
 from clearhead.integrations.torch.unpadded import Packed
+from clearhead.integrations.transformers.deferred_tensor import DeferredTensor
 from clearhead.masks import Causal, Dense, Documents, Mask, Padding, Window
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import is_padding
 from clearhead.shapes import Bool
 from clearhead.tensors import traces
-from clearhead.torch_private import no_torch_function, version_of, wrapper_tensor
+from clearhead.torch_private import version_of, wrapper_tensor
 
 __all__ = ["MaskTensor", "make_mask", "mask_of_tensor", "symbolic_mask"]
 
@@ -38,11 +39,10 @@ _MODULE: Final = "transformers.masking_utils"
 _FEW_KEYS: Final = 2**13
 
 
-class MaskTensor(Tensor):
+class MaskTensor(DeferredTensor):
     """A mask that models carry as the bool tensor ``[batch, 1, q_len, k_len]`` it stands for.
 
-    It has that shape, dtype and device, but no elements: the first operation that reads them computes them. Attention
-    does not.
+    The first operation that reads the elements computes them. Attention does not.
 
     Attributes:
         mask: None allows everything.
@@ -70,6 +70,9 @@ class MaskTensor(Tensor):
         if self._table is None:
             self._table = self.read().clone()
         return self._table
+
+    #: Operators may write into what they read.
+    elements = table
 
     def read(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
         """The values, read only."""
@@ -115,24 +118,8 @@ class MaskTensor(Tensor):
         packed = Packed.of(real.expand(batch, 1, 1, k_len)[:, 0, 0])
         return packed, reduce(and_, others, packed.documents)
 
-    # What is computed from a mask is an ordinary tensor.
-    __torch_function__ = no_torch_function  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return func(*map(_with_values, args), **{name: _with_values(each) for name, each in (kwargs or {}).items()})
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MaskTensor({self.mask!r}, shape={tuple(self.shape)}, query_offset={self.query_offset})"
-
-
-def _with_values(argument: Any) -> Any:
-    """An operator's argument with tables in place of masks, in lists of tensors too."""
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(map(_with_values, argument))
-    return argument.table() if isinstance(argument, MaskTensor) else argument
 
 
 def make_mask(

@@ -13,7 +13,7 @@ from clearhead.arguments import whole
 from clearhead.errors import ShapeError
 from clearhead.functional.paged import PageTable, pages_of
 from clearhead.int8_rows import channels_of, dequantize, is_quantized
-from clearhead.integrations.transformers.cached_tensor import CachedTensor
+from clearhead.integrations.transformers.deferred_tensor import DeferredTensor
 from clearhead.paged_cache import PagedKVCache
 from clearhead.paged_step import write_pages
 from clearhead.shapes import Float
@@ -22,8 +22,8 @@ from clearhead.torch_private import wrapper_tensor
 __all__ = ["PagedCache", "PagesTensor"]
 
 
-class PagesTensor(CachedTensor):
-    """Keys or values in pages. ``clearhead``'s attention reads them where they are.
+class PagesTensor(DeferredTensor):
+    """Keys or values ``[batch, kv_heads, length, dim]`` in pages. ``clearhead``'s attention reads them where they are.
 
     Attributes:
         pages: ``[num_blocks, block_size, kv_heads, dim]``, or int8 rows.
@@ -40,7 +40,7 @@ class PagesTensor(CachedTensor):
         made.pages, made.table = pages, table
         return made
 
-    def read(self) -> Float[Tensor, "batch kv_heads length dim"]:
+    def elements(self) -> Float[Tensor, "batch kv_heads length dim"]:
         """The elements, copied from the pages."""
         rows = torch.cat([pages_of(self.pages, row, self.shape[2]) for row in self.table.block_table])
         return dequantize(rows).to(self.dtype) if is_quantized(rows) else rows

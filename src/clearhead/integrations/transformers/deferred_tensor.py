@@ -1,4 +1,4 @@
-"""Tensors that models of transformers carry in the place of cached keys and values, which are elsewhere."""
+"""Tensors that models of transformers carry in the place of others: of masks, and of cached keys and values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from clearhead.int8_rows import channels_of, dequantize
 from clearhead.shapes import Float, Int
 from clearhead.torch_private import no_torch_function, wrapper_tensor
 
-__all__ = ["CachedTensor", "RowsTensor"]
+__all__ = ["DeferredTensor", "RowsTensor"]
 
 
-class CachedTensor(Tensor):
-    """Keys or values that a model carries as the tensor ``[batch, kv_heads, length, dim]`` they stand for.
+class DeferredTensor(Tensor):
+    """A tensor with the shape, dtype and device of the one that it stands for, but no elements.
 
-    It has that shape, dtype and device, but no elements: the first operation that reads them calls ``read``.
+    The first operation that reads them calls ``elements``.
     """
 
-    def read(self) -> Float[Tensor, "batch kv_heads length dim"]:
-        """The elements, as a copy."""
+    def elements(self) -> Float[Tensor, "..."]:
+        """The tensor that this one stands for."""
         raise NotImplementedError
 
     # What is computed from it is an ordinary tensor.
@@ -32,17 +32,20 @@ class CachedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return func(*map(_copied, args), **{name: _copied(each) for name, each in (kwargs or {}).items()})
+        return func(*map(_with_elements, args), **{name: _with_elements(each) for name, each in (kwargs or {}).items()})
 
 
-def _copied(argument: Any) -> Any:
+def _with_elements(argument: Any) -> Any:
+    """An operator's argument with tensors in place of those that stand for them, in lists too."""
     if isinstance(argument, (list, tuple)):
-        return type(argument)(map(_copied, argument))
-    return argument.read() if isinstance(argument, CachedTensor) else argument
+        return type(argument)(map(_with_elements, argument))
+    return argument.elements() if isinstance(argument, DeferredTensor) else argument
 
 
-class RowsTensor(CachedTensor):
-    """Keys or values of an int8 cache. ``clearhead``'s attention reads its rows where they are.
+class RowsTensor(DeferredTensor):
+    """Keys or values ``[batch, kv_heads, length, dim]`` of an int8 cache.
+
+    ``clearhead``'s attention reads its rows where they are.
 
     Attributes:
         rows: int8 ``[batch, kv_heads, length, dim + 4]``, as ``KVCache`` has them.
@@ -56,7 +59,7 @@ class RowsTensor(CachedTensor):
         made.rows = rows
         return made
 
-    def read(self) -> Float[Tensor, "batch kv_heads length dim"]:
+    def elements(self) -> Float[Tensor, "batch kv_heads length dim"]:
         """The elements, dequantized."""
         return dequantize(self.rows).to(self.dtype)
 
