@@ -104,7 +104,9 @@ def main() -> None:
                 layer, *reads = median_times(calls, some, options.seconds)
                 size = bytes_of(some[0]).numel() * 4 / 1e9
                 read = min(reads)
-                print(f"| {kind} | {out}x{steps} | {rows} | {size / layer:.1f} | {size / read:.1f} | {read / layer:.2f} |")
+                print(
+                    f"| {kind} | {out}x{steps} | {rows} | {size / layer:.1f} | {size / read:.1f} | {read / layer:.2f} |"
+                )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from clearhead.nn.spec import Projections
 from clearhead.nn.weights import HeadWeight, WeightAndBias, copy_into, heads_side_by_side, torch_projections
 from clearhead.paged_step import PagedLayer
 from clearhead.positions import Rotary, as_rotary
-from clearhead.projection import NATIVE, Path, project, project_each
+from clearhead.projection import NATIVE, Layer, Path, project, project_each
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
 from clearhead.torch_private import submodules_of
@@ -205,7 +205,7 @@ class MultiHeadAttention(nn.Module):
         """The heads side by side, projected."""
         joined, last = output.transpose(-3, -2).flatten(-2), self.output_projection
         if path is not None and last is not None:
-            return project(joined, last.weight, last.bias, path=path)
+            return project(joined, *_plain(last), path=path)
         return joined if last is None else last(joined)
 
     def _dropped(self) -> float:
@@ -316,14 +316,12 @@ class MultiHeadAttention(nn.Module):
         """Queries, keys and values by head, rotated from their first positions on, or by each token's position."""
         layers = (self.query_projection, self.key_projection, self.value_projection)
         if path is not None:
-            first_of = 1 if query is not key else 3
+            first_of, plain = 1 if query is not key else 3, [*map(_plain, layers)]
             queries, keys, values = (
                 projected
-                for x, part in ((query, layers[:first_of]), (key, layers[first_of:]))
+                for x, part in ((query, plain[:first_of]), (key, plain[first_of:]))
                 if part
-                for projected in project_each(
-                    x, [layer.weight for layer in part], [layer.bias for layer in part], path=path
-                )
+                for projected in project_each(x, [weight for weight, _ in part], [bias for _, bias in part], path=path)
             )
         elif query is key and key is value:
             queries, keys, values = linear_each(layers, query)
@@ -337,7 +335,7 @@ class MultiHeadAttention(nn.Module):
 
     def _query_heads(self, query: Tensor, first: int, path: Path | None = None) -> Tensor:
         layer = self.query_projection
-        queries = layer(query) if path is None else project(query, layer.weight, layer.bias, path=path)
+        queries = layer(query) if path is None else project(query, *_plain(layer), path=path)
         return self._rotated(queries, self.num_heads, first)
 
     def _rotated(self, x: Tensor, count: int, first: int | Tensor) -> Tensor:
@@ -478,6 +476,13 @@ def _head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
             _NAME, "num_heads", must=f"divide embed_dim {embed_dim}", got=num_heads, then="Or give head_dim yourself."
         )
     return embed_dim // num_heads
+
+
+def _plain(layer: nn.Module) -> Layer:
+    """Weight and bias of a layer of a call that could be fused."""
+    read = layer_of(layer)
+    assert read is not None
+    return read
 
 
 def _split(x: Tensor, heads: int, head_dim: int) -> Tensor:

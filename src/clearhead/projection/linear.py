@@ -95,7 +95,7 @@ _eager: Final = eager_if_invariant(project)
 
 def project_each(
     x: Float[Tensor, "*batch in"],
-    weights: Sequence[Float[Tensor, "out in"]],
+    weights: Sequence[Weight],
     biases: Sequence[Float[Tensor, " out"] | None],
     *,
     path: Path | None = None,
@@ -104,7 +104,7 @@ def project_each(
 
     Args:
         x: ``[*batch, in]``.
-        weights: weights ``[out, in]``; ``out`` may differ.
+        weights: weights ``[out, in]``, in floating point or as integers; ``out`` may differ.
         biases: one for each weight, ``[out]`` or None.
         path: the path to take, which must support the tensors; None for the table's choice.
 
@@ -122,11 +122,12 @@ def project_each(
     [torch.Size([2, 3]), torch.Size([2, 4])]
     """
     pairs = tuple(zip(weights, biases, strict=True))
-    together = torch.is_grad_enabled() and x.requires_grad and len(pairs) > 1
+    floats = [(weight, bias) for weight, bias in pairs if isinstance(weight, Tensor)]
+    together = torch.is_grad_enabled() and x.requires_grad and len(floats) == len(pairs) > 1
     # A layer that is too small for a choice cannot be part of the common GEMM.
-    if not together or (path is None and not all(has_choice(x, *pair) for pair in pairs)):
+    if not together or (path is None and not all(has_choice(x, *pair) for pair in floats)):
         return tuple(project(x, *pair, path=path) for pair in pairs)
-    flat = [part for pair in pairs for part in pair]
+    flat = [part for pair in floats for part in pair]
     projected: tuple[Tensor, ...] = _Projections.apply(path, x, *flat)  # type: ignore[no-untyped-call]
     return projected
 
