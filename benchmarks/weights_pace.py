@@ -3,9 +3,9 @@
     python benchmarks/weights_pace.py
     python benchmarks/weights_pace.py --threads 1 --rows 1 8
 
-A layer has several weights that are used in turn, together larger than every cache, as the layers of a model are. A plain
-read is the fastest of torch's sum, largest element and dot product over the same bytes, with as many threads. Layer and
-read alternate; a share is the read's median time by the layer's.
+A layer has several weights that are used in turn, together larger than every cache, as the layers of a model are. A
+plain read is the fastest of torch's sums and largest element of the same bytes, with as many threads. Layer and read
+alternate; a share is the read's median time by the layer's.
 """
 
 from __future__ import annotations
