@@ -348,7 +348,7 @@ def test_observed_own_model_has_the_same_bits(config: str) -> None:
         with ch.trace(model) as traced:
             observed = model(IDS)
         cached = model.generate(IDS[:1, :4], 3, temperature=0.0)
-        with ch.observe(model, ch.Want(lse=True)) as seen:
+        with ch.observe(model, ch.Want(lse=True)) as observation:
             assert torch.equal(model.generate(IDS[:1, :4], 3, temperature=0.0), cached)
-    assert len(traced) == len(seen) == 2
+    assert len(traced) == len(observation) == 2
     assert torch.equal(observed, alone)

@@ -91,9 +91,10 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
             parameter.requires_grad_(False)
     set_frozen(model.modules(), True)
     hf = _transformers()
-    # The trials compare bits, which packed weights change.
     rows = [*_stacks(model), *([] if hf is None else hf.freeze_layers(model))]
-    set_frozen(model.modules(), True, pack)
+    if pack:
+        # After the trials, which compare bits: packed weights change them.
+        set_frozen(model.modules(), True, pack)
     return SwapReport(tuple(rows))
 
 
