@@ -21,9 +21,9 @@ from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
-from clearhead.nn.fused import apply_norm, fused_layers, norm_of, of_parts, takes_parts
+from clearhead.nn.fused import fused_layers, of_parts, takes_parts
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.norm import new_norm
+from clearhead.nn.norm import apply_norm, new_norm, norm_of
 from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.backends import native
-from clearhead.backends.containment import without_autocast
 from clearhead.batch_part import origin_of, row_numbers
 from clearhead.choices import SMALL, attention_path, covers, is_invariant, overrides
 from clearhead.dispatch import choose
@@ -26,15 +25,13 @@ from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import band_of, is_padding, is_table, parts_of
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.dropout import drop
-from clearhead.nn.linear import refuse_hooks
-from clearhead.nn.norm import normed, normed_by_torch, takes_norm
+from clearhead.nn.norm import normed, normed_by_torch
 from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
 from clearhead.ops.block import MALFORMED, Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
-from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.paged_step import PagedStep
@@ -43,10 +40,10 @@ from clearhead.problem import Problem, draw_seed
 from clearhead.projection import DTYPES, NATIVE, are_plain, choices, takes_small, unrecorded
 from clearhead.shapes import Float
 from clearhead.statistics import Want
-from clearhead.torch_private import is_hooked, modules_are_hooked
+from clearhead.torch_private import modules_are_hooked
 from clearhead.watch import watched
 
-__all__ = ["apply_norm", "fused_attention", "fused_layers", "is_fused_attention", "norm_of", "of_parts", "takes_parts"]
+__all__ = ["fused_attention", "fused_layers", "is_fused_attention", "of_parts", "takes_parts"]
 
 _FUNCTION: Final = "attention"
 _NOTHING: Final = Want()
@@ -502,34 +499,3 @@ def _is_repeated(stack: Stack, masks: Sequence[Mask | None], caches: Sequence[Ca
 
 def _change(places: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: places.get(id(tensor), tensor)
-
-
-# ---- norms -----------------------------------------------------------------------------------------------------------
-
-_NORMS: Final[dict[Any, NormKind]] = {nn.LayerNorm: NormKind.LAYER, nn.RMSNorm: NormKind.RMS}
-
-
-def norm_of(norm: nn.Module, x: Tensor) -> NormLike | None:
-    """Kind and epsilon, weight and bias, of torch's norms over the last axis of ``x`` without hooks; or None."""
-    kind = _NORMS.get(type(norm))
-    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or kind is None or is_hooked(norm):
-        return None
-    if norm.normalized_shape != x.shape[-1:]:
-        return None
-    if norm.eps is None and x.dtype is not torch.float32:
-        return None
-    epsilon = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    return (kind, float(epsilon)), (norm.weight, getattr(norm, "bias", None))
-
-
-def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """``norm(x)``; under ``set_invariant(True)`` by the kernels, whose sums have the order of those in fused layers."""
-    like = norm_of(norm, x) if is_invariant() else None
-    if like is None:
-        if type(norm) in _NORMS and is_hooked(norm):
-            refuse_hooks(type(norm).__name__)
-        output: Tensor = norm(x)
-        return output
-    # Autocast does not cast a norm's input.
-    with without_autocast(x.device.type):
-        return normed(x, like) if takes_norm(x, like) else norm(x)

@@ -1,7 +1,8 @@
-"""Norms of a block by name, computed by the CPU kernels."""
+"""Norms of blocks, computed by the CPU kernels within fused layers and under ``set_invariant(True)``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -9,18 +10,94 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.arguments import one_of
+from clearhead.backends.containment import without_autocast
 from clearhead.backends.recorded import is_recorded, recorded_gradients
+from clearhead.choices import is_invariant
+from clearhead.nn.linear import refuse_hooks
 from clearhead.nn.spec import NormLike
 from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
+from clearhead.torch_private import is_hooked
 
-__all__ = ["NormLike", "new_norm", "normed", "normed_by_torch", "takes_norm"]
+__all__ = [
+    "LayerNorm",
+    "NormLike",
+    "RMSNorm",
+    "apply_norm",
+    "new_norm",
+    "norm_of",
+    "normed",
+    "normed_by_torch",
+    "takes_norm",
+]
 
 #: Norms by name.
 _NORMS: Final = ("layer", "rms")
 _EPSILON: Final = 1e-5
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm``; under ``set_invariant(True)`` by the kernels, as in a fused layer."""
+
+    def forward(self, input: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """``input`` with mean 0 and variance 1 in each row, times the weight, plus the bias."""
+        return _in_one_order(self, input, super().forward)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``torch.nn.RMSNorm``; under ``set_invariant(True)`` by the kernels, as in a fused layer."""
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """``x`` with a mean square of 1 in each row, times the weight."""
+        return _in_one_order(self, x, super().forward)
+
+
+def _in_one_order(norm: nn.Module, x: Tensor, by_torch: Callable[[Tensor], Tensor]) -> Tensor:
+    """``norm(x)`` with the bits of a fused layer under ``set_invariant(True)``, where the kernels take the norm."""
+    like = _read(norm, x) if is_invariant() and not torch.compiler.is_compiling() else None
+    if like is None:
+        return by_torch(x)
+    # Autocast does not cast a norm's input.
+    with without_autocast(x.device.type):
+        return normed(x, like) if takes_norm(x, like) else by_torch(x)
+
+
+_KINDS: Final[dict[Any, NormKind]] = {
+    nn.LayerNorm: NormKind.LAYER,
+    nn.RMSNorm: NormKind.RMS,
+    LayerNorm: NormKind.LAYER,
+    RMSNorm: NormKind.RMS,
+}
+
+
+def _read(norm: nn.Module, x: Tensor) -> NormLike | None:
+    kind = _KINDS.get(type(norm))
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or kind is None or norm.normalized_shape != x.shape[-1:]:
+        return None
+    if norm.eps is None and x.dtype is not torch.float32:
+        return None
+    epsilon = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return (kind, float(epsilon)), (norm.weight, getattr(norm, "bias", None))
+
+
+def norm_of(norm: nn.Module, x: Tensor) -> NormLike | None:
+    """Kind and epsilon, weight and bias, of a norm over the last axis of ``x`` that is not hooked; or None."""
+    return None if is_hooked(norm) else _read(norm, x)
+
+
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """``norm(x)``; under ``set_invariant(True)`` by the kernels, whose sums have the order of those in fused layers.
+
+    A norm of torch that is hooked is torch's, and raises.
+    """
+    if type(norm) in (nn.LayerNorm, nn.RMSNorm) and is_invariant():
+        if is_hooked(norm):
+            refuse_hooks(type(norm).__name__)
+        return _in_one_order(norm, x, norm)
+    output: Tensor = norm(x)
+    return output
 
 
 def new_norm(function: str, norm: str, width: int, *, bias: bool) -> nn.LayerNorm | nn.RMSNorm:
@@ -35,8 +112,8 @@ def new_norm(function: str, norm: str, width: int, *, bias: bool) -> nn.LayerNor
     RMSNorm((8,), eps=1e-05, elementwise_affine=True)
     """
     if one_of(function, "norm", norm, _NORMS, "The usual one is 'layer'.") == "rms":
-        return nn.RMSNorm(width, eps=_EPSILON)
-    return nn.LayerNorm(width, eps=_EPSILON, bias=bias)
+        return RMSNorm(width, eps=_EPSILON)
+    return LayerNorm(width, eps=_EPSILON, bias=bias)
 
 
 def normed(x: Float[Tensor, "*batch width"], norm: NormLike) -> Float[Tensor, "*batch width"]:

@@ -19,10 +19,9 @@ from clearhead.nn.batch_layout import BatchLayout, Lengths
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.decoder_cache import DecoderCache
-from clearhead.nn.fused import apply_norm
 from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.norm import new_norm
+from clearhead.nn.norm import apply_norm, new_norm
 from clearhead.nn.part import ModelPart, SequencePart
 from clearhead.paged_blocks import BlockPool
 from clearhead.paged_cache import PagedKVCache

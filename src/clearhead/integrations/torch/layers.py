@@ -27,9 +27,10 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, name_of
-from clearhead.nn.fused import fused_layers, norm_of, of_parts, takes_parts
+from clearhead.nn.fused import fused_layers, of_parts, takes_parts
 from clearhead.nn.fused_blocks import MOST_ELEMENTS
 from clearhead.nn.linear import Linear, layer_of, refuse_hooks
+from clearhead.nn.norm import LayerNorm, RMSNorm, norm_of
 from clearhead.nn.reading import cached_reading, is_frozen, is_packed, no_gradients_if_frozen
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
@@ -294,8 +295,8 @@ def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
 _LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
 #: The ``forward`` of modules that compute each token by itself. A subclass with another ``forward`` may not.
 _TOKENWISE: Final = frozenset(kind.forward for kind in (
-    nn.Linear, Linear, SwappedLinear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, Dropout, nn.ReLU, nn.GELU,
-    nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus,
+    nn.Linear, Linear, SwappedLinear, nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm, nn.Identity, nn.Dropout, Dropout,
+    nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus,
 ))  # fmt: skip
 _ACTIVATIONS: Final = (functional.relu, functional.gelu, functional.silu, torch.relu, torch.tanh)
 

@@ -18,8 +18,8 @@ from clearhead.integrations.torch.quantized_weights import is_tensor_subclass
 from clearhead.integrations.transformers.families import FeedForwardRow
 from clearhead.integrations.transformers.match import at
 from clearhead.nn.feedforward import drop_of, name_of
-from clearhead.nn.fused import norm_of as torchs_norm_of
 from clearhead.nn.linear import layer_of, looked_at, refuse_hooks, weights_of
+from clearhead.nn.norm import norm_of as torchs_norm_of
 from clearhead.nn.norm import normed, takes_norm
 from clearhead.nn.spec import NormLike
 from clearhead.ops.kinds import NormKind
