@@ -182,10 +182,9 @@ def _of_module(name: str, module: nn.Module) -> Iterator[str]:
     for key, tensor in module.state_dict().items():
         yield f"{name} state {key} {list(tensor.shape)}"
     for path, part in module.named_modules():
-        if path and type(part).__module__.startswith("torch."):
-            yield f"{name} part {path}: {type(part).__name__}"
-        elif path:
-            yield f"{name} part {path}"
+        theirs = next(kind for kind in type(part).__mro__ if kind.__module__.startswith("torch."))
+        if path:
+            yield f"{name} part {path}" if theirs is nn.Module else f"{name} part {path}: {theirs.__name__}"
     attributes = sorted(key for key in vars(module) if not key.startswith("_") and key != "training")
     yield f"{name} attributes {', '.join(attributes)}"
 
