@@ -77,7 +77,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     Every ``torch.nn.Linear`` whose weight torchao quantised to int8 or int4, and every linear layer that
     ``torch.ao.quantization.quantize_dynamic`` made, computes on the kernels, which read the integers where they lie. A
     layout is known by its public attributes, and a trial compares the layer with its own result. What is not known or
-    differs is left, and its row has the reason. They are parts of fused layers in calls without gradients.
+    differs is left, and its row has the reason. Layers of torchao are parts of fused ones in calls without gradients.
 
     Under ``ch.set_invariant(True)`` linear layers and parts of any size are replaced, and the report has a row for each
     module that torch computes, whose bits may depend on the batch (``report.outside``). Embeddings and norms that torch
