@@ -295,7 +295,7 @@ def test_layer_with_an_unknown_layout_says_that_it_runs_op_by_op() -> None:
 # ---- modules of clearhead and torch ----------------------------------------------------------------------------------
 
 
-def _own(config: str) -> ch.nn.LanguageModel:
+def _language_model(config: str) -> ch.nn.LanguageModel:
     torch.manual_seed(0)
     model = ch.nn.LanguageModel(vocab_size=99, embed_dim=64, num_heads=4, num_layers=2, max_len=32, gated=True).eval()
     _quantise(model, config, leaves=("head",))
@@ -304,7 +304,7 @@ def _own(config: str) -> ch.nn.LanguageModel:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_own_model_is_quantised_and_swapped(config: str) -> None:
-    model = _own(config)
+    model = _language_model(config)
     with torch.no_grad():
         theirs = model(IDS)
         report = ch.swap(model)
@@ -344,7 +344,7 @@ def test_torchs_encoder_with_quantised_feedforward_is_one_operator() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_observed_own_model_has_the_same_bits(config: str) -> None:
-    model = _own(config)
+    model = _language_model(config)
     with torch.no_grad():
         ch.swap(model)
         alone = model(IDS)
