@@ -21,8 +21,6 @@ __all__ = ["BACKENDS", "DispatchReport", "choose", "loaded", "report", "run"]
 
 #: Names for ``backend=`` besides ``"auto"``, which runs the first backend that has no reason against the problem.
 BACKENDS: Final = ("native", "sdpa", "triton", "flex", "tiled", "reference")
-#: A backend that "auto" uses for statistics only; attention without them runs by torch's own kernels on a GPU.
-_FOR_STATISTICS: Final = "triton"
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def _automatic(problem: Problem, want: Want) -> tuple[str, ...]:
     if problem.is_quantized:
         # The others that take int8 rows copy them to floats, which must not happen unasked.
         return ("native",)
-    order = [name for name in BACKENDS if want.names or name != _FOR_STATISTICS]
+    order = list(BACKENDS)
     if want.names and problem.needs_gradient:
         order.sort(key=lambda name: not want.names.isdisjoint(loaded(name).capability.without_gradient))
     first = _first(problem, want)

@@ -26,7 +26,7 @@ from clearhead import dispatch
 from clearhead.backends import triton
 from clearhead.backends.capability import Backend
 from clearhead.dispatch import loaded
-from tests.problems import HEADS, MASKS, RULES, tensors
+from tests.problems import BLOCK_TABLE, DENSE, HEADS, MASKS, RULES, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
@@ -252,6 +252,10 @@ def _compile() -> None:
     triton._run(problem, want)
     dirty = False
     triton._run(Problem.of("test", query, query, query, mask=ch.Causal() & ch.Window(100)), ch.Want())
+    # Each kind of mask alone: a branch that a kernel leaves out changes the types of the others.
+    small = tuple(tensor.detach() for tensor in tensors())
+    for part in (ch.Blocks(BLOCK_TABLE, 4), ch.Dense(DENSE), ch.Padding([13, 5]), ch.Prefix(4) | ch.Causal()):
+        triton._run(Problem.of("test", *small, mask=part), want)
 
 
 def _own_process(what: str, place: Path, **environment: str) -> str:
@@ -273,6 +277,8 @@ def _own_process(what: str, place: Path, **environment: str) -> str:
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """For each case what went wrong, or nothing."""
     said: dict[str, str] = json.loads(_own_process("interpret", tmp_path_factory.mktemp("cache"), TRITON_INTERPRET="1"))
+    if all("only 0-dimensional arrays can be converted" in each for each in said.values()):
+        pytest.skip("this Triton's interpreter does not work with this NumPy")
     return said
 
 
@@ -302,16 +308,15 @@ def test_reasons_without_a_gpu() -> None:
         assert ch.explain_dispatch(*inputs).reasons["triton"] == ("runs on cuda, not cpu", "has no gradient")
 
 
-def test_auto_chooses_triton_for_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only by name or for statistics, and never if a gradient is needed."""
+def test_auto_chooses_triton_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For statistics, and for calls that torch's attention does not take."""
     monkeypatch.setattr(dispatch, "BACKENDS", ("sdpa", "triton", "tiled", "reference"))
     monkeypatch.setattr(dispatch, "loaded", _on_this_cpu)
     inputs = tensors(value_dim=8)
     want = ch.Want(entropy=True)
     with torch.no_grad():
         assert ch.explain_dispatch(*inputs).choice == "sdpa"
-        assert ch.explain_dispatch(*inputs, scores=ch.SoftCap(2.0)).choice == "tiled"
-        assert ch.explain_dispatch(*inputs, scores=ch.SoftCap(2.0), backend="triton").choice == "triton"
+        assert ch.explain_dispatch(*inputs, scores=ch.SoftCap(2.0)).choice == "triton"
         assert ch.explain_dispatch(*inputs, want=want).choice == "triton"
         assert ch.explain_dispatch(*inputs, want=want, dropout=0.5).choice == "tiled"
     assert ch.explain_dispatch(*inputs, want=want).choice == "tiled"

@@ -65,7 +65,8 @@ def _words(name: str, home: Path, place: Path) -> list[str]:
 
 
 def _end_soon() -> None:
-    """Ctrl-C after two seconds, for a command that runs until then."""
+    """Ctrl-C after two seconds, for a command that runs until then; a shell's background jobs ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.daemon = True
     timer.start()

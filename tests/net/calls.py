@@ -37,6 +37,14 @@ class Call:
         }
         return replace(self, arguments=moved)
 
+    def on(self, device: torch.device) -> Self:
+        """The same call with tensors and masks on another device."""
+        moved = {
+            name: value.to(device) if isinstance(value, (Tensor, ch.Mask)) else value
+            for name, value in self.arguments.items()
+        }
+        return replace(self, arguments=moved, real=None if self.real is None else self.real.to(device))
+
 
 def results(
     module: nn.Module, call: Call, *, seed: int = 7, gradients: bool = True, upstream_seed: int = 3
@@ -57,7 +65,7 @@ def results(
         return {"output": output}
     wanted = {**leaves, **{name: part for name, part in module.named_parameters() if part.requires_grad}}
     generator = torch.Generator().manual_seed(upstream_seed)
-    upstream = torch.randn(output.shape, generator=generator).to(output.dtype)
+    upstream = torch.randn(output.shape, generator=generator).to(output)
     grads = torch.autograd.grad(output, list(wanted.values()), upstream, allow_unused=True)
     actual = {f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}
     return {"output": output.detach(), **actual}

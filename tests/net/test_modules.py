@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
+from clearhead.errors import ShapeError
 from tests.net.calls import agree, distance, equal, hooked, observed, results
 from tests.net.modules import MODULES, Module, modules
 
@@ -22,6 +25,11 @@ TERMS = 2 * 65 + 4 * 32
 
 def _params(rows: list[Module], *pytest_marks: pytest.MarkDecorator) -> list[object]:
     return [pytest.param(row, id=row.name, marks=pytest_marks) for row in rows]
+
+
+def _in_turns(rows: list[Module]) -> list[object]:
+    """All rows; all but every fourth are slow."""
+    return [*_params(rows[::4]), *(one for n in (1, 2, 3) for one in _params(rows[n::4], pytest.mark.slow))]
 
 
 @pytest.mark.parametrize("row", [*_params(PAIRS), *_params(TRIPLES, pytest.mark.slow)])
@@ -49,3 +57,15 @@ def test_observed_module_equals_unobserved_module(row: Module) -> None:
         equal(watched, plain)
     else:
         assert distance(watched, plain) < FAR[row.dtype]
+
+
+@pytest.mark.parametrize("row", _in_turns(PAIRS))
+def test_other_devices_use_no_kernel(row: Module) -> None:
+    """The kernels read CPU memory. The meta device stands for every other one; lengths stay where they are read."""
+    module, call = row.make().to("meta"), row.call()
+    read = {name: value for name, value in call.arguments.items() if name.endswith("lengths")}
+    arguments = {**call.on(torch.device("meta")).arguments, **read}
+    # Documents without elements are refused.
+    with torch.autograd.profiler.profile() as profile, suppress(ShapeError):
+        results(module, replace(call, arguments=arguments))
+    assert not [event.name for event in profile.function_events if event.name.startswith("clearhead::")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from clearhead.statistics import Observation, Want
 from clearhead.tensors import without_overlap
 
 __all__ = ["BACKEND", "block_mask", "score_mod"]
+
+#: The width of a matrix product in Triton.
+_LEAST_HEAD_DIM: Final = 16
 
 
 def block_mask(mask: Mask, problem: Problem) -> BlockMask:
@@ -59,6 +62,13 @@ def _requires() -> str | None:
     return None if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"
 
 
+def _also(problem: Problem) -> list[str]:
+    if min(problem.head_dim, problem.value_dim) < _LEAST_HEAD_DIM:
+        return [f"takes head sizes from {_LEAST_HEAD_DIM}"]
+    group = problem.num_heads // problem.num_kv_heads
+    return [] if group & (group - 1) == 0 else ["takes key heads that 1, 2, 4, 8, ... query heads share"]
+
+
 def run(problem: Problem, want: Want, call: Callable[..., Any] | None = None) -> Observation:
     """Output, and log-sum-exp on request, by FlexAttention; ``call`` replaces the compiled function, in tests."""
     flex = call or _compiled()
@@ -88,6 +98,7 @@ BACKEND = Backend(
         dropout=False,
         max_head_dim=256,
         requires=_requires,
+        also=_also,
     ),
     run=run,
 )

@@ -75,6 +75,8 @@ class _Mask(NamedTuple):
     blocks: Tensor | None = None
     block_strides: tuple[int, ...] | None = None
     block_size: int | None = None
+    # Triton 3.6 loses a stride of 1, a constant, in an inner tuple unless the outer tuple has a constant after it.
+    end: None = None
 
 
 class _Rule(NamedTuple):

@@ -254,7 +254,7 @@ def _is_plain(tokens: Tokens, spec: Projections | Stack) -> bool:
     dtype = tokens[0].dtype
     if dtype not in DTYPES or not covers(dtype) or not unrecorded() or library() is None:
         return False
-    return {*map(type, tokens), *map(type, spec.tape.tensors)} <= _TYPES
+    return all(each.is_cpu for each in tokens) and {*map(type, tokens), *map(type, spec.tape.tensors)} <= _TYPES
 
 
 def _takes_gemms(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
