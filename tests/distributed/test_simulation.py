@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from clearhead.distributed import AttentionSizes, Link, Machine, Plan, ShardLayo
 from clearhead.distributed.costs import GatherCosts, HeadsCosts, RankWork, RingCosts
 from clearhead.distributed.launch import RankError, run_ranks
 from clearhead.distributed.layout import LAYOUTS
-from clearhead.distributed.simulation import METHODS, _finished
+from clearhead.distributed.simulation import METHODS, _finished, _Phase
 from clearhead.masks import Mask
 from clearhead.ops.kinds import QUERY_BLOCK
 
@@ -172,16 +173,44 @@ def test_idle_share_is_that_of_the_balance(method: Any) -> None:
         assert done.forward.critical_compute == pytest.approx(done.forward.seconds)
 
 
+def ends(start: Tensor, seconds: Tensor, cores: int) -> list[float]:
+    (end,) = _finished(start, [_Phase(seconds)], cores)
+    return end.tolist()
+
+
 def test_shared_processors_work_at_equal_shares() -> None:
     seconds = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
     start = torch.zeros(4, dtype=torch.float64)
-    assert _finished(start, seconds, 4).tolist() == [1.0, 3.0, 5.0, 7.0]
-    assert _finished(start, seconds, 2).tolist() == pytest.approx([2.0, 5.0, 7.0, 9.0])
-    assert _finished(start, seconds, 1).tolist() == pytest.approx([4.0, 10.0, 14.0, 16.0])
+    assert ends(start, seconds, 4) == [1.0, 3.0, 5.0, 7.0]
+    assert ends(start, seconds, 2) == pytest.approx([2.0, 5.0, 7.0, 9.0])
+    assert ends(start, seconds, 1) == pytest.approx([4.0, 10.0, 14.0, 16.0])
     late = torch.tensor([0.0, 0.0, 4.0], dtype=torch.float64)
-    assert _finished(late, seconds[:3], 1).tolist() == pytest.approx([2.0, 4.0, 9.0])
+    assert ends(late, seconds[:3], 1) == pytest.approx([2.0, 4.0, 9.0])
     nothing = torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)
-    assert _finished(late, nothing, 1).tolist() == pytest.approx([0.0, 2.0, 4.0])
+    assert ends(late, nothing, 1) == pytest.approx([0.0, 2.0, 4.0])
+
+
+def test_ranks_in_different_phases_share_processors() -> None:
+    first, second, arrival = (torch.tensor(each, dtype=torch.float64) for each in ([1.0, 3.0], [3.0, 1.0], [5.0, 0.0]))
+    at_once, late = ([_Phase(first), one] for one in (_Phase(second), _Phase(second, 0.5, arrival)))
+
+    def ends_of(phases: list[_Phase], cores: int) -> list[list[float]]:
+        return [end.tolist() for end in _finished(torch.zeros_like(first), phases, cores)]
+
+    assert ends_of(at_once, 2) == [[1.0, 3.0], [4.0, 4.0]]
+    assert ends_of(at_once, 1) == [[2.0, 6.0], [8.0, 8.0]]
+    assert ends_of(late, 2) == [[1.0, 3.0], [8.0, 4.5]]
+    assert ends_of(late, 1) == [[2.0, 4.0], [8.5, 6.0]]
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_processors_compute_no_more_than_they_have_time(method: Any, layout: Any) -> None:
+    plan = plan_attention(ch.Causal(), 8 * QUERY_BLOCK, ranks=4, layout=layout)
+    machine = replace(_machine(), cores=2)
+    done = simulate(plan, SIZES, machine, method=method)
+    for one in (done.forward, done.backward):
+        assert float(one.compute.sum()) <= 2 * one.seconds * (1 + 1e-9)
 
 
 def test_two_processors_for_four_ranks_take_twice_as_long() -> None:

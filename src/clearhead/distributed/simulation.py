@@ -7,7 +7,7 @@ computes, as far as links overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -176,14 +176,15 @@ class _Ranks:
 
     def work(self, work: RankWork) -> None:
         """Every rank computes."""
-        self.compute(self.seconds(work).expand_as(self.time))
+        self.compute(_Phase(self.seconds(work)))
 
-    def compute(self, seconds: Tensor) -> None:
-        """Every rank computes for some seconds."""
-        done = _finished(self.time, seconds, self.machine.cores)
-        self.path = self.path + done - self.time
-        self.time = done
-        self.computed = self.computed + seconds
+    def compute(self, *phases: _Phase) -> None:
+        """Every rank computes one phase after the other, while other ranks may be in another phase."""
+        sent = self.path
+        for phase, end in zip(phases, _finished(self.time, phases, self.machine.cores), strict=True):
+            begun = phase.begin(self.time)
+            self.path = torch.where(begun > self.time + phase.delay, sent, self.path) + end - begun
+            self.time, self.computed = end, self.computed + phase.seconds
 
     def begin(self, transfer: Transfer) -> Tensor:
         """All ranks wait for each other and begin to send; seconds until each rank's messages have arrived."""
@@ -212,15 +213,39 @@ class _Ranks:
         )
 
 
-def _finished(start: Tensor, seconds: Tensor, cores: int | None) -> Tensor:
-    """When ranks end that begin to compute at ``start``, if ``cores`` processors are shared equally."""
+@dataclass(frozen=True)
+class _Phase:
+    """Computing of every rank.
+
+    Attributes:
+        seconds: how long, on a processor of its own.
+        delay: seconds in which a rank cannot compute after the phase before.
+        arrival: when what the phase needs has arrived.
+    """
+
+    seconds: Float[Tensor, " ranks"]
+    delay: Float[Tensor, " ranks"] | float = 0.0
+    arrival: Float[Tensor, " ranks"] | float = 0.0
+
+    def begin(self, end: Tensor) -> Tensor:
+        """When the phase begins after one that ends then."""
+        return torch.maximum(end + self.delay, torch.as_tensor(self.arrival, dtype=end.dtype).expand_as(end))
+
+
+def _finished(start: Tensor, phases: Sequence[_Phase], cores: int | None) -> list[Tensor]:
+    """When ranks end each phase that begin the first one at ``start``, if ``cores`` processors are shared equally."""
     if cores is None or len(start) <= cores:
-        return start + seconds
-    left, end = seconds.clone(), start.clone()
-    now = float(start.min())
-    while bool((left > 0).any()):
-        active = (left > 0) & (start <= now)
-        later = start[(left > 0) & (start > now)]
+        ends = [start]
+        for phase in phases:
+            ends.append(phase.begin(ends[-1]) + phase.seconds)
+        return ends[1:]
+    done = [torch.zeros_like(start) for _ in phases]
+    place = torch.zeros(len(start), dtype=torch.int64)
+    begin, seconds = phases[0].begin(start), torch.stack([phase.seconds.expand_as(start) for phase in phases])
+    left, now = seconds[0].clone(), float(begin.min())
+    while bool((running := place < len(phases)).any()):
+        active = running & (begin <= now)
+        later = begin[running & (begin > now)]
         if not bool(active.any()):
             now = float(later.min())
             continue
@@ -230,10 +255,14 @@ def _finished(start: Tensor, seconds: Tensor, cores: int | None) -> Tensor:
             step = min(step, float(later.min()) - now)
         now += step
         left[active] -= step * speed
-        ended = active & (left <= 1e-12 * seconds)
-        left[ended] = 0.0
-        end[ended] = now
-    return end
+        for rank in active.nonzero().flatten().tolist():
+            at = int(place[rank])
+            if left[rank] <= 1e-12 * seconds[at, rank]:
+                done[at][rank], place[rank] = now, at + 1
+                if at + 1 < len(phases):
+                    begin[rank] = phases[at + 1].begin(torch.full_like(start, now))[rank]
+                    left[rank] = seconds[at + 1, rank]
+    return done
 
 
 def _gather(ranks: _Ranks, backward: bool) -> _Ranks:
@@ -247,14 +276,11 @@ def _gather(ranks: _Ranks, backward: bool) -> _Ranks:
     before, queries, keys = costs.backward()
     ranks.work(before)
     key_seconds, row_seconds = ranks.begin(costs.key_transfer), ranks.begin(costs.row_transfer)
-    arrival, path = ranks.time + key_seconds + row_seconds, ranks.path
+    arrival = ranks.time + key_seconds + row_seconds
     ranks.time = ranks.time + key_seconds
-    ranks.work(queries)
     # Rows arrive meanwhile, and keep the rank from computing as far as links do not overlap.
-    ranks.time = ranks.time + (1.0 - ranks.machine.overlap) * row_seconds
-    later = arrival > ranks.time
-    ranks.time, ranks.path = torch.where(later, arrival, ranks.time), torch.where(later, path, ranks.path)
-    ranks.work(keys)
+    delay = (1.0 - ranks.machine.overlap) * row_seconds
+    ranks.compute(_Phase(ranks.seconds(queries)), _Phase(ranks.seconds(keys), delay, arrival))
     return ranks
 
 
