@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.linear.members import MEMBERS
 from tests.net.calls import distance, results
 from tests.net.families import FAMILIES, TOKENS, Family
 from tests.net.modules import MODULES, Module, modules
-from tests.problems import MASKS, RULES, tensors
+from tests.problems import HEADS, LEN, MASKS, RULES, tensors
 from tests.statistics_agreement import everything
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -62,6 +63,23 @@ def test_attention_and_its_gradients(mask: str, rule: str, head_dim: int, value_
     with torch.no_grad():
         alone = ch.attention(*moved, **on_device)
     assert distance({"output": alone.cpu()}, {"output": right["output"]}) < FAR[torch.float32]
+
+
+@pytest.mark.parametrize("head_dim", [8, 16])
+@pytest.mark.parametrize("kind", [ch.RelativeBias, ch.DenseBias, ch.Sink], ids=lambda kind: kind.__name__)
+def test_gradients_of_learned_rules(kind: Any, head_dim: int) -> None:
+    shape = {ch.RelativeBias: (HEADS, 7), ch.DenseBias: (HEADS, LEN, LEN), ch.Sink: (HEADS,)}[kind]
+    learned = torch.linspace(-1.0, 1.0, math.prod(shape), dtype=torch.float64).view(shape)
+    inputs = tensors(head_dim=head_dim, value_dim=head_dim)
+
+    def gradients(device: torch.device, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+        given = [part.detach().to(device, dtype).requires_grad_() for part in (*inputs, learned)]
+        output = ch.attention(*given[:3], mask=ch.Causal(), scores=kind(given[3]), **options)
+        grads = torch.autograd.grad(output.square().sum(), given)
+        return {name: grad.cpu() for name, grad in zip(("query", "key", "value", "rule"), grads, strict=True)}
+
+    exact = gradients(torch.device("cpu"), torch.float64, backend="reference")
+    assert distance(gradients(CUDA, torch.float32), exact) < FAR[torch.float32]
 
 
 @pytest.mark.parametrize(("mask", "rule"), CALLS)
@@ -139,16 +157,20 @@ def test_linear_attention(name: str, form: str) -> None:
     assert distance({"output": output.cpu()}, {"output": exact}) < FAR[torch.float32]
 
 
+@pytest.mark.parametrize("mask", [None, ch.Window(5, 5)], ids=["no mask", "window"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_encoder_in_half_precision(compiled: bool) -> None:
+def test_encoder_in_half_precision(compiled: bool, mask: ch.Mask | None) -> None:
     torch.manual_seed(0)
     model = ch.nn.Encoder(64, 4, 2, dropout=0.0).to(CUDA)
     x = torch.randn(2, 33, 64, device=CUDA)
-    wanted = model(x)
+    wanted = model(x, mask=mask)
     forward = torch.compile(model) if compiled else model
     with torch.autocast("cuda", torch.bfloat16):
-        actual = forward(x)
-    assert distance({"output": actual}, {"output": wanted}) < 0.05
+        actual = forward(x, mask=mask)
+        with torch.no_grad():
+            alone = forward(x, mask=mask)
+    for each in (actual, alone):
+        assert distance({"output": each}, {"output": wanted}) < 0.05
     actual.float().sum().backward()
     assert all(part.grad is not None and part.grad.isfinite().all() for part in model.parameters())
 

@@ -108,7 +108,7 @@ def _also(problem: Problem) -> list[str]:
     tensors = (problem.query, problem.key, problem.value)
     if any(type(each) not in (Tensor, torch.nn.Parameter) or not has_memory(each) for each in tensors):
         return ["needs plain tensors, not subclasses, and not those of torch.func"]
-    if has_dispatch_mode():
+    if torch.compiler.is_compiling() or has_dispatch_mode():
         return ["cannot be traced"]
     reasons = []
     if max(problem.k_len, problem.q_len) + abs(problem.query_offset) >= _MAX_POSITION:
