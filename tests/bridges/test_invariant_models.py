@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
+from clearhead.train import GradientSum
 from tests.agreement import needs_native
 from tests.bridges.hf_models import MODELS, eager, inputs, transformers
+from tests.net.calls import as_tensor
+from tests.net.families import BATCH, FAMILIES, TOKENS
 
 pytestmark = needs_native
 
@@ -122,3 +125,44 @@ def test_wanted_weights_are_refused_where_torch_would_rotate() -> None:
         observed = model(**batch).logits
     assert len(traced) == 2
     assert torch.equal(observed, model(**batch).logits)
+
+
+#: Models with torch's convolutions, whose output depends on the batch, or that compare the sequences of a batch.
+MIXING = {"whisper", "deberta-v2", "clip", "siglip"}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in MIXING])
+@torch.enable_grad()
+def test_gradients_in_another_order_than_the_sequences_are_named(name: str) -> None:
+    family = FAMILIES[name]
+    model, call = family.plain(), family.call(TOKENS, "none")
+    report = ch.swap(model)
+    batch = {
+        key: torch.cat([value, value.flip(1)])
+        for key, value in call.arguments.items()
+        if isinstance(value, Tensor) and len(value) == BATCH
+    }
+    shared = {key: value for key, value in call.arguments.items() if key not in batch}
+
+    def gradients(parts: int) -> dict[str, Tensor]:
+        model.zero_grad()
+        total = GradientSum(model, 2 * BATCH, parts=parts)
+        with total:
+            for rows in total.nodes:
+                with total.node(rows):
+                    part = {key: value[rows.start : rows.stop] for key, value in batch.items()}
+                    output = as_tensor(model(**part, **shared))
+                    upstream = torch.linspace(-1.0, 1.0, output[0].numel()).view(output[0].shape)
+                    (output * upstream).sum().backward()
+        total.store()
+        return {key: part.grad.clone() for key, part in model.named_parameters() if part.grad is not None}
+
+    whole, parts = gradients(1), gradients(2 * BATCH)
+    assert whole.keys() == parts.keys()
+    named = [row.path for row in report.rows if row.reason.startswith("outside the promise of ch.set_invariant")]
+    silent = [
+        key
+        for key in whole
+        if not torch.equal(whole[key], parts[key]) and not any(key.startswith(f"{path}.".lstrip(".")) for path in named)
+    ]
+    assert not silent

@@ -214,21 +214,31 @@ _COMPUTE: Final = ("torch.nn.", "transformers.activations")
 
 def _outside_promise(model: nn.Module, rows: Sequence[SwapRow]) -> list[SwapRow]:
     """The rows, and one for each other module that computes by itself and is not replaced: torch decides its bits."""
-    named = [
-        replace(row, reason=f"{OUTSIDE}; {row.reason}" if row.reason else OUTSIDE) if row.how == "left" else row
-        for row in rows
-    ]
+    named = [_with_order(row, model.get_submodule(row.path)) for row in rows]
     listed = {row.path for row in rows}
     for name, module in _outside_layers(model):
         kind = class_of(module)
-        if name in listed or original_of(kind) is not None or next(module.children(), None) is not None:
+        if name in listed or original_of(kind) is not None or kind.__module__.startswith("clearhead."):
             continue
-        learns = next(module.parameters(), None) is not None
-        computes = learns or kind.__module__.startswith(_COMPUTE)
-        if computes and not kind.__module__.startswith("clearhead.") and (learns or kind not in _ONE_ORDER):
+        learns = next(module.parameters(recurse=False), None) is not None
+        if next(module.children(), None) is not None:
+            # Its own parameters, as positions, are added to those of its modules.
+            reason = OUTSIDE_IN_TRAINING if learns else ""
+        elif learns:
             reason = OUTSIDE_IN_TRAINING if kind in _ONE_ORDER else OUTSIDE
+        else:
+            reason = OUTSIDE if kind.__module__.startswith(_COMPUTE) and kind not in _ONE_ORDER else ""
+        if reason:
             named.append(SwapRow(name, kind.__name__, "left", None, reason))
     return named
+
+
+def _with_order(row: SwapRow, module: nn.Module) -> SwapRow:
+    """The row of a module, with what its order of sums is where that is torch's."""
+    if row.how == "left":
+        return replace(row, reason=f"{OUTSIDE}; {row.reason}" if row.reason else OUTSIDE)
+    hf = _transformers()
+    return replace(row, reason=OUTSIDE_IN_TRAINING) if hf is not None and hf.adds_positions(module) else row
 
 
 def _swapped_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:

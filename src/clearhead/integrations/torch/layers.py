@@ -30,7 +30,7 @@ from clearhead.nn.feedforward import drop_of, in_one_step, name_of
 from clearhead.nn.fused import fused_layers, of_parts, takes_parts
 from clearhead.nn.fused_blocks import MOST_ELEMENTS
 from clearhead.nn.linear import Linear, layer_of, refuse_hooks
-from clearhead.nn.norm import LayerNorm, RMSNorm, norm_of
+from clearhead.nn.norm import LayerNorm, RMSNorm, apply_norm, norm_of
 from clearhead.nn.reading import cached_reading, is_frozen, is_packed, no_gradients_if_frozen
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
@@ -421,7 +421,7 @@ def _through_masked(
             said: list[_Said] = [(mask, None, False) for mask in masks.values()]
             output = None if torch.is_grad_enabled() else _fused(layers, [*layers], tokens, said)
         if output is not None:
-            return output if stack.norm is None else stack.norm(output)
+            return output if stack.norm is None else apply_norm(stack.norm, output)
     return _through(stack, x, *tokens[1:], **masks)
 
 
@@ -430,7 +430,7 @@ def _through(
 ) -> Tensor:
     for layer in stack.layers:
         x = layer(x, *args, **kwargs)
-    return x if stack.norm is None else stack.norm(x)
+    return x if stack.norm is None else apply_norm(stack.norm, x)
 
 
 def _is_one_run(real: Tensor) -> bool:

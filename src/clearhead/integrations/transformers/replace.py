@@ -23,7 +23,7 @@ from clearhead.integrations.transformers.probe import attempt
 from clearhead.projection import layer_gains
 from clearhead.watch import recognise
 
-__all__ = ["models", "restore", "swap_model"]
+__all__ = ["adds_positions", "models", "restore", "swap_model"]
 
 _FUSED: Final = (AttendingForward, FusedFeedForward)
 #: Elements of a weight, and of a norm's, from which a feedforward and a norm gain by themselves. Small parts are left
@@ -76,8 +76,16 @@ def _is_within(path: str, layers: Set[str]) -> bool:
 
 def _how(fast: object) -> How:
     """A replaced module's calls are one operation, or several."""
-    disentangled = isinstance(fast, LayerForward) and fast.match.is_disentangled
-    return "fused" if isinstance(fast, _FUSED) and not disentangled else "native"
+    return "fused" if isinstance(fast, _FUSED) and not _is_disentangled(fast) else "native"
+
+
+def _is_disentangled(fast: object) -> bool:
+    return isinstance(fast, LayerForward) and fast.match.is_disentangled
+
+
+def adds_positions(module: nn.Module) -> bool:
+    """Whether a replaced layer projects positions, which all sequences share: torch adds their gradients."""
+    return _is_disentangled(fast_of(module))
 
 
 def _swap_module(path: str, module: nn.Module, interface: bool, reason: str | None) -> SwapRow | None:
