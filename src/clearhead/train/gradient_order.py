@@ -37,6 +37,9 @@ class GradientSum:
     elements that dropout drops, are then those of the whole batch in one call, bit by bit. A micro-batch of 3 sequences
     from place 3 on is computed as the nodes ``[3]`` and ``[4, 5]`` of the tree.
 
+    Torch adds the sequences of a call in an order of its own. A model that has parameters outside of modules of
+    ``ch.nn``, as every swapped one, is therefore computed one sequence at a time.
+
     A parameter of several modules, such as a tied embedding, has a gradient for each. Inside the context those modules
     but the first have another parameter on the same memory, so that each gradient is added in a tree of its own.
 
@@ -76,6 +79,8 @@ class GradientSum:
         self._sequences = whole(name, "sequences", sequences, low=1)
         count = whole(name, "parts", parts, low=1)
         self._nodes = _nodes_of_ranks(self._sequences, whole(name, "ranks", ranks, low=1), count)
+        if is_invariant() and not _keeps_order(model):
+            self._nodes = [[range(at, at + 1) for rows in nodes for at in rows] for nodes in self._nodes]
         self.nodes = self._nodes[whole(name, "rank", rank, low=0, high=ranks - 1)]
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if ranks not in (1, processes):
@@ -156,6 +161,13 @@ class GradientSum:
         """The gradient in the dtype to which autocast rounded it, in which layers round their nodes too."""
         dtype = self._casts.get(id(parameter))
         return parameter.grad if dtype is None or parameter.grad is None else parameter.grad.to(dtype)
+
+
+def _keeps_order(model: nn.Module) -> bool:
+    """Whether every parameter is that of a module of ``ch.nn``, which adds sequences in the order of the tree."""
+    ours = [module for module in model.modules() if type(module).__module__.startswith("clearhead.nn.")]
+    within = {part for module in ours for part in module.modules()}
+    return all(module in within or next(module.parameters(recurse=False), None) is None for module in model.modules())
 
 
 def _nodes_of_ranks(sequences: int, ranks: int, parts: int) -> list[list[range]]:
