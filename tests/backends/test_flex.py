@@ -44,6 +44,16 @@ def test_query_offset_translates_to_flex() -> None:
     torch.testing.assert_close(observation.output, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"), [((8, 16, 2), "from 16"), ((16, 8, 2), "from 16"), ((16, 16, 1), "share")]
+)
+def test_flex_refuses_what_torch_does_not_compile(sizes: tuple[int, int, int], reason: str) -> None:
+    head_dim, value_dim, kv_heads = sizes
+    inputs = tensors(head_dim=head_dim, value_dim=value_dim, kv_heads=kv_heads, heads=6 * kv_heads)
+    (why,) = flex.BACKEND.capability.also(Problem.of("attention", *inputs))
+    assert reason in why
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_device() -> None:
     query, key, value = (tensor.detach().cuda() for tensor in tensors(head_dim=16, value_dim=16))

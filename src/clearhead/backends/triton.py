@@ -1,7 +1,7 @@
 """The backend of the GPU kernels in ``triton_kernels``: forward with every statistic, on CUDA.
 
 For 16-bit inputs the weights are rounded to the inputs' dtype before they multiply the values; scores, softmax, sums
-and statistics are float32. There is no gradient: if one is needed, ``tiled`` runs.
+and statistics are float32. There is no gradient: if one is needed, ``flex`` or ``tiled`` runs.
 """
 
 from __future__ import annotations

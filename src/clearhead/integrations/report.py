@@ -66,7 +66,7 @@ class SwapReport:
     @property
     def replaced(self) -> tuple[SwapRow, ...]:
         """Modules that changed."""
-        return tuple(row for row in self.rows if row.how != "left" and row.reason != BEFORE)
+        return tuple(row for row in self.rows if row.how != "left" and not row.reason.endswith(BEFORE))
 
     @property
     def left(self) -> tuple[SwapRow, ...]:
@@ -81,7 +81,7 @@ class SwapReport:
     @property
     def before(self) -> tuple[SwapRow, ...]:
         """Modules that an earlier ``swap`` had replaced."""
-        return tuple(row for row in self.rows if row.reason == BEFORE)
+        return tuple(row for row in self.rows if row.reason.endswith(BEFORE))
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str], list[SwapRow]] = {}

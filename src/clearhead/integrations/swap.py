@@ -235,10 +235,14 @@ def _outside_promise(model: nn.Module, rows: Sequence[SwapRow]) -> list[SwapRow]
 
 def _with_order(row: SwapRow, module: nn.Module) -> SwapRow:
     """The row of a module, with what its order of sums is where that is torch's."""
-    if row.how == "left":
-        return replace(row, reason=f"{OUTSIDE}; {row.reason}" if row.reason else OUTSIDE)
     hf = _transformers()
-    return replace(row, reason=OUTSIDE_IN_TRAINING) if hf is not None and hf.adds_positions(module) else row
+    if row.how == "left":
+        order = OUTSIDE
+    elif hf is not None and hf.adds_positions(module):
+        order = OUTSIDE_IN_TRAINING
+    else:
+        return row
+    return replace(row, reason=f"{order}; {row.reason}" if row.reason else order)
 
 
 def _swapped_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:

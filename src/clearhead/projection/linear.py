@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from clearhead import choices as table
 from clearhead.backends.containment import without_autocast
-from clearhead.batch_part import current
 from clearhead.invariance import eager_if_invariant
 from clearhead.ops.quantized_weight import QuantizedWeight, Weight
 from clearhead.projection.autocast import operand_cast
@@ -232,18 +231,11 @@ def layer_gradients(
 def _gradients_by_sequence(
     path: Path | None, grad: Tensor, x: Tensor | None, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same as a sum over the sequences ``[batch, len, width]``, in the order of their tree.
-
-    ``[rows, width]`` is one sequence; in a part of a batch, which says how many sequences there are, a row for each is
-    what was pooled of them.
-    """
+    """The same as a sum over the sequences ``[batch, len, width]``, in the order of their tree."""
     if not needs_weight and not needs_bias:
         return None, None
     if not needs_weight or x is None:
         x = grad.new_empty(*grad.shape[:-1], 0)
-    part = current()
-    if part is not None and grad.dim() == 2 and len(grad) == part.count:
-        grad, x = grad[:, None], x[:, None]
     path = path or path_of("weight gradient", grad, grad.shape[-1] * x.shape[-1])
     if path is NATIVE:
         weight, bias = path.weight_gradient(grad, x, needs_bias)
