@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 29
+#define CH_ABI 30
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -461,6 +461,11 @@ CH_EXPORT int ch_project(const ch_projection* work);
 /* Packs the right of the only term of a GEMM, whose rows may be 0, into ch_panel_bytes() bytes at `output`. GEMMs that read
  * them have the bits of those that read right. */
 CH_EXPORT int ch_pack(const ch_projection* work);
+/* Writes what ch_pack read, a right that is transposed, from `panels` to [columns, steps] at `output`. CH_BAD_OPTION where
+ * the set's panels have wider elements than the dtype. */
+CH_EXPORT int ch_unpack(const ch_projection* work);
+/* Columns of a panel; a right has the panels of as many as it has columns, rounded up. 0 as below. */
+CH_EXPORT int64_t ch_panel_columns(int32_t dtype, int32_t isa);
 /* Bytes of the panels of a right [steps, columns]; 0 if dtype, set or sizes are out of range. */
 CH_EXPORT int64_t ch_panel_bytes(int32_t dtype, int32_t isa, int64_t steps, int64_t columns);
 /* A linear layer with a weight of integers. */

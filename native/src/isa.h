@@ -15,7 +15,9 @@ struct Kernels {
   int (*linear_backward)(const ch_linear* work);
   int (*project)(const ch_projection* work);
   int (*pack)(const ch_projection* work);
+  int (*unpack)(const ch_projection* work);
   int64_t (*panel_bytes)(int dtype, int64_t steps, int64_t columns);
+  int64_t (*panel_columns)(int dtype);
   int (*drop)(const ch_dropout* work);
   int (*norm)(const ch_norm* work);
   int (*norm_backward)(const ch_norm* work);

@@ -50,6 +50,14 @@ int run_pack(const ch_projection* w) {
   return with_projection(w->dtype, [&]<class GEMM>() { return GEMM(*w).pack_right(); });
 }
 
+int run_unpack(const ch_projection* w) {
+  return with_projection(w->dtype, [&]<class GEMM>() { return GEMM(*w).unpack_right(); });
+}
+
+int64_t panel_columns(int dtype) {
+  return with_projection(dtype, []<class GEMM>() { return GEMM::panel_columns(); });
+}
+
 int64_t panel_bytes(int dtype, int64_t steps, int64_t columns) {
   return with_projection(dtype, [&]<class GEMM>() { return GEMM::panel_bytes(steps, columns); });
 }
@@ -72,7 +80,8 @@ template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run()
 }  // namespace
 
 extern const clearhead::Kernels kernels = {rate, run_forward, run_backward, run_linear<LinearForward>,
-                                           run_linear<LinearBackward>, run_projection, run_pack, panel_bytes, run_each<Dropping>,
+                                           run_linear<LinearBackward>, run_projection, run_pack, run_unpack,
+                                           panel_bytes, panel_columns, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
                                            run_each<Appending>, run_each<Rotating>,
                                            multiply_quantized};

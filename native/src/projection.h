@@ -53,6 +53,8 @@ template <class M, class IO> class Projection {
   // cache.
   static constexpr int AXPY_ROWS = M::PACK == 2 ? 4 : 8;
   static constexpr int64_t STRIPE = 1024;
+  // Steps of a panel's columns that are unpacked at a time.
+  static constexpr int64_t UNPACKED_STEPS = 16;
 
   // A range of one term's steps; `first` is its offset in the packed panels, in operands.
   struct Piece {
@@ -125,9 +127,28 @@ template <class M, class IO> class Projection {
     return pack(group, 0, num_panels) ? CH_OK : CH_NO_MEMORY;
   }
 
+  // Writes the right of the only term, in rows of steps, from the panels. Panels that widen have no way back.
+  int unpack_right() {
+    if constexpr (sizeof(operand) != M::PACK * sizeof(type)) return CH_BAD_OPTION;
+    const int64_t steps = w.terms[0].steps, operands = panel_bytes(steps, 1) / (PW * (int64_t)sizeof(operand));
+    parallel(threads, num_panels, [&](int64_t p) {
+      const type* from = (const type*)(panels + p * operands * PW);
+      type* to = (type*)w.output + p * PW * w.output_row;
+      const int64_t columns = minimum((int64_t)PW, w.columns - p * PW);
+      // A few steps of every column at a time stay in L1.
+      for (int64_t first = 0; first < steps; first += UNPACKED_STEPS)
+        for (int64_t c = 0; c < columns; c++)
+          for (int64_t s = first; s < minimum(first + UNPACKED_STEPS, steps); s++)
+            to[c * w.output_row + s] = from[(s / M::PACK * PW + c) * M::PACK + s % M::PACK];
+    });
+    return CH_OK;
+  }
+
   static int64_t panel_bytes(int64_t steps, int64_t columns) {
     return round_up(row_steps<M>(steps), LANES) * round_up(columns, PW) * (int64_t)sizeof(operand);
   }
+
+  static int64_t panel_columns() { return PW; }
 
  private:
   // Block height that minimises the rows of the busiest thread.

@@ -56,7 +56,9 @@ int check(const ch_projection& work) {
   for (int t = 0; t < work.num_terms; ++t) {
     const ch_term& term = work.terms[t];
     CH_TRY(check_matrix(work, term.left, work.rows, term.steps, term.left_row, work.left_transposed, Access::read));
-    CH_TRY(check_matrix(work, term.right, term.steps, work.columns, term.right_row, work.right_transposed, Access::read));
+    // Packed, right itself is not read.
+    if (work.panels == nullptr)
+      CH_TRY(check_matrix(work, term.right, term.steps, work.columns, term.right_row, work.right_transposed, Access::read));
   }
   CH_TRY(check_vector(work, work.bias, work.columns));
   if (work.gate != nullptr)
@@ -77,6 +79,13 @@ int check_pack(const ch_projection& work) {
   return work.output == nullptr ? CH_BAD_POINTER : CH_OK;
 }
 
+int check_unpack(const ch_projection& work) {
+  CH_TRY(check_sizes(work));
+  if (work.num_terms != 1 || !work.right_transposed || work.left_transposed) return CH_BAD_OPTION;
+  if (work.panels == nullptr) return CH_BAD_POINTER;
+  return check_matrix(work, work.output, work.columns, work.terms[0].steps, work.output_row, false, Access::write);
+}
+
 }  // namespace
 }  // namespace clearhead
 
@@ -94,6 +103,18 @@ int ch_pack(const ch_projection* work) {
   CH_TRY(clearhead::check_library(work, &kernels));
   CH_TRY(clearhead::check_pack(*work));
   return work->columns == 0 ? CH_OK : kernels->pack(work);
+}
+
+int ch_unpack(const ch_projection* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check_unpack(*work));
+  return work->columns == 0 || work->terms[0].steps == 0 ? CH_OK : kernels->unpack(work);
+}
+
+int64_t ch_panel_columns(int32_t dtype, int32_t isa) {
+  const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
+  return kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 ? 0 : kernels->panel_columns(dtype);
 }
 
 int64_t ch_panel_bytes(int32_t dtype, int32_t isa, int64_t steps, int64_t columns) {

@@ -188,8 +188,27 @@ class ProjectionCall {
     std::vector<uint8_t> panels(bytes);
     call.output = panels.data();
     if (const int code = ch_pack(&call); code != CH_OK) return code;
-    call.output = work.output, call.panels = panels.data();
+    call.panels = panels.data();
+    check(unpacks(call), "ch_unpack gives the bits of right, or its panels are wider");
+    call.output = work.output;
     return ch_project(&call);
+  }
+
+  // Whether ch_unpack gives right's bits; sets that widen 16 bits have no way back.
+  bool unpacks(ch_projection call) const {
+    const size_t size = static_cast<size_t>(size_of(c.dtype)), steps = static_cast<size_t>(c.steps[0]);
+    std::vector<uint8_t> unpacked(static_cast<size_t>(c.columns) * steps * size);
+    const uint8_t* from = static_cast<const uint8_t*>(call.terms[0].right);
+    const size_t stride = static_cast<size_t>(call.terms[0].right_row);
+    call.right_transposed = 1, call.output = unpacked.data(), call.output_row = c.steps[0];
+    if (const int code = ch_unpack(&call); code != CH_OK) return code == CH_BAD_OPTION && size == 2;
+    for (size_t column = 0; column < static_cast<size_t>(c.columns); ++column) {
+      for (size_t step = 0; step < steps; ++step) {
+        const size_t place = c.right_transposed ? column * stride + step : step * stride + column;
+        if (memcmp(&unpacked[(column * steps + step) * size], from + place * size, size) != 0) return false;
+      }
+    }
+    return true;
   }
 
   // Whether the output has the bits that some rows alone give.

@@ -9,7 +9,7 @@ namespace clearhead::torch {
 namespace {
 
 constexpr const char* name = "block";
-constexpr int64_t most_parts = 1 << 20;
+constexpr int64_t most_parts = 1 << 20, most_channels = int64_t{1} << 40;
 
 std::string words(int64_t number) { return std::to_string(number); }
 
@@ -83,15 +83,14 @@ LinearSpec read_linear(Reader& reader, BlockCall& call) {
     spec.layer = read_integers(reader, call, spec, stored);
     return spec;
   }
+  if (stored == Stored::panels) {
+    const int64_t out = reader.integer(0, most_channels, "outputs"), in = reader.integer(0, most_channels, "inputs");
+    spec.layer = packed_linear_of(name, *spec.weight.tensor, out, in, call.dtype);
+    if (spec.bias.tensor) spec.layer.bias = bias_of(name, *spec.bias.tensor, out, call.dtype, call.copies);
+    return spec;
+  }
   const Tensor none;
   spec.layer = linear_of(name, *spec.weight.tensor, spec.bias.tensor ? *spec.bias.tensor : none, call.dtype, call.copies);
-  if (stored == Stored::plain) return spec;
-  const Tensor& panels = *reader.slot().tensor;
-  const int64_t bytes = panel_bytes(call.dtype, spec.layer);
-  if (!panels.is_shaped({bytes}) || panels.dtype() != Dtype::byte || !panels.contiguous())
-    fail(name, "a weight's panels", "be " + words(bytes) + " bytes, as pack_weight made them", panels.shape(),
-         "Pack the weight again.");
-  spec.layer.panels = panels.data();
   return spec;
 }
 
@@ -157,6 +156,11 @@ void check_attention(const BlockCall& call, const AttentionSpec& spec, bool read
       fail(name, "a projection", "be [" + words(count * spec.head_dim) + ", " + words(in) + "]",
            spec.sources[index].weight.tensor->shape(), "Use clearhead.ops.block.");
   }
+  const Linear& first = spec.sources[0].layer;
+  const bool split = together && (reads_memory || spec.cache == Cache::memory) && first.panels != nullptr;
+  if (split && spec.heads * spec.head_dim % panels_shape(call.dtype, first.out, first.in)[1] != 0)
+    fail(name, "a packed projection", "have queries that end with a panel", words(spec.heads * spec.head_dim) + " channels",
+         "Unpack it.");
   if (spec.last.layer.in != spec.heads * spec.head_dim)
     fail(name, "the output projection", "read " + words(spec.heads * spec.head_dim) + " channels",
          spec.last.weight.tensor->shape(), "Use clearhead.ops.block.");
@@ -299,8 +303,9 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
   reader.check_end();
 }
 
-static bool has_integers(const BlockSpec& block) {
-  const auto has = [](const LinearSpec& linear) { return linear.layer.integers.bits != 0; };
+// Whether a weight has no gradient, nor gives one to its input.
+static bool has_constants(const BlockSpec& block) {
+  const auto has = [](const LinearSpec& linear) { return linear.layer.integers.bits != 0 || linear.layer.panels != nullptr; };
   bool any = std::any_of(block.feedforward.layers.begin(), block.feedforward.layers.end(), has);
   for (const AttentionSpec& spec : block.attentions)
     any = any || has(spec.last) || std::any_of(spec.sources.begin(), spec.sources.end(), has);
@@ -308,11 +313,11 @@ static bool has_integers(const BlockSpec& block) {
 }
 
 void check_training(const BlockCall& call) {
-  bool saves = call.blocks.size() == 1 && call.caches.empty() && !has_integers(call.blocks[0]);
+  bool saves = call.blocks.size() == 1 && call.caches.empty() && !has_constants(call.blocks[0]);
   for (const AttentionSpec& spec : call.blocks[0].attentions) saves = saves && spec.head_norms.empty();
   for (const ConnectionSpec& connection : call.blocks[0].connections) saves = saves && !connection.has_result_norm;
   if (!saves)
-    fail(name, "training", "be of one block without caches, integer weights, norms of heads and norms of results",
+    fail(name, "training", "be of one block without caches, packed or integer weights, norms of heads and norms of results",
          words(static_cast<int64_t>(call.blocks.size())) + " blocks and " + words(static_cast<int64_t>(call.caches.size())) +
          " caches", "Run it op by op.");
 }

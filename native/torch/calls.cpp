@@ -56,21 +56,27 @@ Matrix Matrix::rows_from(int64_t first, int64_t count, Dtype dtype) const {
 Linear Linear::outputs_from(int64_t first, int64_t count, Dtype dtype) const {
   Linear part = *this;
   part.out = count;
-  if (integers.bits == 0) part.weight = offset(weight, transposed ? first : first * step, dtype);
+  if (panels != nullptr) part.panels = static_cast<const char*>(panels) + first * step;
+  else if (integers.bits == 0) part.weight = offset(weight, transposed ? first : first * step, dtype);
   else part.weight = static_cast<const char*>(weight) + first * step;
   const int64_t groups = integers.group == 0 ? 0 : in / integers.group;
   if (integers.scale != nullptr) part.integers.scale = integers.scale + first * groups;
   if (integers.offset != nullptr) part.integers.offset = integers.offset + first * groups;
   part.bias = bias == nullptr ? nullptr : offset(bias, first, dtype);
-  part.panels = nullptr;
   return part;
+}
+
+const void* bias_of(const char* function, const Tensor& bias, int64_t out, Dtype dtype, std::vector<Tensor>& copies) {
+  if (!bias.is_shaped({out}) || bias.dtype() != dtype)
+    fail(function, "bias", "be [out] in the weight's dtype", bias.shape(), "Pass None for no bias.");
+  if (bias.contiguous()) return bias.data();
+  copies.push_back(bias.reference().as_contiguous());
+  return copies.back().data();
 }
 
 Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies) {
   if (weight.dim() != 2 || weight.dtype() != dtype)
     fail(function, "weight", std::string("be [out, in] of ") + name_of(dtype), weight.shape(), "Convert with .to(dtype).");
-  if (bias && (!bias.is_shaped({weight.size(0)}) || bias.dtype() != dtype))
-    fail(function, "bias", "be [out] in the weight's dtype", bias.shape(), "Pass None for no bias.");
   Linear layer;
   layer.out = weight.size(0), layer.in = weight.size(1);
   const Tensor* read = &weight;
@@ -80,14 +86,7 @@ Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias,
     read = &copies.back();
   }
   layer.weight = read->data(), layer.step = read->stride(layer.transposed ? 1 : 0);
-  if (bias) {
-    const Tensor* dense = &bias;
-    if (!bias.contiguous()) {
-      copies.push_back(bias.reference().as_contiguous());
-      dense = &copies.back();
-    }
-    layer.bias = dense->data();
-  }
+  if (bias) layer.bias = bias_of(function, bias, layer.out, dtype, copies);
   return layer;
 }
 
@@ -98,8 +97,21 @@ const int64_t* row_numbers_of(const char* function, const Tensor& numbers, int64
   return numbers.as<int64_t>();
 }
 
-int64_t panel_bytes(Dtype dtype, const Linear& layer) {
-  return ch_panel_bytes(static_cast<int32_t>(dtype), instruction_set, layer.in, layer.out);
+std::array<int64_t, 3> panels_shape(Dtype dtype, int64_t out, int64_t in) {
+  const int32_t kind = static_cast<int32_t>(dtype);
+  const int64_t columns = ch_panel_columns(kind, instruction_set), panels = (out + columns - 1) / columns;
+  const int64_t bytes = panels == 0 ? 0 : ch_panel_bytes(kind, instruction_set, in, out) / (panels * columns);
+  return {panels, columns, bytes};
+}
+
+Linear packed_linear_of(const char* function, const Tensor& panels, int64_t out, int64_t in, Dtype dtype) {
+  const auto [count, columns, bytes] = panels_shape(dtype, out, in);
+  if (!panels.is_shaped({count, columns, bytes}) || panels.dtype() != Dtype::byte || !panels.contiguous())
+    fail(function, "panels", "be bytes [" + std::to_string(count) + ", " + std::to_string(columns) + ", " + std::to_string(bytes) + "], as pack_weight makes them",
+         panels.shape(), "Pack the weight again.");
+  Linear layer;
+  layer.out = out, layer.in = in, layer.panels = panels.data(), layer.step = bytes;
+  return layer;
 }
 
 void pack_weight(Dtype dtype, const Linear& layer, void* panels) {
@@ -108,6 +120,14 @@ void pack_weight(Dtype dtype, const Linear& layer, void* panels) {
   work.terms[0] = {nullptr, layer.weight, 0, layer.step, layer.in};
   work.output = panels;
   check_kernel(ch_pack(&work), "pack_weight");
+}
+
+void unpack_weight(Dtype dtype, const Linear& layer, void* weight) {
+  ch_projection work = describe<ch_projection>(dtype);
+  work.num_terms = 1, work.right_transposed = 1, work.columns = layer.out;
+  work.terms[0] = {nullptr, nullptr, 0, layer.in, layer.in};
+  work.panels = layer.panels, work.output = weight, work.output_row = layer.in;
+  check_kernel(ch_unpack(&work), "unpack_weight");
 }
 
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {

@@ -3,6 +3,8 @@
 
 #include "tensor.h"
 
+#include <array>
+
 namespace clearhead::torch {
 
 // [rows, columns] in memory with a row stride of `step` elements.
@@ -30,10 +32,10 @@ struct Linear {
   int64_t out = 0, in = 0, step = 0;
   bool transposed = false;
   const void* bias = nullptr;
-  const void* panels = nullptr;  // the weight as `pack_weight` wrote it; null for none
+  const void* panels = nullptr;  // the weight as `pack_weight` wrote it, in place of `weight`; null for none
   Integers integers;
 
-  // Rows `first` to `first + count` of the weight, and the same part of the bias.
+  // Rows `first` to `first + count` of the weight, and the same part of the bias. Panels begin at a multiple of their columns.
   Linear outputs_from(int64_t first, int64_t count, Dtype dtype) const;
 };
 
@@ -41,9 +43,16 @@ struct Linear {
 // copied into `copies`, which must outlive the result.
 Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies);
 
-// Bytes of the panels of a layer's weight, and the panels themselves.
-int64_t panel_bytes(Dtype dtype, const Linear& layer);
+// Reads a bias [out]. A copy is kept in `copies`, as above.
+const void* bias_of(const char* function, const Tensor& bias, int64_t out, Dtype dtype, std::vector<Tensor>& copies);
+
+// The shape of the panels of a weight [out, in]: panels, columns of each, and bytes of each column.
+std::array<int64_t, 3> panels_shape(Dtype dtype, int64_t out, int64_t in);
+// Reads a weight from its panels, of that shape.
+Linear packed_linear_of(const char* function, const Tensor& panels, int64_t out, int64_t in, Dtype dtype);
 void pack_weight(Dtype dtype, const Linear& layer, void* panels);
+// Writes a packed weight [out, in].
+void unpack_weight(Dtype dtype, const Linear& layer, void* weight);
 
 // The seed of a dropout, and the numbers of the rows: those from `first_row` on, which is the first row's index in the
 // whole that the call is a part of, or one for each row.

@@ -99,11 +99,24 @@ void pack_weight(StableIValue* stack, uint64_t, uint64_t) {
   check_dtype("pack_weight", "weight", weight);
   std::vector<Tensor> copies;
   const Linear layer = linear_of("pack_weight", weight, none, weight.dtype(), copies);
-  Tensor panels = empty(Dtype::byte, {panel_bytes(weight.dtype(), layer)});
+  const auto [count, columns, bytes] = panels_shape(weight.dtype(), layer.out, layer.in);
+  Tensor panels = empty(Dtype::byte, {count, columns, bytes});
   // Packing leaves vectors beyond the last column as they are.
-  memset(panels.data(), 0, static_cast<size_t>(panels.size(0)));
+  memset(panels.data(), 0, static_cast<size_t>(panels.elements()));
   pack_weight(weight.dtype(), layer, panels.data());
   Results(stack).tensor(std::move(panels));
+}
+
+void unpack_weight(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor panels = arguments.tensor(), like = arguments.tensor();
+  check_dtype("unpack_weight", "like", like);
+  if (like.dim() != 2) fail("unpack_weight", "like", "be [out, in]", like.shape(), "Give a tensor of the weight's shape and dtype.");
+  const int64_t out = like.size(0), in = like.size(1);
+  const Linear layer = packed_linear_of("unpack_weight", panels, out, in, like.dtype());
+  Tensor weight = empty(like.dtype(), {out, in});
+  unpack_weight(like.dtype(), layer, weight.data());
+  Results(stack).tensor(std::move(weight));
 }
 
 void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t) {

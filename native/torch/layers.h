@@ -14,6 +14,7 @@ Epilogue epilogue_of(const char* function, int64_t activation);
 
 void linear_forward(StableIValue* stack, uint64_t, uint64_t);
 void pack_weight(StableIValue* stack, uint64_t, uint64_t);
+void unpack_weight(StableIValue* stack, uint64_t, uint64_t);
 void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t);
 void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t);
 void norm_forward(StableIValue* stack, uint64_t, uint64_t);

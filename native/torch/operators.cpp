@@ -31,6 +31,7 @@ std::vector<Operator> all_operators() {
        attention_gradients},
       {"linear", "linear(Tensor x, Tensor weight, Tensor? bias=None, int activation=0) -> Tensor", linear_forward},
       {"pack_weight", "pack_weight(Tensor weight) -> Tensor", pack_weight},
+      {"unpack_weight", "unpack_weight(Tensor panels, Tensor like) -> Tensor", unpack_weight},
       {"linear_quantized",
        "linear_quantized(Tensor x, Tensor weight, Tensor scale, Tensor? offset=None, Tensor? bias=None, int rounding=0, "
        "int low=-128, int high=127, int activation=0) -> Tensor",

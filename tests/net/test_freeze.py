@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from transformers import DynamicCache
 
 import clearhead as ch
-from clearhead.nn.spec import Stack
+from clearhead.ops.packed_weight import PackedParameter
 from clearhead.testing import choices, forbid_fused, fused_calls
 from tests.net.calls import equal, hooked, observed, results
 from tests.net.changes import CHANGES
@@ -47,8 +47,10 @@ def frozen(name: str, pack: bool = False) -> Any:
 #: Changes that replace a parameter or a submodule.
 REPLACED = ("state dict assigned", "parameters replaced", "weights tied", "parametrized", "weight norm",
             "low rank wrapper")  # fmt: skip
-#: Changes of values that torch does not count.
+#: Changes of values that torch does not count, or that are made to a copy.
 UNCOUNTED = ("data written to", "written through another view")
+#: Changes of dtype, which packed weights refuse at once.
+CONVERTED = ("to float64 and back", "to bfloat16 and back")
 
 
 def language_model() -> ch.nn.LanguageModel:
@@ -143,12 +145,7 @@ def test_packed_layers_are_one_operator_without_the_setting(name: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 24, 25, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [64, 192, 260])
-def test_every_number_of_rows_reads_packed_weights(
-    width: int, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed: list[Stack] = []
-    pack = Stack.packed
-    monkeypatch.setattr(Stack, "packed", lambda stack: packed.append(pack(stack)) or packed[-1])
+def test_every_number_of_rows_reads_packed_weights(width: int, dtype: torch.dtype, rows: int) -> None:
     stack = ch.nn.Encoder(width, 4, 2, feedforward_dim=320).eval().to(dtype)
     x = torch.randn(1, rows, width, dtype=dtype)
     with torch.no_grad(), ch.invariant(), choices(gemm="native", attention="native"):
@@ -157,11 +154,11 @@ def test_every_number_of_rows_reads_packed_weights(
         with fused_calls() as kinds:
             assert torch.equal(stack(x), before)
     assert kinds == ["stack"]
-    (one,) = packed
     # Some instruction sets widen 16 bits, or pad the last panel of 260 columns too much.
     if dtype is torch.float32:
-        assert one.panels
-        assert width == 260 or len(one.panels) == len(one.linears)
+        packed = [part for part in stack.parameters() if isinstance(part, PackedParameter)]
+        assert packed
+        assert width == 260 or len(packed) == sum(part.dim() == 2 for part in stack.parameters())
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -309,8 +306,16 @@ def test_a_change_takes_effect_or_is_refused(pack: bool, name: str, change: str)
     CHANGES[change](right)
     with hooked(right):
         wanted = results(right, call, gradients=False)["output"]
+    if pack and change in CONVERTED:
+        with pytest.raises(ch.UnsupportedError, match=r"^freeze: a packed weight must stay .*\. Call ch\.unfreeze"):
+            CHANGES[change](model)
+        ch.unfreeze(model)
+    if pack and change == "weight norm":
+        with pytest.raises(RuntimeError, match="PackedParameter"):
+            CHANGES[change](model)
+        return
     CHANGES[change](model)
-    if change in REPLACED:
+    if change in REPLACED or (pack and change == "tensors swapped"):
         with pytest.raises(ch.UnsupportedError, match=REFUSED):
             results(model, call, gradients=False)
         ch.unfreeze(model)

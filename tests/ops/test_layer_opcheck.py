@@ -66,6 +66,8 @@ def test_linear_operators_pass_opcheck(layout: str, dtype: torch.dtype) -> None:
     x, weight, bias = _x(layout, dtype), torch.randn(6, 8, dtype=dtype), torch.randn(6, dtype=dtype)
     _check("linear", x, weight, bias, int(Activation.GELU))
     _check("pack_weight", weight)
+    if dtype is torch.float32:
+        _check("unpack_weight", torch.ops.clearhead.pack_weight(weight), weight)
     grad = _x(layout, dtype, requires_grad=False)[:, :6].requires_grad_()
     _check("linear_input_gradient", [grad, grad], [weight, weight])
     for with_bias in (False, True):

@@ -16,6 +16,8 @@ import clearhead as ch
 from clearhead.nn import Decoder, DecoderBlock, EncoderBlock, FeedForward, MultiHeadAttention
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.kinds import Rounding
+from clearhead.ops.library import library
+from clearhead.ops.packed_weight import PackedWeight
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection import project_activate_project
 from clearhead.testing import choices, force_fused
@@ -32,11 +34,13 @@ INT8_PAGES = torch.zeros(3, 16, 2, 12, dtype=torch.int8)
 CODES, GROUPS = torch.ones(4, 6, dtype=torch.int8), torch.ones(4, 2)
 PAGES, BLOCKS, KEYS = torch.zeros(3, 16, 2, 8), torch.tensor([[2, 0], [1, 9]]).int(), torch.tensor([20, 3]).int()
 
+PANELS = PackedWeight.of(WEIGHT).panels if library() is not None else WEIGHT
 #: Valid arguments of each operator.
 GOOD: dict[str, tuple[Any, ...]] = {
     "linear": (X, WEIGHT, BIAS, 0),
     "linear_quantized": (X, CODES, GROUPS, GROUPS, BIAS, 0, -128, 127, 0),
     "pack_weight": (WEIGHT,),
+    "unpack_weight": (PANELS, WEIGHT),
     "linear_input_gradient": ([GRAD, GRAD], [WEIGHT, WEIGHT]),
     "linear_weight_gradient": (GRAD, X, True),
     "norm": (X, SCALE, SHIFT, 0, 1e-5, True),
@@ -83,6 +87,11 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("linear_quantized", 5, 1, "weight must be int8 with one scale a row and no offset where x is rounded"),
     ("pack_weight", 0, WEIGHT.double(), "weight must be float32, bfloat16 or float16"),
     ("pack_weight", 0, WEIGHT[0], r"weight must be \[out, in\] of float32"),
+    ("unpack_weight", 0, PANELS[0], "panels must be bytes"),
+    ("unpack_weight", 0, WEIGHT, "panels must be bytes"),
+    ("unpack_weight", 1, WEIGHT[0], r"like must be \[out, in\]"),
+    ("unpack_weight", 1, torch.ones(400, 6), "panels must be bytes"),
+    ("unpack_weight", 1, WEIGHT.double(), "like must be float32, bfloat16 or float16"),
     ("linear_input_gradient", 0, [], "grads and weights must be as many, 1 to 4"),
     ("linear_input_gradient", 0, [GRAD], "grads and weights must be as many, 1 to 4"),
     ("linear_input_gradient", 0, [GRAD.double(), GRAD], "grads must be float32, bfloat16 or float16"),

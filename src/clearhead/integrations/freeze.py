@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.integrations.recast import class_of, original_of
 from clearhead.integrations.report import SwapReport, SwapRow
 from clearhead.nn.checks import check_model
+from clearhead.nn.packing import linear_weights, pack_weights, unpack_weights
 from clearhead.nn.reading import is_frozen, set_frozen
 from clearhead.nn.stacks import Decoder, Encoder
 
@@ -40,19 +42,21 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
     compares the layers as one with the layers one by one, bitwise. Calls that ask for hidden states or attention
     weights, observers and hooks get the layers one by one, with the same bits.
 
-    With ``pack`` such an operator reads copies of the weights that are laid out as its GEMM reads them, where otherwise
-    each call lays them out: faster up to some hundred rows, for twice the memory of the weights. The sums then have the
-    order of ``ch.set_invariant(True)``, whatever the number of rows.
+    With ``pack`` the weights of these layers are stored as the GEMM reads them, where otherwise each call lays them
+    out: faster up to some hundred rows, in the same memory. The sums then have the order of
+    ``ch.set_invariant(True)``, whatever the number of rows. ``state_dict`` and ``unfreeze`` give the original bits.
+    Calls that run one by one read a copy in the usual layout, made for each.
 
-    Values of parameters may still change in place, as by ``load_state_dict``; packed weights are packed again where
-    torch counts the change, which it does not where one writes through ``.data`` or a NumPy array. A frozen model
-    raises in training mode and where a submodule or a parameter was replaced, as by quantising or an adapter; other
-    attributes count as constant. Its parameters take no gradients until ``unfreeze``.
+    Values of parameters may still change in place, as by ``load_state_dict``; but what is written through a view,
+    ``.data`` or a NumPy array of a packed weight is written to a copy and lost. A frozen model raises in training mode
+    and where a submodule or a parameter was replaced, as by quantising or an adapter, or with ``pack`` by ``.to``;
+    other attributes count as constant. Its parameters take no gradients until ``unfreeze``. A deep copy and a pickle
+    of a packed model have ordinary parameters.
 
     Args:
         model: a model in eval mode with modules of ``ch.nn``, or swapped; changed in place. Freezing again replaces the
             first time.
-        pack: whether layers that are one operator read packed copies of their weights.
+        pack: whether the weights of stacks and lists of layers are stored in the kernels' panels.
 
     Returns:
         A row for each list of layers: ``how`` is ``"fused"`` where it is one operator, and ``"left"`` with the reason
@@ -61,8 +65,8 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
     Raises:
         UnsupportedError: ``model`` is not a module, is in training mode, or has nothing to freeze.
 
-    Cost: a walk over the modules, and a trial of three short calls for each list of layers; with ``pack`` a copy of the
-    weights at the first call.
+    Cost: a walk over the modules, and a trial of three short calls for each list of layers; with ``pack`` a copy of
+    each weight, one at a time.
 
     >>> import torch
     >>> import clearhead as ch
@@ -94,7 +98,9 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
     rows = [*_stacks(model), *([] if hf is None else hf.freeze_layers(model))]
     if pack:
         # After the trials, which compare bits: packed weights change them.
-        set_frozen(model.modules(), True, pack)
+        stacks = [linear_weights(model.get_submodule(row.path)) for row in _stacks(model)]
+        pack_weights(model, chain(*stacks, () if hf is None else hf.linear_weights(model)))
+        set_frozen(model.modules(), True)
     return SwapReport(tuple(rows))
 
 
@@ -120,6 +126,7 @@ def unfreeze(model: nn.Module) -> SwapReport:
     hf = _transformers()
     rows = [*(_stacks(model) if frozen else []), *([] if hf is None else hf.unfreeze_layers(model))]
     set_frozen(frozen, False)
+    unpack_weights(model.modules())
     for module in frozen:
         for name in _LEARNED.pop(module, ()):
             getattr(module, name).requires_grad_(True)

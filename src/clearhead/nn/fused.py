@@ -33,7 +33,6 @@ from clearhead.ops.attention import mask_options, options_of
 from clearhead.ops.block import MALFORMED, Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.library import library
-from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.paged_step import PagedStep
 from clearhead.positions import MOST_POSITIONS, Rotary, table_of
 from clearhead.problem import Problem, draw_seed
@@ -270,8 +269,8 @@ def _takes_gemms(tokens: Tokens, spec: Projections | Stack, training: bool) -> b
 
 
 def _takes(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
-    """Whether every part but attention would use the kernels. Weights of integers have no way back."""
-    if training and any(isinstance(weight, QuantizedWeight) for weight, _ in spec.linears):
+    """Whether every part but attention would use the kernels. Weights of integers and packed ones have no way back."""
+    if training and not all(isinstance(weight, Tensor) for weight, _ in spec.linears):
         return False
     return _is_plain(tokens, spec) and _takes_gemms(tokens, spec, training)
 

@@ -14,7 +14,7 @@ from clearhead.masks.parts import band_of
 from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock, cache_views
 from clearhead.nn.cache_view import CacheView, same_view
 from clearhead.nn.fused import fused_layers
-from clearhead.nn.reading import cached_reading, is_packed, no_gradients_if_frozen
+from clearhead.nn.reading import cached_reading, no_gradients_if_frozen
 from clearhead.nn.spec import Stack
 from clearhead.paged_step import PagedLayer
 from clearhead.shapes import Float
@@ -64,8 +64,7 @@ def _fused_blocks(
     def read() -> Stack | None:
         plain = [block for block in blocks if isinstance(block, Block) and _is_plain(block, memory)]
         layers = [parts for block in plain if (parts := block.parts(names, x)) is not None]
-        stack = Stack(layers) if len(layers) == len(blocks) else None
-        return stack.packed() if stack is not None and is_packed(blocks) else stack
+        return Stack(layers) if len(layers) == len(blocks) else None
 
     key = x.shape[-1], x.dtype, *(each.shape[-1] for each in memory)
     stack, views = cached_reading(blocks, key, read), list[CacheView | None]()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from clearhead.choices import refuse_if_invariant
 from clearhead.invariance import eager_if_invariant
+from clearhead.ops.packed_weight import as_stored
 from clearhead.projection import Layer, check_variable, project, project_each
 from clearhead.shapes import Float
 from clearhead.torch_private import is_hooked, modules_are_hooked, parameters_of
@@ -78,7 +79,9 @@ def weights_of(layer: nn.Linear) -> Layer:
     """Weight and bias, read from the module's table of parameters."""
     parameters = parameters_of(layer)
     weight = parameters.get("weight")
-    return (weight, parameters["bias"]) if weight is not None and "bias" in parameters else (layer.weight, layer.bias)
+    if weight is None or "bias" not in parameters:
+        return layer.weight, layer.bias
+    return as_stored(weight), parameters["bias"]
 
 
 def reads_layers(kind: type[nn.Module], read: _Reader) -> None:

@@ -7,15 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any, Final, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.errors import UnsupportedError
+from clearhead.ops.packed_weight import PackedParameter
 from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of, version_of
 
-__all__ = ["cached_reading", "is_frozen", "is_packed", "no_gradients_if_frozen", "set_frozen"]
+__all__ = ["cached_reading", "is_frozen", "no_gradients_if_frozen", "set_frozen"]
 
 Record = TypeVar("Record")
 
@@ -39,8 +40,8 @@ def cached_reading(
         read: makes the record. Where it raises AttributeError, something else stands in the place of a part: None.
         may_be_hooked: modules of the tree whose hooks and ``forward`` the caller looks at.
         views: whether the record has views of parameters. It is read again when a parameter has other storage; where
-            gradients are enabled views are part of a graph, and are made for each call. That of a module that
-            ``is_packed``, or has quantised weights, is also read again when a parameter was written to.
+            gradients are enabled views are part of a graph, and are made for each call. That of a module with
+            quantised weights is also read again when one was written to.
 
     Raises:
         UnsupportedError: a frozen module is in training mode, or a part or a parameter of it was replaced.
@@ -56,13 +57,12 @@ def cached_reading(
     state = (_FrozenState if is_frozen(module) else _State)(module, may_be_hooked)
     if state.is_hooked():
         return None
-    contents = is_packed(module)
     viewed: list[_Viewed | _ViewedParts] = []
     for parameter in module.parameters():
         if hasattr(parameter, "__tensor_flatten__"):
             viewed.append(_ViewedParts.of(parameter))
-        elif views or contents:
-            viewed.append(_Viewed.of(parameter, contents))
+        elif views and not isinstance(parameter, PackedParameter):
+            viewed.append(_Viewed.of(parameter))
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             record = read()
@@ -73,23 +73,16 @@ def cached_reading(
     return record
 
 
-def set_frozen(modules: Iterable[nn.Module], frozen: bool, pack: bool = False) -> None:
-    """Freeze modules, whose attributes then count as constant, and whose weights are packed; or end that."""
+def set_frozen(modules: Iterable[nn.Module], frozen: bool) -> None:
+    """Freeze modules, whose attributes then count as constant; or end that."""
     for module in modules:
-        _FROZEN.pop(module, None)
-        if frozen:
-            _FROZEN[module] = pack
+        (_FROZEN.add if frozen else _FROZEN.discard)(module)
         _READINGS.pop(module, None)
 
 
 def is_frozen(module: nn.Module) -> bool:
     """Whether ``ch.freeze`` froze the module."""
     return module in _FROZEN
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether ``ch.freeze`` froze the module, with packed weights."""
-    return _FROZEN.get(module, False)
 
 
 def no_gradients_if_frozen(module: nn.Module, inputs: Iterable[object]) -> AbstractContextManager[object]:
@@ -112,6 +105,7 @@ class _FrozenState:
         self._attributes = [*map(vars, parts)]
         self._plain = [vars(part) for part in parts if part not in may_be_hooked]
         self._tables = [table for part in parts for table in (parameters_of(part), submodules_of(part)) if table]
+        self._packed = [each for each in module.parameters() if isinstance(each, PackedParameter)]
         self._values = self._values_now()
 
     def holds(self) -> bool:
@@ -128,7 +122,9 @@ class _FrozenState:
         return any_hooks(self._plain) or any(map(dict.__contains__, self._plain, repeat("forward")))
 
     def _values_now(self) -> list[object]:
-        return [*chain.from_iterable(map(dict.values, self._tables))]
+        # torch.utils.swap_tensors exchanges the contents of two parameters.
+        packed = map(getattr, self._packed, repeat("packed"), repeat(None))
+        return [*chain.from_iterable(map(dict.values, self._tables)), *packed]
 
 
 def _refuse(must: str, got: str) -> None:
@@ -136,7 +132,7 @@ def _refuse(must: str, got: str) -> None:
 
 
 _TRAINING: Final = itemgetter("training")
-_FROZEN: Final[WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
+_FROZEN: Final[WeakSet[nn.Module]] = WeakSet()
 
 
 class _State:
@@ -185,30 +181,25 @@ class _State:
 
 
 class _Viewed(NamedTuple):
-    """A parameter of which a record has a view or a copy, and what tells whether it still is one.
+    """A parameter of which a record has a view, and what tells whether it still is one.
 
     Attributes:
         parameter: the parameter.
         storage: where its elements are.
-        version: how often it had been written to; None where that does not matter.
         alias: keeps the storage alive, so that no other tensor can be in its place.
     """
 
     parameter: nn.Parameter
     storage: tuple[object, ...]
-    version: int | None
     alias: Tensor
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, contents: bool) -> _Viewed:
-        """The parameter as it is now; with ``contents`` its elements count."""
-        version = version_of(parameter) if contents else None
-        return cls(parameter, _storage_of(parameter), version, parameter.detach())
+    def of(cls, parameter: nn.Parameter) -> _Viewed:
+        """The parameter as it is now."""
+        return cls(parameter, _storage_of(parameter), parameter.detach())
 
     def is_current(self) -> bool:
-        """Whether the view, or the copy, is up to date."""
-        if self.version is not None and version_of(self.parameter) != self.version:
-            return False
+        """Whether the view is up to date."""
         return _storage_of(self.parameter) == self.storage
 
 
@@ -241,7 +232,7 @@ class _ViewedParts(NamedTuple):
 
 
 class _CachedReading(NamedTuple):
-    """A record, and all that it depends on. ``viewed`` are parameters of which it has views or copies."""
+    """A record, and all that it depends on. ``viewed`` are parameters of which it has views or parts."""
 
     key: Hashable
     state: _State | _FrozenState

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
-import torch
 from torch import Tensor
 
 from clearhead.ops.block import Tape
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
-from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.positions import Rotary
 from clearhead.projection import ACTIVATIONS, Layer
 from clearhead.scores import ScoreRule
@@ -24,8 +22,6 @@ __all__ = ["LayerParts", "NormLike", "Projections", "Stack", "Turning"]
 NormLike: TypeAlias = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]
 #: What rotates an attention's queries and keys: the same at every call, or by ``"angles"`` that come with each.
 Turning: TypeAlias = Rotary | Literal["angles"] | None
-#: Bytes of a packed weight, for each byte of it, up to which the copy is kept.
-_MOST_PANELS: Final = 1.25
 Mapped: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -179,11 +175,9 @@ class Stack:
 
     Attributes:
         layers: in order.
-        panels: packed weights, by the ``id`` of the weight.
     """
 
     layers: Sequence[LayerParts]
-    panels: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def attentions(self) -> Sequence[Projections]:
@@ -201,18 +195,6 @@ class Stack:
         first, *others = map(_call_traits, self.layers)
         return bool(others) and first is not None and all(traits == first for traits in others)
 
-    def packed(self) -> Stack:
-        """The same layers with a copy of each weight in the kernels' panels, where that is about as large."""
-        panels = {}
-        for weight, _ in self.linears:
-            if isinstance(weight, QuantizedWeight):
-                continue
-            copy = torch.ops.clearhead.pack_weight.default(weight.detach())
-            # Narrow weights are padded, and instruction sets without dot products of 16 bits widen them.
-            if copy.numel() <= _MOST_PANELS * weight.numel() * weight.element_size():
-                panels[id(weight)] = copy
-        return Stack(self.layers, panels)
-
     def with_rules(self, rules: Sequence[ScoreRule]) -> Stack:
         """The same single layer, whose attention to its own tokens has the score rules of a call besides its own. The
         tape, which has none, is shared."""
@@ -225,7 +207,7 @@ class Stack:
     @cached_property
     def tape(self) -> Tape:
         """The layers as the block operator reads them, but for what differs from call to call."""
-        tape = Tape(panels=self.panels)
+        tape = Tape()
         tape.integer(len(self.layers))
         for parts in self.layers:
             parts.write(tape)

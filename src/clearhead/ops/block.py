@@ -12,7 +12,8 @@ from torch import Tensor
 from clearhead.backends.recorded import is_recorded, recorded_gradients
 from clearhead.choices import overrides
 from clearhead.ops.kinds import Stored
-from clearhead.ops.quantized_weight import QuantizedWeight, Weight
+from clearhead.ops.packed_weight import PackedWeight, Weight
+from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.shapes import Float
 
 __all__ = ["MALFORMED", "Tape", "run_blocks"]
@@ -31,14 +32,12 @@ class Tape:
         numbers: epsilons, scales, probabilities and caps.
         tensors: weights, biases, tables, masks and rules.
         caches: keys and values of each cache, which forward writes to.
-        panels: weights that ``clearhead::pack_weight`` packed, by the ``id`` of the weight.
     """
 
     integers: list[int] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     caches: list[Tensor] = field(default_factory=list)
-    panels: Mapping[int, Tensor] = field(default_factory=dict)
 
     def copy(self) -> Tape:
         """The same lists, to which a call adds its own."""
@@ -63,20 +62,22 @@ class Tape:
             self.tensors.append(tensor)
 
     def linears(self, layers: Sequence[tuple[Weight, Tensor | None]]) -> None:
-        """The weight and bias of each linear layer, and what else its weight is stored as."""
+        """The weight and bias of each linear layer, and how its weight is stored."""
         for weight, bias in layers:
-            panels = self.panels.get(id(weight))
-            self.tensors.append(weight.codes if isinstance(weight, QuantizedWeight) else weight)
-            self.optional(bias)
             if isinstance(weight, QuantizedWeight):
+                self.tensors.append(weight.codes)
+                self.optional(bias)
                 self.integer(Stored.INT8 if weight.bits == 8 else Stored.INT4)
                 self.tensors.append(weight.scale)
                 self.optional(weight.offset)
                 self.integer(weight.rounding, *weight.bounds)
-            elif panels is not None:
-                self.integer(Stored.PANELS)
-                self.tensors.append(panels)
+            elif isinstance(weight, PackedWeight):
+                self.tensors.append(weight.panels)
+                self.optional(bias)
+                self.integer(Stored.PANELS, *weight.shape)
             else:
+                self.tensors.append(weight)
+                self.optional(bias)
                 self.integer(Stored.PLAIN)
 
     def seeds(self, seeds: Sequence[int], rows: Tensor | int) -> None:

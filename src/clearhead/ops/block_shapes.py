@@ -138,12 +138,12 @@ class _ListReader:
 
     def _linear(self) -> LinearShape:
         weight = self.tensor()
-        outputs, inputs = self._tensors[weight]
         bias, stored = self.optional_tensor(), self.integer()
-        if stored != Stored.PLAIN:
-            self.tensor()
+        if stored == Stored.PANELS:
+            return LinearShape(self.integer(), self.integer(), weight, bias)
+        outputs, inputs = self._tensors[weight]
         if stored in (Stored.INT8, Stored.INT4):
-            self.optional_tensor()
+            self.tensor(), self.optional_tensor()
             _rounding, _low, _high = self.integer(), self.integer(), self.integer()
         return LinearShape(outputs, 2 * inputs if stored == Stored.INT4 else inputs, weight, bias)
 

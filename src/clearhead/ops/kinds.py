@@ -81,7 +81,7 @@ class Rounding(IntEnum):
 
 
 class Stored(IntEnum):
-    """How the block operator reads a weight: from its tensor, from panels too, or as integers of 8 or 4 bits."""
+    """How the block operator reads a weight: from its tensor, from panels, or as integers of 8 or 4 bits."""
 
     PLAIN = 0
     PANELS = 1

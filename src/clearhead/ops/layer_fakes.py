@@ -30,7 +30,12 @@ def _linear(x: Tensor, weight: Tensor, **others: Any) -> Tensor:
 
 def _pack_weight(weight: Tensor) -> Tensor:
     # The instruction set decides the width of a panel.
-    return weight.new_empty((torch.library.get_ctx().new_dynamic_size(),), dtype=torch.uint8)
+    size = torch.library.get_ctx().new_dynamic_size
+    return weight.new_empty((size(), size(), size()), dtype=torch.uint8)
+
+
+def _unpack_weight(like: Tensor, **others: Any) -> Tensor:
+    return like.new_empty(tuple(like.shape))
 
 
 def _linear_input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -96,6 +101,7 @@ LAYER_FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear": _linear,
     "linear_quantized": _linear,
     "pack_weight": _pack_weight,
+    "unpack_weight": _unpack_weight,
     "linear_input_gradient": _linear_input_gradient,
     "linear_weight_gradient": _linear_weight_gradient,
     "norm": _norm,

@@ -146,6 +146,7 @@ LAYER_FLOPS: Final[dict[str, Callable[..., int]]] = {
     "linear": _linear,
     "linear_quantized": _linear,
     "pack_weight": _none,
+    "unpack_weight": _none,
     "linear_input_gradient": _linear_input_gradient,
     "linear_weight_gradient": _linear_weight_gradient,
     "norm": _none,

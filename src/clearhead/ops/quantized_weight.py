@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from clearhead.ops.kinds import Rounding
 from clearhead.shapes import Float
 
-__all__ = ["QuantizedWeight", "Weight"]
+__all__ = ["QuantizedWeight"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +71,3 @@ class QuantizedWeight:
             grouped = grouped + self.offset.to(wide)[..., None]
         dense: Tensor = grouped.flatten(1).to(dtype)
         return dense
-
-
-#: A weight ``[out, in]``, in floating point or as integers.
-Weight: TypeAlias = Tensor | QuantizedWeight

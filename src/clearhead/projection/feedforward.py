@@ -12,6 +12,7 @@ from clearhead.backends.containment import without_autocast
 from clearhead.batch_part import row_numbers
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
+from clearhead.ops.packed_weight import Weight, unpacked
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
@@ -26,9 +27,9 @@ __all__ = ["project_activate", "project_activate_project"]
 
 def project_activate_project(
     x: Float[Tensor, "*batch in"],
-    expand: Float[Tensor, "hidden in"] | QuantizedWeight,
+    expand: Float[Tensor, "hidden in"] | Weight,
     expand_bias: Float[Tensor, " hidden"] | None,
-    contract: Float[Tensor, "out hidden"] | QuantizedWeight,
+    contract: Float[Tensor, "out hidden"] | Weight,
     contract_bias: Float[Tensor, " out"] | None,
     *,
     gate: Layer | None = None,
@@ -42,7 +43,7 @@ def project_activate_project(
 
     Args:
         x: ``[*batch, in]``.
-        expand: ``[hidden, in]``; integers without gradients alone.
+        expand: ``[hidden, in]``; integers and packed weights without gradients alone.
         expand_bias: ``[hidden]``, or None.
         contract: ``[out, hidden]``, likewise.
         contract_bias: ``[out]``, or None.
@@ -138,7 +139,7 @@ def _by_torch(
 
 def project_activate(
     x: Float[Tensor, "*batch in"],
-    weight: Float[Tensor, "out in"] | QuantizedWeight,
+    weight: Float[Tensor, "out in"] | Weight,
     bias: Float[Tensor, " out"] | None,
     *,
     activation: str,
@@ -161,6 +162,7 @@ def project_activate(
     >>> (found := project_activate(torch.ones(5, 3), weight, None, activation="gelu")) is None or found.shape == (5, 4)
     True
     """
+    weight = unpacked(weight)
     parts = (x, *_tensors_of([(weight, bias)]))
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         return None

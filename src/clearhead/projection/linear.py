@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from clearhead import choices as table
 from clearhead.backends.containment import without_autocast
 from clearhead.invariance import eager_if_invariant
-from clearhead.ops.quantized_weight import QuantizedWeight, Weight
+from clearhead.ops.packed_weight import PackedWeight, Weight, unpacked
+from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection.autocast import operand_cast
 from clearhead.projection.paths import KINDS, NATIVE, TORCH, Path, Term, flat
 from clearhead.projection.quantized import project_quantized
@@ -35,7 +36,7 @@ _TYPES: Final = (Tensor, torch.nn.Parameter)
 
 def project(
     x: Float[Tensor, "*batch in"],
-    weight: Float[Tensor, "out in"] | QuantizedWeight,
+    weight: Float[Tensor, "out in"] | Weight,
     bias: Float[Tensor, " out"] | None = None,
     *,
     path: Path | None = None,
@@ -53,7 +54,7 @@ def project(
 
     Args:
         x: ``[*batch, in]``.
-        weight: ``[out, in]``; integers take ``project_quantized``.
+        weight: ``[out, in]``; integers take ``project_quantized``, and a packed weight is unpacked for the call.
         bias: ``[out]``, or None.
         path: the path to take, which must support the tensors; None for the table's choice.
 
@@ -72,6 +73,7 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
+    weight = unpacked(weight)
     if isinstance(weight, QuantizedWeight):
         return project_quantized(x, weight, bias)
     if path is None and torch.compiler.is_compiling() and table.is_invariant():
@@ -104,7 +106,7 @@ def project_each(
 
     Args:
         x: ``[*batch, in]``.
-        weights: weights ``[out, in]``, in floating point or as integers; ``out`` may differ.
+        weights: weights ``[out, in]``, as ``project`` takes them; ``out`` may differ.
         biases: one for each weight, ``[out]`` or None.
         path: the path to take, which must support the tensors; None for the table's choice.
 
@@ -121,7 +123,7 @@ def project_each(
     >>> [part.shape for part in project_each(x, [torch.eye(3), torch.ones(4, 3)], [None, None])]
     [torch.Size([2, 3]), torch.Size([2, 4])]
     """
-    pairs = tuple(zip(weights, biases, strict=True))
+    pairs = tuple(zip(map(unpacked, weights), biases, strict=True))
     floats = [(weight, bias) for weight, bias in pairs if isinstance(weight, Tensor)]
     together = torch.is_grad_enabled() and x.requires_grad and len(floats) == len(pairs) > 1
     # A layer that is too small for a choice cannot be part of the common GEMM.
@@ -288,11 +290,15 @@ def kernels_take(
 
     The layer reads ``x``, or ``width`` elements for each token of ``x``. A GEMM that is too small for a choice takes
     the kernels if they are available and no other path is named, since there the overhead of calls dominates. A narrow
-    weight takes the kernels too, since fusion saves more than a slower GEMM costs. Integers have a forward pass only.
+    weight takes the kernels too, since fusion saves more than a slower GEMM costs. Integers and
+    packed weights have a forward pass only.
     """
     width = x.shape[-1] if width is None else width
     if isinstance(weight, QuantizedWeight):
         return kinds == KINDS[:1] and weight.shape[1] == width and _is_bias(bias, weight.shape[0], x.dtype)
+    if isinstance(weight, PackedWeight):
+        fits = weight.shape[1] == width and weight.dtype is x.dtype
+        return kinds == KINDS[:1] and fits and _is_bias(bias, weight.shape[0], x.dtype)
     if not is_layer(weight, bias, width, x.dtype):
         return False
     if x.numel() // x.shape[-1] * weight.numel() < table.SMALL:

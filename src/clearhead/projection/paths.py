@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.ops.library import library
-from clearhead.ops.quantized_weight import Weight
+from clearhead.ops.packed_weight import Weight
 from clearhead.torch_private import onednn_linear
 
 __all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Layer", "Path", "Term", "flat", "layers_of"]
 
 #: The kinds of GEMM, each with its own choice of path.
 KINDS: Final = ("forward", "input gradient", "weight gradient")
-#: A linear layer's weight ``[out, in]``, in floating point or as integers, and bias ``[out]`` or None.
+#: A linear layer's weight ``[out, in]``, in floating point, packed or as integers, and bias ``[out]`` or None.
 Layer: TypeAlias = tuple[Weight, Tensor | None]
 #: An output's gradient ``[*batch, out]`` and the weight ``[out, in]`` that multiplies it in backward.
 Term: TypeAlias = tuple[Tensor, Tensor]

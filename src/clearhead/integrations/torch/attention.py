@@ -25,6 +25,7 @@ from clearhead.nn.checks import converts
 from clearhead.nn.fused import fused_attention, is_fused_attention
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import Projections
+from clearhead.ops.packed_weight import as_stored
 from clearhead.projection import NATIVE, Path, project
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -233,8 +234,8 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
 
     def _read(self) -> Projections:
         return Projections(
-            [(self.in_proj_weight, self.in_proj_bias)],
-            (self.out_proj.weight, self.out_proj.bias),
+            [(as_stored(self.in_proj_weight), self.in_proj_bias)],
+            (as_stored(self.out_proj.weight), self.out_proj.bias),
             self.num_heads,
             self.num_heads,
             dropout=self.dropout if self.training else 0.0,

@@ -31,7 +31,7 @@ from clearhead.nn.fused import fused_layers, of_parts, takes_parts
 from clearhead.nn.fused_blocks import MOST_ELEMENTS
 from clearhead.nn.linear import Linear, layer_of, refuse_hooks
 from clearhead.nn.norm import LayerNorm, RMSNorm, apply_norm, norm_of
-from clearhead.nn.reading import cached_reading, is_frozen, is_packed, no_gradients_if_frozen
+from clearhead.nn.reading import cached_reading, is_frozen, no_gradients_if_frozen
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
 from clearhead.torch_private import hooks_of, is_hooked, modules_are_hooked
@@ -208,8 +208,7 @@ def _fused(
         read_layers = [_parts_of(*each, tokens[0]) for each in zip(layers, by_layer, strict=True)]
         if None in read_layers or len({attention.batch_first for attention in attentions}) > 1:
             return None
-        stack = Stack([parts for parts in read_layers if parts is not None])
-        return stack.packed() if is_packed(owner) else stack
+        return Stack([parts for parts in read_layers if parts is not None])
 
     may_be_hooked, key = (owner, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
     stack = cached_reading(owner, key, read, may_be_hooked=may_be_hooked)

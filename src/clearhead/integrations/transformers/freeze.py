@@ -15,10 +15,12 @@ from clearhead.integrations.transformers.forwards import LayerForward
 from clearhead.integrations.transformers.match import at
 from clearhead.integrations.transformers.parts import linear_of
 from clearhead.integrations.transformers.probe import traits_of
+from clearhead.integrations.transformers.specs import weights_in
 from clearhead.integrations.transformers.stack import LayersAsOne, StackForward, forward_of_layers
+from clearhead.nn.packing import WeightOf
 from clearhead.torch_private import submodules_of
 
-__all__ = ["freeze_layers", "unfreeze_layers"]
+__all__ = ["freeze_layers", "linear_weights", "unfreeze_layers"]
 
 _BATCH, _LENGTH, _MEMORY = 2, 5, 3
 _EMBEDDINGS: Final = "inputs_embeds"
@@ -38,6 +40,15 @@ def freeze_layers(model: nn.Module) -> list[SwapRow]:
         row = SwapRow(path, "ModuleList", "fused", 0.0, f"{count} are one operator")
         rows.append(row if reason is None else SwapRow(path, "ModuleList", "left", None, f"{count}: {reason}"))
     return rows
+
+
+def linear_weights(model: nn.Module) -> Iterator[WeightOf]:
+    """The weights that the operators of swapped layers in lists read."""
+    for _, _, _, layers in _lists(model):
+        for layer in layers:
+            fast = fast_of(layer)
+            if isinstance(fast, LayerForward) and not fast.match.is_disentangled:
+                yield from weights_in(fast.match, layer)
 
 
 def unfreeze_layers(model: nn.Module) -> list[SwapRow]:

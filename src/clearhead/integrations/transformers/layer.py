@@ -316,7 +316,7 @@ def run_fused(stack: Stack, call: LayerCall, unpadded: tuple[Packed, Mask] | Non
     tokens, masks, rotary = call.tokens, call.masks, call.rotary
     if unpadded is not None:
         packed, mask = unpadded
-        tokens, masks = (packed.pack(tokens[0])[None],), (mask,)
+        tokens, masks = (packed.pack(tokens[0])[None],), (mask,) * len(masks)
         rotary = None if rotary is None else packed.angles(rotary)
     output = fused_layers(tokens, stack, masks, call.caches, rotary)
     if output is None:

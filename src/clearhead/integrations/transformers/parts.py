@@ -21,9 +21,10 @@ from clearhead.nn.feedforward import drop_of, name_of
 from clearhead.nn.linear import layer_of, looked_at, refuse_hooks, weights_of
 from clearhead.nn.norm import norm_of as torchs_norm_of
 from clearhead.nn.norm import normed, takes_norm
+from clearhead.nn.packing import WeightOf
 from clearhead.nn.spec import NormLike
 from clearhead.ops.kinds import NormKind
-from clearhead.ops.quantized_weight import QuantizedWeight
+from clearhead.ops.packed_weight import PackedParameter, as_stored
 from clearhead.projection import Layer, project, project_activate, project_activate_project
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "feedforward_of",
     "linear_of",
     "norm_of",
+    "weight_in",
 ]
 
 
@@ -92,10 +94,17 @@ def linear_of(module: nn.Module) -> Layer | None:
     That of a quantised layer that ``swap`` took is its integers.
     """
     if type(module) in _CONV1DS:
-        return viewable(module.weight).t(), module.bias  # type: ignore[arg-type, return-value]
-    if type(module) is nn.Linear and is_tensor_subclass(module.weight):
+        stored = as_stored(module.weight)  # type: ignore[arg-type]
+        return viewable(stored).t() if isinstance(stored, Tensor) else stored, module.bias  # type: ignore[return-value]
+    subclass = type(module) is nn.Linear and is_tensor_subclass(module.weight)
+    if subclass and not isinstance(module.weight, PackedParameter):
         return None
     return weights_of(module) if type(module) is nn.Linear else layer_of(module)
+
+
+def weight_in(module: nn.Module, parts: int = 1) -> WeightOf:
+    """The weight of a linear layer, of whose outputs operators read ``parts`` by themselves."""
+    return WeightOf(module, transposed=type(module) in _CONV1DS, parts=parts)
 
 
 def activation_of(activation: object) -> str | None:
@@ -193,9 +202,9 @@ def feedforward_of(row: FeedForwardRow, module: nn.Module) -> FeedForwardParts |
         if odd:
             return None
         weights = (
-            [weight.rows(0, half), weight.rows(half, 2 * half)]
-            if isinstance(weight, QuantizedWeight)
-            else viewable(weight).chunk(2)
+            viewable(weight).chunk(2)
+            if isinstance(weight, Tensor)
+            else [weight.rows(0, half), weight.rows(half, 2 * half)]
         )
         biases = (None, None) if bias is None else viewable(bias).chunk(2)
         layers[:1] = list(zip(weights, biases, strict=True))

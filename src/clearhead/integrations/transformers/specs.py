@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,13 +19,21 @@ from clearhead.integrations.transformers.families import (
     AttentionRow,
 )
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
-from clearhead.integrations.transformers.parts import Formulas, dropout_of, feedforward_of, linear_of, norm_of
+from clearhead.integrations.transformers.parts import (
+    Formulas,
+    dropout_of,
+    feedforward_of,
+    linear_of,
+    norm_of,
+    weight_in,
+)
 from clearhead.integrations.transformers.relative import disentangled_scale
+from clearhead.nn.packing import WeightOf
 from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.scores import SoftCap
 from clearhead.torch_private import any_hooks, hooks_of
 
-__all__ = ["attention_of", "hooked", "layer_of"]
+__all__ = ["attention_of", "hooked", "layer_of", "weights_in"]
 
 #: The module of the hooks that transformers installs itself, which collect outputs on demand.
 _COLLECTS: Final = "transformers.utils.output_capturing"
@@ -111,6 +119,17 @@ def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: F
         result_norms=norms[len(row.norms) :],
     )
     return Stack([parts])
+
+
+def weights_in(match: LayerMatch, layer: Any) -> Iterator[WeightOf]:
+    """The weights of a layer's linear layers, as its operator reads them."""
+    for path, attention in zip(match.row.attentions, match.attentions, strict=True):
+        for name in (*attention.projections, attention.output):
+            yield weight_in(at(at(layer, path), name))
+    row, feedforward = match.feedforward, match.feedforward_in(layer)
+    for part in (row.gate, row.expand, row.contract):
+        if part is not None:
+            yield weight_in(at(feedforward, part), 2 if row.packed_gate and part == row.expand else 1)
 
 
 def hooked(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from clearhead.integrations.transformers.specs import hooked, layer_of
 from clearhead.nn.cache_view import CacheView, same_view
 from clearhead.nn.fused import takes_parts
 from clearhead.nn.fused_blocks import MOST_ELEMENTS
-from clearhead.nn.reading import cached_reading, is_packed, no_gradients_if_frozen
+from clearhead.nn.reading import cached_reading, no_gradients_if_frozen
 from clearhead.nn.spec import Stack
 from clearhead.torch_private import any_hooks, outputs_collected, submodules_of
 from clearhead.watch import watched
@@ -131,8 +131,7 @@ def _stack_output(owner: nn.Module, layers: Sequence[Any], fast: LayerForward, g
         stacks = [layer_of(match, layer, x, rotary, fast.formulas) for layer in layers]
         if None in stacks:
             return None
-        stack = Stack([each.layers[0] for each in stacks if each is not None])
-        return stack.packed() if is_packed(owner) else stack
+        return Stack([each.layers[0] for each in stacks if each is not None])
 
     key = (x.shape[-1], x.dtype, rotary)
     stack = cached_reading(owner, key, read, may_be_hooked=(owner, *outer), views=match.has_views)
