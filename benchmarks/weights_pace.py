@@ -20,27 +20,30 @@ import torch
 from torch import Tensor
 
 from clearhead.ops.library import library
-from clearhead.ops.quantized_weight import QuantizedWeight, Weight
-from clearhead.projection.quantized import multiply_quantized
+from clearhead.ops.packed_weight import PackedWeight, Weight
+from clearhead.ops.quantized_weight import QuantizedWeight
+from clearhead.projection.stored import multiply_stored
 
 #: Outputs and inputs: projections and feedforwards of models 1,024 and 4,096 wide.
 SHAPES = ((1024, 1024), (2816, 1024), (4096, 4096), (11008, 4096))
-KINDS = ("float32", "bfloat16", "int8", "int4")
+KINDS = ("float32", "float32 packed", "bfloat16", "bfloat16 packed", "int8", "int4")
 #: Bytes of all weights of a layer.
 TOTAL = 2**28
 
 
 def weights(kind: str, out: int, steps: int) -> list[Weight]:
     """As many weights as fill ``TOTAL``."""
-    size = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}[kind]
+    size = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}[kind.split()[0]]
     count = max(2, round(TOTAL / (out * steps * size)))
     return [weight(kind, out, steps) for _ in range(count)]
 
 
 def weight(kind: str, out: int, steps: int) -> Weight:
     """A weight with random elements."""
-    if kind in ("float32", "bfloat16"):
-        return torch.randn(out, steps).to(getattr(torch, kind))
+    dtype, *packed = kind.split()
+    if dtype in ("float32", "bfloat16"):
+        floats = torch.randn(out, steps).to(getattr(torch, dtype))
+        return PackedWeight.of(floats) if packed else floats
     if kind == "int8":
         return QuantizedWeight(torch.randint(-128, 128, (out, steps), dtype=torch.int8), torch.rand(out, 1))
     codes = torch.randint(0, 256, (out, steps // 2), dtype=torch.uint8)
@@ -49,13 +52,15 @@ def weight(kind: str, out: int, steps: int) -> Weight:
 
 def bytes_of(one: Weight) -> Tensor:
     """The elements as float32, whatever they are."""
+    if isinstance(one, PackedWeight):
+        return one.panels.view(torch.float32)
     return (one.codes if isinstance(one, QuantizedWeight) else one).view(torch.float32)
 
 
 def multiply(x: Tensor, one: Weight) -> Tensor:
     """The layer, by the kernels."""
-    if isinstance(one, QuantizedWeight):
-        return multiply_quantized(x, one, None)
+    if not isinstance(one, Tensor):
+        return multiply_stored(x, one, None)
     output: Tensor = torch.ops.clearhead.linear.default(x, one)
     return output
 
@@ -86,6 +91,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="rows of the layers' input (default: 1 8)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each row of the table (default: 1)")
+    parser.add_argument(
+        "--kinds", nargs="+", default=KINDS, choices=KINDS, help="how weights are stored (default: all)"
+    )
     options = parser.parse_args()
     if library() is None:
         parser.error("the CPU kernels are not installed; run make native")
@@ -94,10 +102,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, {options.threads} threads\n")
     print("| weight | out x in | rows | layer, GB/s | plain read, GB/s | share |")
     print("|---|---|---|---|---|---|")
-    for kind in KINDS:
+    for kind in options.kinds:
         for out, steps in SHAPES:
             some = weights(kind, out, steps)
-            dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+            dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
             for rows in options.rows:
                 x = torch.randn(rows, steps).to(dtype)
                 calls = [lambda one, x=x: multiply(x, one), *READS.values()]

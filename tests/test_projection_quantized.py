@@ -16,7 +16,7 @@ from clearhead.ops.kinds import Rounding
 from clearhead.ops.library import isa_index, isa_names, library
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection import ACTIVATIONS, project_activate, project_activate_project
-from clearhead.projection.quantized import project_quantized
+from clearhead.projection.stored import project_stored
 from tests.agreement import needs_native
 
 pytestmark = needs_native
@@ -74,7 +74,7 @@ def test_output_is_that_of_the_dequantised_weight(
     x = torch.randn(max(ROWS), sizes[0], generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(sizes[1]).to(dtype)
     for rows in ROWS:
-        output = project_quantized(x[:rows], weight, bias)
+        output = project_stored(x[:rows], weight, bias)
         assert output.shape == (rows, sizes[1])
         assert output.dtype is dtype
         assert rows == 0 or _error(output, _exact(x[:rows], weight, bias)) < BUDGETS[dtype]
@@ -84,11 +84,11 @@ def test_output_is_that_of_the_dequantised_weight(
 def test_row_has_the_same_bits_alone_in_invariant_mode(isa: str, bits: int, dtype: torch.dtype) -> None:
     weight = _weight(1030, 70, 1030) if bits == 8 else _weight(1024, 70, 128, bits, offset=True)
     x = torch.randn(300, weight.shape[1]).to(dtype)
-    few = project_quantized(x[5:6], weight)
+    few = project_stored(x[5:6], weight)
     with invariant():
-        together = project_quantized(x, weight)
+        together = project_stored(x, weight)
         for rows in (1, 2, 7, 8, 9, 17):
-            assert torch.equal(project_quantized(x[5 : 5 + rows], weight), together[5 : 5 + rows])
+            assert torch.equal(project_stored(x[5 : 5 + rows], weight), together[5 : 5 + rows])
     # Outside of it few rows are added in another order, or this test would compare one order with itself.
     assert dtype is not torch.float32 or not torch.equal(few, together[5:6])
 
@@ -102,7 +102,7 @@ def test_number_of_threads_changes_no_bit(isa: str, rows: int, bits: int, roundi
     x, results = torch.randn(rows, 1024), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        results.append(project_quantized(x, weight))
+        results.append(project_stored(x, weight))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -120,7 +120,7 @@ def test_sums_of_rounded_rows_have_the_same_bits_on_every_set(rounding: Rounding
         try:
             for index in range(len(isa_names())):
                 loaded.ch_use_isa(isa_index() + index)
-                results.append(project_quantized(x, weight, bias))
+                results.append(project_stored(x, weight, bias))
         finally:
             loaded.ch_use_isa(isa_index())
         assert len(results) == len(isa_names())
@@ -139,7 +139,7 @@ def test_rounded_rows_agree_with_their_formula(isa: str, rounding: Rounding, dty
         # Rows of different sizes: a neighbour's scale would be wrong by far.
         x = (torch.randn(rows, inputs) * torch.logspace(-2, 2, rows)[:, None] + 0.1).to(dtype)
         rounded = _rounded(x, rounding, *bounds)
-        output = project_quantized(x, weight)
+        output = project_stored(x, weight)
         for row in range(rows) if rounding is not Rounding.TENSOR else [rows - 1]:
             assert _error(output[row], _exact(rounded[row], weight)) < BUDGETS[dtype]
 
@@ -166,9 +166,9 @@ def test_nan_and_infinity_stay_in_their_row(isa: str, value: float, bits: int, r
     weight = QuantizedWeight(plain.codes, plain.scale, plain.offset, Rounding(rounding))
     for rows, row in product((3, 17), (0, 2)):
         x = torch.randn(rows, 128)
-        clean = project_quantized(x, weight)
+        clean = project_stored(x, weight)
         x[row, 5] = value
-        output = project_quantized(x, weight)
+        output = project_stored(x, weight)
         others = [each for each in range(rows) if each != row]
         assert torch.equal(output[others], clean[others])
         assert not output[row].isfinite().any() or not rounding
@@ -177,16 +177,16 @@ def test_nan_and_infinity_stay_in_their_row(isa: str, value: float, bits: int, r
 
 def test_layouts_are_read_as_they_lie(isa: str) -> None:
     weight, x = _weight(96, 11, 32, offset=True), torch.randn(4, 3, 96)
-    expected = project_quantized(x, weight)
+    expected = project_stored(x, weight)
     wide = torch.zeros(11, 128, dtype=torch.int8)
     wide[:, :96] = weight.codes
-    assert torch.equal(project_quantized(x, QuantizedWeight(wide[:, :96], weight.scale, weight.offset)), expected)
+    assert torch.equal(project_stored(x, QuantizedWeight(wide[:, :96], weight.scale, weight.offset)), expected)
     transposed = weight.codes.t().contiguous().t()
-    assert torch.equal(project_quantized(x, QuantizedWeight(transposed, weight.scale, weight.offset)), expected)
+    assert torch.equal(project_stored(x, QuantizedWeight(transposed, weight.scale, weight.offset)), expected)
     every_other = torch.stack((x, x + 1), dim=-1)[..., 0]
     assert not every_other.is_contiguous()
-    assert torch.equal(project_quantized(every_other, weight), expected)
-    assert torch.equal(project_quantized(x[1, 2], weight), project_quantized(x[1, 2:3], weight)[0])
+    assert torch.equal(project_stored(every_other, weight), expected)
+    assert torch.equal(project_stored(x[1, 2], weight), project_stored(x[1, 2:3], weight)[0])
 
 
 @pytest.mark.parametrize("rounding", [Rounding.NONE, Rounding.SYMMETRIC])
@@ -195,7 +195,7 @@ def test_input_has_the_gradient_of_the_dequantised_weight(rounding: Rounding) ->
     weight = QuantizedWeight(plain.codes, plain.scale, None, rounding)
     x, bias = torch.randn(2, 3, 64, requires_grad=True), torch.randn(7, requires_grad=True)
     slope = torch.randn(2, 3, 7)
-    of_x, of_bias = torch.autograd.grad(project_quantized(x, weight, bias), (x, bias), slope)
+    of_x, of_bias = torch.autograd.grad(project_stored(x, weight, bias), (x, bias), slope)
     torch.testing.assert_close(of_x.double(), slope.double() @ weight.dequantized(torch.float64), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(of_bias, slope.sum((0, 1)))
 
@@ -204,7 +204,7 @@ def test_second_derivatives_are_those_of_torch() -> None:
     weight = _weight(6, 5, 3, offset=True)
     slope = torch.randn(2, 5, requires_grad=True)
     (of_x,) = torch.autograd.grad(
-        project_quantized(x := torch.randn(2, 6, requires_grad=True), weight), x, slope, create_graph=True
+        project_stored(x := torch.randn(2, 6, requires_grad=True), weight), x, slope, create_graph=True
     )
     (of_slope,) = torch.autograd.grad(of_x.sum(), slope)
     torch.testing.assert_close(of_slope, weight.dequantized().sum(1).expand(2, 5), rtol=1e-5, atol=1e-6)

@@ -453,6 +453,9 @@ CH_EXPORT int ch_isa_best(void);
  * the best set; returns 0 if dtype, set or threads are out of range. Takes about 20 ms. */
 CH_EXPORT double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads);
 
+/* Calls `function(of)`, in which calls on this set share their work with threads that stay awake meanwhile. For many short
+ * calls one after the other. The function must not throw. */
+CH_EXPORT void ch_in_team(int32_t isa, int32_t threads, void (*function)(void* of), void* of);
 CH_EXPORT int ch_forward(const ch_attention* work);
 CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT int ch_linear_forward(const ch_linear* work);

@@ -180,6 +180,12 @@ extern "C" {
 
 int ch_abi(void) { return CH_ABI; }
 
+void ch_in_team(int32_t isa, int32_t threads, void (*function)(void* of), void* of) {
+  const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
+  if (kernels == nullptr || threads > clearhead::max_threads) return function(of);
+  kernels->in_team(threads, function, of);
+}
+
 const char* ch_isa_name(int index) {
   return index >= 0 && index < clearhead::num_sets ? clearhead::sets[index].name : nullptr;
 }

@@ -9,6 +9,8 @@ namespace clearhead {
 // The kernels of one instruction set. Descriptions have passed every check of the entry points.
 struct Kernels {
   double (*rate)(int dtype, int threads);  // peak throughput of its GEMM, operations per second
+  // Calls a function whose work, on this set, a team of threads shares.
+  void (*in_team)(int threads, void (*function)(void* of), void* of);
   int (*forward)(const ch_attention* work);
   int (*backward)(const ch_attention* work);
   int (*linear_forward)(const ch_linear* work);

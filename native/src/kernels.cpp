@@ -12,6 +12,9 @@
 #include "projection.h"
 #include "rotation.h"
 
+// Of the OpenMP that torch has loaded.
+extern "C" int omp_get_num_threads(void);
+
 namespace CH_NS {
 namespace {
 
@@ -75,11 +78,24 @@ double rate(int dtype, int threads) {
   return dtype == CH_BFLOAT16 ? rate_of<Bf16Gemm>(threads) : rate_of<Fp32Fma>(threads);
 }
 
+void in_team(int threads, void (*function)(void* of), void* of) {
+  if (threads < 2 || Team::led() != nullptr || clearhead::after_fork()) return function(of);
+  Team team;
+#pragma omp parallel num_threads(threads)
+  {
+    bool leads = false;
+#pragma omp master
+    leads = true;
+    if (leads) team.lead(omp_get_num_threads() - 1, function, of);
+    else team.serve();
+  }
+}
+
 template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run(); }
 
 }  // namespace
 
-extern const clearhead::Kernels kernels = {rate, run_forward, run_backward, run_linear<LinearForward>,
+extern const clearhead::Kernels kernels = {rate, in_team, run_forward, run_backward, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_pack, run_unpack,
                                            panel_bytes, panel_columns, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,

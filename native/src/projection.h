@@ -429,6 +429,8 @@ template <class M, class IO> class Projection {
     // Epilogues without transcendentals or a second operand run from registers.
     const bool simple = w.activation <= CH_RELU && w.slope == nullptr && w.dropped == 0 && w.gate == nullptr;
     const bool plain = group.first && group.last && simple && columns % VL == 0;
+    // As many rows at a time in each step: two rows after six would leave FMA units idle.
+    const int64_t at_once = TILES ? MR : (rows + (rows + MR - 1) / MR - 1) / maximum((rows + MR - 1) / MR, (int64_t)1);
     bool started = !group.first;
     for (int64_t r = 0; r < rows && started; r++)
       memcpy(tile + r * PW, sums + (row + r) * sums_row + column, (size_t)(vecs * VL) * sizeof(float));
@@ -442,11 +444,11 @@ template <class M, class IO> class Projection {
         const int64_t steps = minimum(DEPTH, piece.steps() - s);
         const operand* b = right + (piece.first + s) * PW;
         const bool finishes = i == group.count - 1 && s + steps == piece.steps();
-        if (finishes) prefetch_tile(group, position, 0, minimum((int64_t)2 * MR, rows));
-        for (int64_t r = 0; r < rows; r += MR) {
-          const int count = (int)minimum((int64_t)MR, rows - r);
+        if (finishes) prefetch_tile(group, position, 0, minimum(2 * at_once, rows));
+        for (int64_t r = 0; r < rows; r += at_once) {
+          const int count = (int)minimum(at_once, rows - r);
           const operand* a = left + r * stride + s;
-          if (finishes) prefetch_tile(group, position, r + 2 * MR, minimum(r + 3 * MR, rows));
+          if (finishes) prefetch_tile(group, position, r + 2 * at_once, minimum(r + 3 * at_once, rows));
           if (finishes && plain && !TILES) {
             type* output = (type*)w.output + (row + r) * w.output_row + column;
             const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.activation == CH_RELU};

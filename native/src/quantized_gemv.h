@@ -48,13 +48,19 @@ template <class IO, class Codes> class QuantizedGemv {
     parallel(threads, units, [&](int64_t unit) {
       for (int64_t four = unit * per_unit; four < minimum(fours, (unit + 1) * per_unit); four++)
         for (int64_t r = 0; r < w.rows; r += DOT_ROWS)
-          multiply<DOT_ROWS>((int)minimum((int64_t)DOT_ROWS, w.rows - r), r, four * COLUMNS);
+          multiply_four((int)minimum((int64_t)DOT_ROWS, w.rows - r), r, four * COLUMNS);
     });
     clearhead::trim_scratch();
     return CH_OK;
   }
 
  private:
+  void multiply_four(int rows, int64_t row, int64_t column) const {
+    if (w.group == 2 * BLOCK) return multiply<DOT_ROWS, 2>(rows, row, column);
+    if (w.group == BLOCK) return multiply<DOT_ROWS, 1>(rows, row, column);
+    return multiply<DOT_ROWS, 0>(rows, row, column);
+  }
+
   // A row of x as floats, zero-padded; and the sums of its groups.
   void read_row(int64_t r) {
     const type* row = (const type*)w.x + r * w.x_row;
@@ -73,40 +79,58 @@ template <class IO, class Codes> class QuantizedGemv {
     }
   }
 
-  // ROWS rows by the weight's rows [column, column + 4), or those there are.
-  template <int ROWS> void multiply(int rows, int64_t row, int64_t column) const {
+  // ROWS rows by the weight's rows [column, column + 4), or those there are. A group has BLOCKS blocks; 0 for any number.
+  template <int ROWS, int BLOCKS> void multiply(int rows, int64_t row, int64_t column) const {
     if constexpr (ROWS > 1)
-      if (rows < ROWS) return multiply<ROWS - 1>(rows, row, column);
-    const int64_t last = w.columns - 1 - column, bytes = w.steps * Codes::BITS / 8;
+      if (rows < ROWS) return multiply<ROWS - 1, BLOCKS>(rows, row, column);
+    const int64_t last = w.columns - 1 - column;
     const uint8_t* weight[COLUMNS];
-    for (int64_t c = 0; c < COLUMNS; c++) weight[c] = (const uint8_t*)w.weight + (column + minimum(c, last)) * w.weight_row;
+    const float* scale[COLUMNS];
+    for (int64_t c = 0; c < COLUMNS; c++) {
+      weight[c] = (const uint8_t*)w.weight + (column + minimum(c, last)) * w.weight_row;
+      scale[c] = w.scale + (column + minimum(c, last)) * groups;
+    }
     const int64_t next = row == 0 && last >= 2 * COLUMNS ? COLUMNS * w.weight_row : 0;
     const float* x = left + row * padded;
     vf total[ROWS][COLUMNS] = {};
     for (int64_t g = 0; g < groups; g++) {
       vf sum[ROWS][COLUMNS] = {};
-      const int64_t end = (g + 1) * w.group, whole = end / BLOCK * BLOCK;
-      int64_t s = g * w.group;
-      for (; s < whole; s += BLOCK) {
-        const int64_t at = s * Codes::BITS / 8;
-        if (at % 64 == 0)
+      if constexpr (BLOCKS > 0) {
 #pragma GCC unroll 4
-          for (int c = 0; c < COLUMNS; c++) __builtin_prefetch(weight[c] + next + at, 0, 2);
-        add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return weight[c] + at; });
-      }
-      if (s < end) {
-        uint8_t rest[COLUMNS][BLOCK] = {};
-        for (int c = 0; c < COLUMNS; c++) memcpy(rest[c], weight[c] + s * Codes::BITS / 8, (size_t)(bytes - s * Codes::BITS / 8));
-        add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return rest[c]; });
+        for (int block = 0; block < BLOCKS; block++) add_whole<ROWS>(sum, x, weight, next, (g * BLOCKS + block) * BLOCK);
+      } else {
+        const int64_t end = (g + 1) * w.group, whole = end / BLOCK * BLOCK;
+        for (int64_t s = g * w.group; s < whole; s += BLOCK) add_whole<ROWS>(sum, x, weight, next, s);
+        if (whole < end) add_rest<ROWS>(sum, x, weight, whole);
       }
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; c++) {
-        const vf scale = all(w.scale[(column + minimum((int64_t)c, last)) * groups + g]);
+        const vf factor = all(scale[c][g]);
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) total[r][c] = fused(scale, sum[r][c], total[r][c]);
+        for (int r = 0; r < ROWS; r++) total[r][c] = fused(factor, sum[r][c], total[r][c]);
       }
     }
     for (int r = 0; r < ROWS; r++) finish(total[r], row + r, column, minimum(COLUMNS, last + 1));
+  }
+
+  // Adds the block of steps from `s` on, and prefetches the next rows of the weight.
+  template <int ROWS>
+  CH_INLINE void add_whole(vf sum[ROWS][COLUMNS], const float* x, const uint8_t* const weight[COLUMNS], int64_t next,
+                           int64_t s) const {
+    const int64_t at = s * Codes::BITS / 8;
+    if (at % 64 == 0)
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; c++) __builtin_prefetch(weight[c] + next + at, 0, 2);
+    add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return weight[c] + at; });
+  }
+
+  // Adds the last steps, fewer than a block, from `s` on.
+  template <int ROWS>
+  void add_rest(vf sum[ROWS][COLUMNS], const float* x, const uint8_t* const weight[COLUMNS], int64_t s) const {
+    const int64_t at = s * Codes::BITS / 8, bytes = w.steps * Codes::BITS / 8 - at;
+    uint8_t rest[COLUMNS][BLOCK] = {};
+    for (int c = 0; c < COLUMNS; c++) memcpy(rest[c], weight[c] + at, (size_t)bytes);
+    add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return rest[c]; });
   }
 
   template <int ROWS, class Read>

@@ -6,6 +6,7 @@
 #include "philox.h"
 #include "rules.h"
 #include "scratch.h"
+#include "team.h"
 
 namespace CH_NS {
 
@@ -97,6 +98,8 @@ template <class Body> void parallel(int threads, int64_t units, const Body& body
     for (int64_t u = 0; u < units; u++) body(u);
     return;
   }
+  if (Team* team = Team::led(); team != nullptr)
+    return team->run(units, [](const void* of, int64_t u) { (*(const Body*)of)(u); }, &body);
 #pragma omp parallel num_threads(threads)
   {
     const TileScope scope;

@@ -176,6 +176,20 @@ class ProjectionCall {
     return ch_project(&call);
   }
 
+  // The same by threads that stay awake.
+  int run_in_team(int isa, int threads) {
+    struct Call {
+      ProjectionCall& call;
+      int isa, threads, code;
+    } one = {*this, isa, threads, CH_OK};
+    const auto twice = [](void* of) {
+      Call& it = *static_cast<Call*>(of);
+      for (int time = 0; time < 2 && it.code == CH_OK; ++time) it.code = it.call.run(it.isa, it.threads);
+    };
+    ch_in_team(isa, threads, twice, &one);
+    return one.code;
+  }
+
   bool packable() const { return c.steps.size() == 1 && !c.left_transposed; }
 
   // The same with right packed before, whose own memory is then not read.

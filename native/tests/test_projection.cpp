@@ -40,6 +40,8 @@ void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, c
       if (threads == 1) call.compare_with(right, name), bits = call.bits();
       check(call.bits() == bits, name + ": bits differ from those with one thread");
       call.margins(name);
+      expect(call.run_in_team(isa, threads), CH_OK, name + ", in a team");
+      check(call.bits() == bits, name + ": bits in a team differ");
       if (call.packable() && c.steps[0] > 0 && c.columns > 0) {
         expect(call.run_packed(isa, threads), CH_OK, name + ", packed");
         call.compare_with(right, name + ", packed");

@@ -1,7 +1,13 @@
 #include "block_parts.h"
 
+#include <algorithm>
+#include <exception>
+
 namespace clearhead::torch {
 namespace {
+
+// Elements of the tokens up to which a call is short, and operations from which two threads share a layer.
+constexpr int64_t most_short = int64_t{1} << 17, least_shared = 200000;
 
 // Forward of one block: tensors that backward reads are newly allocated while training, and workspace memory otherwise.
 class Forward {
@@ -175,6 +181,35 @@ class Forward {
   Workspace workspace_;
 };
 
+// Whether a call has few tokens, and layers that are worth several threads: waking these for each layer would take as long.
+bool is_short(const BlockCall& call) {
+  const int64_t rows = call.batch * call.length;
+  if (rows * call.width > most_short) return false;
+  int64_t largest = 0;
+  const auto add = [&](const LinearSpec& spec) { largest = std::max(largest, spec.layer.out * spec.layer.in); };
+  for (const LinearSpec& spec : call.blocks[0].feedforward.layers) add(spec);
+  for (const AttentionSpec& attention : call.blocks[0].attentions) add(attention.last);
+  return 2 * rows * largest >= least_shared;
+}
+
+// Runs a function whose kernels share their work with threads that stay awake.
+template <class Function> void in_team(const Function& function) {
+  struct Call {
+    const Function& function;
+    std::exception_ptr error;
+  } call = {function, nullptr};
+  const auto run = [](void* of) {
+    Call& call = *static_cast<Call*>(of);
+    try {
+      call.function();
+    } catch (...) {
+      call.error = std::current_exception();
+    }
+  };
+  ch_in_team(instruction_set, threads(), run, &call);
+  if (call.error) std::rethrow_exception(call.error);
+}
+
 }  // namespace
 
 int64_t output_width(const BlockCall& call, const BlockSpec& block) {
@@ -200,12 +235,16 @@ void block(StableIValue* stack, uint64_t, uint64_t) {
   Matrix second = output;
   if (call.blocks.size() > 1) second.data = workspace.take(output.rows * output.columns * size_of(call.dtype));
   Matrix stream = matrix_of(call.tokens[0]);
-  for (size_t index = 0; index < call.blocks.size(); ++index) {
-    // Blocks write alternately to the output and to a second buffer, so that the last block writes to the output.
-    const Matrix target = (call.blocks.size() - 1 - index) % 2 == 0 ? output : second;
-    Forward(call, call.blocks[index], nullptr).run(stream, target);
-    stream = target;
-  }
+  const auto run = [&] {
+    for (size_t index = 0; index < call.blocks.size(); ++index) {
+      // Blocks write alternately to the output and to a second buffer, so that the last block writes to the output.
+      const Matrix target = (call.blocks.size() - 1 - index) % 2 == 0 ? output : second;
+      Forward(call, call.blocks[index], nullptr).run(stream, target);
+      stream = target;
+    }
+  };
+  if (is_short(call)) in_team(run);
+  else run();
   Results(stack).tensor(std::move(result));
 }
 

@@ -93,6 +93,25 @@ void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
   Results(stack).tensor(std::move(output));
 }
 
+void linear_packed(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor input = arguments.tensor();
+  const Tensor panels = arguments.tensor();
+  const int64_t out = arguments.integer();
+  const Tensor bias = arguments.optional_tensor();
+  const int64_t activation = arguments.integer();
+  const Flattened x = flatten("linear_packed", "x", std::move(input));
+  const Dtype dtype = x.tensor.dtype();
+  if (out < 0) fail("linear_packed", "out", "be 0 or more", words(out), "Give the outputs of the weight that was packed.");
+  std::vector<Tensor> copies;
+  Linear layer = packed_linear_of("linear_packed", panels, out, x.matrix.columns, dtype);
+  if (bias) layer.bias = bias_of("linear_packed", bias, out, dtype, copies);
+  const Epilogue epilogue = epilogue_of("linear_packed", activation);
+  Tensor output = empty(dtype, sizes_with(x.tensor, out));
+  linear(dtype, x.matrix, layer, as_rows(output), epilogue);
+  Results(stack).tensor(std::move(output));
+}
+
 void pack_weight(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor weight = arguments.tensor(), none;

@@ -13,6 +13,7 @@ Sizes sizes_with(const Tensor& like, int64_t width);
 Epilogue epilogue_of(const char* function, int64_t activation);
 
 void linear_forward(StableIValue* stack, uint64_t, uint64_t);
+void linear_packed(StableIValue* stack, uint64_t, uint64_t);
 void pack_weight(StableIValue* stack, uint64_t, uint64_t);
 void unpack_weight(StableIValue* stack, uint64_t, uint64_t);
 void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t);

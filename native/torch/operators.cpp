@@ -30,6 +30,8 @@ std::vector<Operator> all_operators() {
            ", Tensor? grad_lse=None, Tensor?[]? statistics=None, int sink_keys=0, int[]? rule_slots=None, bool partial_rows=False, int side=0) -> (Tensor[], bool)",
        attention_gradients},
       {"linear", "linear(Tensor x, Tensor weight, Tensor? bias=None, int activation=0) -> Tensor", linear_forward},
+      {"linear_packed", "linear_packed(Tensor x, Tensor panels, int out, Tensor? bias=None, int activation=0) -> Tensor",
+       linear_packed},
       {"pack_weight", "pack_weight(Tensor weight) -> Tensor", pack_weight},
       {"unpack_weight", "unpack_weight(Tensor panels, Tensor like) -> Tensor", unpack_weight},
       {"linear_quantized",

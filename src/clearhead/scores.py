@@ -238,6 +238,8 @@ class DenseBias(ScoreRule):
         self.first = 0
 
     def placed(self, query_offset: int) -> DenseBias:
+        if query_offset == self.first:
+            return self
         copy = self.mapped(lambda tensor: tensor)
         copy.first = query_offset
         return copy

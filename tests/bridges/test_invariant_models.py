@@ -15,7 +15,7 @@ from clearhead.train import GradientSum
 from tests.agreement import needs_native
 from tests.bridges.hf_models import MODELS, eager, inputs, transformers
 from tests.net.calls import as_tensor, equal
-from tests.net.families import BATCH, FAMILIES, TOKENS
+from tests.net.families import BATCH, FAMILIES, TOKENS, TRANSFORMERS_4
 
 pytestmark = needs_native
 
@@ -137,6 +137,8 @@ MIXING = {"whisper", "deberta-v2", "clip", "siglip"}
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in MIXING])
 @torch.enable_grad()
 def test_gradients_have_the_order_of_sequences_or_are_named(name: str) -> None:
+    if name == "t5" and TRANSFORMERS_4:
+        pytest.skip("swap leaves T5 of transformers 4, which computes attention by itself")
     family = FAMILIES[name]
     model, call = family.plain(), family.call(TOKENS, "none")
     report = ch.swap(model)

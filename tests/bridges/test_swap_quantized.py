@@ -15,7 +15,7 @@ import clearhead as ch
 from clearhead.integrations.recast import class_of
 from clearhead.integrations.torch.quantized import SwappedQuantizedLinear, described, quantized_weight
 from clearhead.invariance import invariant
-from clearhead.projection import quantized
+from clearhead.projection import stored
 from tests.agreement import needs_native
 
 pytestmark = [needs_native, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -85,13 +85,13 @@ def _difference(one: Tensor, other: Tensor) -> float:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the kernels compute: the weight of each call, in words."""
     calls: list[str] = []
-    whole = quantized.multiply_quantized
+    whole = stored.multiply_stored
 
     def counted(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         calls.append(described(weight))
         return whole(x, weight, bias)
 
-    monkeypatch.setattr(quantized, "multiply_quantized", counted)
+    monkeypatch.setattr(stored, "multiply_stored", counted)
     return calls
 
 

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from clearhead.bridges.transformers import PagedCache  # noqa: E402
 from clearhead.integrations.transformers.paged import PagesTensor  # noqa: E402
+from tests.bridges.hf_models import TRANSFORMERS_4  # noqa: E402
 
 IDS = torch.randint(1, 50, (2, 20), generator=torch.Generator().manual_seed(0))
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,6 +44,8 @@ def mistral() -> Any:
 
 def generated(model: Any, way: str = "greedy", ids: Tensor = IDS, **options: Any) -> Tensor:
     ids = ids[:1] if "lookup" in way else ids
+    if way == "prompt lookup" and TRANSFORMERS_4:
+        pytest.skip("transformers 4 looks for an end token, and there is none")
     output: Tensor = model.generate(ids, max_new_tokens=10, do_sample=False, **{**WAYS[way], **options})
     return output
 
@@ -156,7 +159,10 @@ def test_continuous_batching_runs_by_sdpa_when_swapped_and_accelerated() -> None
     """What the refusal names: the implementation "sdpa", whose calls ``accelerate`` serves."""
     model = llama()
     model.set_attn_implementation("sdpa")
-    expected = batched(model)
+    try:
+        expected = batched(model)
+    except MemoryError:
+        pytest.skip("this release of transformers finds no memory for pages without a GPU")
     with ch.accelerate():
         assert batched(model) == expected
     ch.swap(model)

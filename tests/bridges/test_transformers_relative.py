@@ -18,6 +18,7 @@ from clearhead.integrations.transformers import layer as layers  # noqa: E402
 from clearhead.integrations.transformers.relative import bias_rule, buckets_of, disentangled_bias  # noqa: E402
 from clearhead.scores import DenseBias, RelativeBias  # noqa: E402
 from tests.bridges.hf_checks import attending, distinct, ids_of  # noqa: E402
+from tests.bridges.hf_models import needs_5  # noqa: E402
 from tests.budget import within_budget  # noqa: E402
 
 WIDTH: Final = 32
@@ -134,6 +135,7 @@ def test_mpnet_is_one_operator_and_deberta_its_parts(fused_kinds: list[str]) -> 
         del fused_kinds[:]
 
 
+@needs_5
 @pytest.mark.parametrize("padding", ["left", "right"])
 @torch.no_grad()
 def test_mpnet_removes_padding(padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,17 +289,17 @@ def test_distances_that_are_none_go_to_the_original(calls: list[bool]) -> None:
 def test_a_bias_of_any_values_is_added(calls: list[bool]) -> None:
     model = _model("mpnet")
     x, bias = torch.randn(2, 9, WIDTH), torch.randn(2, 4, 9, 9)
-    expected = model.encoder.layer[0](x, None, bias)[0]
+    expected = model.encoder.layer[0](x, None, position_bias=bias)[0]
     ch.swap(model)
     del calls[:]
-    torch.testing.assert_close(model.encoder.layer[0](x, None, bias)[0], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.encoder.layer[0](x, None, position_bias=bias)[0], expected, rtol=1e-4, atol=1e-5)
     assert calls == [True]
     # The rule is cached for a tensor, and read anew once it was written.
     bias[0, 0, 0, 0] += 3.0
-    changed = model.encoder.layer[0](x, None, bias)[0]
+    changed = model.encoder.layer[0](x, None, position_bias=bias)[0]
     assert not torch.allclose(changed, expected, atol=1e-3)
     with pytest.raises(RuntimeError):
-        model.encoder.layer[0](x, None, bias[..., :5])
+        model.encoder.layer[0](x, None, position_bias=bias[..., :5])
 
 
 def test_an_empty_sentence_gives_finite_outputs() -> None:

@@ -24,11 +24,17 @@ from tests.net.families import FAMILIES, TOKENS, TRANSFORMERS_4
 from tests.net.modules import HEADS, MODULES, VOCAB, WIDTH, distinct, modules, typical
 
 FAR = 1e-4
-#: Families whose layers become one operator.
-AS_ONE = ("llama", "mistral", "qwen3", "phi3", "gpt2", "bert", "roberta", "distilbert", "vit", "clip", "siglip", "bart",
-          "marian", "whisper", "torch encoder", "torch encoder, pre-norm", "torch decoder")  # fmt: skip
-#: Families whose layers differ, or read positions by pairs of tokens.
-DIFFERENT = ("qwen2", "gemma2", "gemma3", "modernbert", "mpnet", "deberta-v2", "deberta-v3")
+#: Families that compute attention by themselves in transformers 4, where ``swap`` leaves them.
+LEFT = ("distilbert", "modernbert") if TRANSFORMERS_4 else ()
+#: Families whose layers become one operator; those whose layers differ, or read positions by pairs of tokens.
+AS_ONE, DIFFERENT = (
+    tuple(name for name in names if name not in LEFT)
+    for names in (
+        ("llama", "mistral", "qwen3", "phi3", "gpt2", "bert", "roberta", "distilbert", "vit", "clip", "siglip", "bart",
+         "marian", "whisper", "torch encoder", "torch encoder, pre-norm", "torch decoder"),
+        ("qwen2", "gemma2", "gemma3", "modernbert", "mpnet", "deberta-v2", "deberta-v3"),
+    )
+)  # fmt: skip
 GENERATING = [name for name in AS_ONE if FAMILIES[name].generates]
 OURS = [
     kind
@@ -168,6 +174,8 @@ def test_every_number_of_rows_reads_packed_weights(width: int, dtype: torch.dtyp
 def test_frozen_models_generate_the_same_tokens(name: str, options: dict[str, int]) -> None:
     if "prompt_lookup_num_tokens" in options and name in ("bart", "marian"):
         pytest.skip("an encoder and decoder has no prompt to look into")
+    if "prompt_lookup_num_tokens" in options and TRANSFORMERS_4:
+        pytest.skip("transformers 4 looks for an end token, and there is none")
     call = FAMILIES[name].call(TOKENS, FAMILIES[name].paddings[0])
     rows = slice(0, 1) if "prompt_lookup_num_tokens" in options else slice(None)
     prompt = {key: call.arguments[key][rows] for key in ("input_ids", "attention_mask")}
@@ -258,7 +266,8 @@ def test_states_and_weights_between_layers_are_those_of_the_layers(name: str, wa
         given = getattr(before, field, None)
         if given is not None:
             pairs = zip(given, getattr(after, field), strict=True)
-            assert all(torch.equal(*pair) for pair in pairs)
+            # GPT-2 of transformers 4 has weights of "eager" alone.
+            assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
     assert all(torch.equal(each[0], before[0]) or torch.allclose(each[0], before[0], atol=FAR) for each in plain)
 
 

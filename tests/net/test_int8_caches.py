@@ -27,7 +27,7 @@ from clearhead.bridges.transformers import Int8Cache, PagedCache
 from clearhead.integrations.transformers.deferred_tensor import RowsTensor
 from clearhead.testing import fused_calls
 from tests.agreement import needs_native
-from tests.net.families import FAMILIES, Family
+from tests.net.families import FAMILIES, TRANSFORMERS_4, Family
 
 pytestmark = needs_native
 
@@ -235,8 +235,10 @@ def test_a_decoder_with_a_memory() -> None:
 
 
 def test_what_is_not_supported_says_so() -> None:
-    with pytest.raises(ch.UnsupportedError, match="Int8Cache: config must be of a model whose layers cache keys"):
-        Int8Cache(MambaConfig(num_hidden_layers=1))
+    # In transformers 4 a cache does not know which layers attend.
+    if not TRANSFORMERS_4:
+        with pytest.raises(ch.UnsupportedError, match="Int8Cache: config must be of a model whose layers cache keys"):
+            Int8Cache(MambaConfig(num_hidden_layers=1))
     _, model = made("mistral")
     cache = Int8Cache(model.config)
     model(prompt(12), past_key_values=cache, use_cache=True)

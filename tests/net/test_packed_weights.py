@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 import clearhead as ch
 from clearhead.ops.packed_weight import PackedParameter, PackedWeight
+from clearhead.projection import project, project_activate
 from clearhead.testing import choices, fused_calls
 from tests.agreement import needs_native
 from tests.net.calls import equal, observed, results
@@ -192,6 +194,44 @@ def test_shared_weights_stay_shared_and_those_read_elsewhere_stay() -> None:
     assert type(table.weight) is nn.Parameter
     ch.unfreeze(whole)
     assert all(first.get_parameter(name) is second.get_parameter(name) for name in names)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 40])
+def test_a_layer_alone_reads_panels_with_the_bits_of_the_invariant_order(rows: int, activation: str | None) -> None:
+    weight, bias, x = torch.randn(40, 64), torch.randn(40), torch.randn(rows, 64, requires_grad=True)
+    packed = PackedWeight.of(weight)
+    with ch.invariant(), torch.no_grad():
+        if activation is None:
+            wanted, given = project(x, weight, bias), project(x, packed, bias)
+        else:
+            arguments = {"bias": bias, "activation": activation}
+            wanted, given = (project_activate(x, each, **arguments) for each in (weight, packed))  # type: ignore[arg-type]
+    assert torch.equal(given, wanted)
+    (of_x,) = torch.autograd.grad(project(x, packed, bias).square().sum(), x)
+    (exact,) = torch.autograd.grad((x @ weight.T + bias).square().sum(), x)
+    torch.testing.assert_close(of_x, exact, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert project(x, packed, bias).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("pack", [False, True])
+def test_threads_that_stay_awake_change_no_bit(threads: int, pack: bool) -> None:
+    """Layers wide enough to be shared, of few tokens: one operator keeps its threads."""
+    model, x = encoder(384), torch.randn(1, 4, 384)
+    ch.freeze(model, pack=pack)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            alone = model(x)
+            torch.set_num_threads(threads)
+            assert all(torch.equal(model(x), alone) for _ in range(20))
+            with ThreadPoolExecutor(4) as pool:
+                assert all(torch.equal(each, alone) for each in pool.map(lambda _: model(x), range(40)))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import clearhead as ch
 from clearhead.ops.block import Tape
 from clearhead.ops.kinds import Activation, NormKind, Rounding
-from clearhead.ops.quantized_weight import QuantizedWeight, Weight
+from clearhead.ops.packed_weight import Weight
+from clearhead.ops.quantized_weight import QuantizedWeight
 from tests.agreement import needs_native
 
 pytestmark = [
@@ -66,8 +67,10 @@ def test_linear_operators_pass_opcheck(layout: str, dtype: torch.dtype) -> None:
     x, weight, bias = _x(layout, dtype), torch.randn(6, 8, dtype=dtype), torch.randn(6, dtype=dtype)
     _check("linear", x, weight, bias, int(Activation.GELU))
     _check("pack_weight", weight)
+    panels = torch.ops.clearhead.pack_weight(weight)
+    _check("linear_packed", x, panels, 6, bias, int(Activation.GELU))
     if dtype is torch.float32:
-        _check("unpack_weight", torch.ops.clearhead.pack_weight(weight), weight)
+        _check("unpack_weight", panels, weight)
     grad = _x(layout, dtype, requires_grad=False)[:, :6].requires_grad_()
     _check("linear_input_gradient", [grad, grad], [weight, weight])
     for with_bias in (False, True):

@@ -88,6 +88,8 @@ class Dense(Carrying):
         return self.allowed.shape[2], self.allowed.shape[3]
 
     def placed(self, query_offset: int) -> Dense:
+        if query_offset == self.first:
+            return self
         copy = self.mapped(lambda tensor: tensor)
         copy.first = query_offset
         return copy

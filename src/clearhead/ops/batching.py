@@ -24,6 +24,7 @@ _STRIDED: Final = frozenset(("query", "key", "value", "grad_output", "x"))
 #: Tensors of the operators whose results have as many leading axes as they: the vmapped axis is one more of those.
 _ROWS: Final = {
     "linear": frozenset(("x",)),
+    "linear_packed": frozenset(("x",)),
     "linear_quantized": frozenset(("x",)),
     "linear_input_gradient": frozenset(("grads",)),
     "norm": frozenset(("x",)),

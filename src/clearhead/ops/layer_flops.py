@@ -16,6 +16,10 @@ def _linear(x: Shape, weight: Shape, **others: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
+def _linear_packed(x: Shape, out: int, **others: Any) -> int:
+    return 2 * math.prod(x) * out
+
+
 def _linear_input_gradient(grads: Sequence[Shape], weights: Sequence[Shape], **others: Any) -> int:
     return sum(2 * math.prod(grad) * weight[1] for grad, weight in zip(grads, weights, strict=True))
 
@@ -144,6 +148,7 @@ class _BackwardFlops(_BlockSizes):
 
 LAYER_FLOPS: Final[dict[str, Callable[..., int]]] = {
     "linear": _linear,
+    "linear_packed": _linear_packed,
     "linear_quantized": _linear,
     "pack_weight": _none,
     "unpack_weight": _none,

@@ -14,7 +14,7 @@ from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.shapes import Float
 from clearhead.torch_private import wrapper_tensor
 
-__all__ = ["PackedParameter", "PackedWeight", "Weight", "as_stored", "unpacked"]
+__all__ = ["PackedParameter", "PackedWeight", "Weight", "as_stored"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,13 +169,6 @@ class PackedParameter(nn.Parameter):
         return nn.Parameter(self.unpacked(), requires_grad=False).__reduce_ex__(protocol)
 
 
-def as_stored(weight: Tensor) -> Tensor | PackedWeight:
-    """A parameter as fused operators read it."""
+def as_stored(weight: Weight) -> Weight:
+    """A weight as fused operators read it."""
     return weight.packed if isinstance(weight, PackedParameter) else weight
-
-
-def unpacked(weight: Weight) -> Tensor | QuantizedWeight:
-    """A weight as single operators read it: a copy of a packed one."""
-    if isinstance(weight, PackedWeight):
-        return weight.dense()
-    return weight.unpacked() if isinstance(weight, PackedParameter) else weight

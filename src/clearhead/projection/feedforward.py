@@ -12,14 +12,13 @@ from clearhead.backends.containment import without_autocast
 from clearhead.batch_part import row_numbers
 from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
-from clearhead.ops.packed_weight import Weight, unpacked
-from clearhead.ops.quantized_weight import QuantizedWeight
+from clearhead.ops.packed_weight import Weight
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
 from clearhead.projection.autocast import operand_cast
 from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
-from clearhead.projection.quantized import multiply_quantized
+from clearhead.projection.stored import multiply_stored
 from clearhead.shapes import Float
 
 __all__ = ["project_activate", "project_activate_project"]
@@ -162,14 +161,13 @@ def project_activate(
     >>> (found := project_activate(torch.ones(5, 3), weight, None, activation="gelu")) is None or found.shape == (5, 4)
     True
     """
-    weight = unpacked(weight)
     parts = (x, *_tensors_of([(weight, bias)]))
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         return None
     if not are_plain(*parts) or x.dim() == 0 or 0 in x.shape or not kernels_take(KINDS[:1], x, weight, bias):
         return None
     kind = ACTIVATIONS[activation].kind
-    if isinstance(weight, QuantizedWeight):
-        return multiply_quantized(x, weight, bias, kind)
+    if not isinstance(weight, Tensor):
+        return multiply_stored(x, weight, bias, kind)
     output: Tensor = torch.ops.clearhead.linear.default(x, weight, bias, kind)
     return output

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from clearhead import choices as table
 from clearhead.backends.containment import without_autocast
 from clearhead.invariance import eager_if_invariant
-from clearhead.ops.packed_weight import PackedWeight, Weight, unpacked
+from clearhead.ops.packed_weight import PackedWeight, Weight, as_stored
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection.autocast import operand_cast
 from clearhead.projection.paths import KINDS, NATIVE, TORCH, Path, Term, flat
-from clearhead.projection.quantized import project_quantized
 from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
+from clearhead.projection.stored import project_stored
 from clearhead.sequence_sums import TreeSum
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
@@ -54,7 +54,7 @@ def project(
 
     Args:
         x: ``[*batch, in]``.
-        weight: ``[out, in]``; integers take ``project_quantized``, and a packed weight is unpacked for the call.
+        weight: ``[out, in]``; integers and a packed weight take ``project_stored``.
         bias: ``[out]``, or None.
         path: the path to take, which must support the tensors; None for the table's choice.
 
@@ -73,9 +73,8 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
-    weight = unpacked(weight)
-    if isinstance(weight, QuantizedWeight):
-        return project_quantized(x, weight, bias)
+    if not isinstance(weight := _readable(weight, x), Tensor):
+        return project_stored(x, weight, bias)
     if path is None and torch.compiler.is_compiling() and table.is_invariant():
         return _eager(x, weight, bias)
     if path is None and not has_choice(x, weight, bias):
@@ -123,7 +122,7 @@ def project_each(
     >>> [part.shape for part in project_each(x, [torch.eye(3), torch.ones(4, 3)], [None, None])]
     [torch.Size([2, 3]), torch.Size([2, 4])]
     """
-    pairs = tuple(zip(map(unpacked, weights), biases, strict=True))
+    pairs = tuple(zip((_readable(weight, x) for weight in weights), biases, strict=True))
     floats = [(weight, bias) for weight, bias in pairs if isinstance(weight, Tensor)]
     together = torch.is_grad_enabled() and x.requires_grad and len(floats) == len(pairs) > 1
     # A layer that is too small for a choice cannot be part of the common GEMM.
@@ -132,6 +131,14 @@ def project_each(
     flat = [part for pair in floats for part in pair]
     projected: tuple[Tensor, ...] = _Projections.apply(path, x, *flat)  # type: ignore[no-untyped-call]
     return projected
+
+
+def _readable(weight: Weight, x: Tensor) -> Weight:
+    """The weight, or a copy of a packed one where ``x`` cannot be multiplied by panels."""
+    weight = as_stored(weight)
+    if isinstance(weight, PackedWeight) and not (are_plain(x) and x.dim() > 0 and x.dtype is weight.dtype):
+        return weight.dense()
+    return weight
 
 
 def _refuse_variant(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

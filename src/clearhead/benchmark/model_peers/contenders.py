@@ -12,7 +12,7 @@ from clearhead.benchmark.model_peers.openvino_models import openvino_call
 from clearhead.benchmark.model_peers.peer import Peer
 from clearhead.benchmark.model_peers.torch_models import (
     clearhead_call,
-    clearhead_int8_call,
+    clearhead_integers_call,
     compiled_call,
     sdpa_call,
     torchao_dynamic_call,
@@ -62,6 +62,8 @@ _TORCH: Final = {"own_threads": False, "spinning": TORCH_THREADS}
 _ZENTORCH: Final = {**_TORCH, "modules": ("zentorch",), "excuses": _INFERENCE, "loaded_last": True}
 _TORCHAO: Final = {**_TORCH, "modules": ("torchao",), "excuses": {"training": "its integer weights do not learn"}}
 
+_INT4: Final = {**_TORCHAO, "excuses": {**_NO_ENCODER, "training": "its integer weights do not learn"}}
+
 
 def _float_peers(dtype: str) -> tuple[Peer, ...]:
     return tuple(
@@ -84,7 +86,8 @@ def _int8_peers() -> tuple[Peer, ...]:
         Peer(rows="int8", **fields)  # type: ignore[arg-type]
         for fields in (
             {"name": OURS, "number_format": "bfloat16", "build": clearhead_call, **_TORCH},
-            {"name": f"{OURS} int8", "number_format": "int8", "build": clearhead_int8_call, **_TORCHAO},
+            {"name": f"{OURS} int8", "number_format": "int8", "build": clearhead_integers_call, **_TORCHAO},
+            {"name": f"{OURS} int4", "number_format": "int4", "build": clearhead_integers_call, **_INT4},
             {"name": "torchao weights", "number_format": "int8", "build": torchao_weights_call, **_TORCHAO},
             {"name": "torchao dynamic", "number_format": "int8", "build": torchao_dynamic_call, **_TORCHAO},
             {"name": "ONNX Runtime", "number_format": "int8", "excuses": _INFERENCE, **_ONNX},

@@ -14,7 +14,10 @@ from clearhead.benchmark.peers import Call
 
 __all__ = ["BUDGETS", "CannotRunError", "Peer", "dtype_of", "reason_of"]
 
-BUDGETS: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.15, "int8": 0.2, "q8_0": 0.1, "q4_0": 0.5}
+BUDGETS: Final[Mapping[str, float]] = {
+    **{"float32": 1e-4, "bfloat16": 0.15},
+    **{"int8": 0.2, "q8_0": 0.1, "int4": 0.5, "q4_0": 0.5},
+}
 """Largest error of each format against float64, relative to the largest exact output. A wrong model is off by 1."""
 
 _LONGEST_REASON: Final = 160

@@ -24,7 +24,7 @@ from clearhead.integrations.swap import swap
 
 __all__ = [
     "clearhead_call",
-    "clearhead_int8_call",
+    "clearhead_integers_call",
     "compiled_call",
     "sdpa_call",
     "torchao_dynamic_call",
@@ -43,12 +43,22 @@ def clearhead_call(work: ModelWork, number_format: str) -> Call:
     return _call(work, model)
 
 
-def clearhead_int8_call(work: ModelWork, number_format: str) -> Call:
-    """The model in bfloat16 after torchao, ``swap`` and ``freeze``: weights in int8, and activations but for tokens."""
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+def clearhead_integers_call(work: ModelWork, number_format: str) -> Call:
+    """The model in bfloat16 after torchao, ``swap`` and ``freeze``: weights in int8, and activations but for tokens; or
+    weights in int4, in groups of 32."""
+    from torchao.quantization import (
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        quantize_,
+    )
 
     model = deepcopy(work.model).bfloat16()
-    quantize_(model, Int8WeightOnlyConfig() if work.kind == "token" else Int8DynamicActivationInt8WeightConfig())
+    if number_format == "int4":
+        quantize_(model, IntxWeightOnlyConfig(torch.int4, PerGroup(32)))  # type: ignore[attr-defined]
+    else:
+        quantize_(model, Int8WeightOnlyConfig() if work.kind == "token" else Int8DynamicActivationInt8WeightConfig())
     swap(model)
     freeze(model)
     return _call(work, model)

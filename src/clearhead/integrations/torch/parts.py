@@ -14,6 +14,7 @@ from clearhead.integrations.recast import stands_for
 from clearhead.invariance import eager_if_invariant
 from clearhead.nn.dropout import Dropout, is_plain
 from clearhead.nn.linear import reads_layers, weights_of
+from clearhead.ops.packed_weight import PackedParameter
 from clearhead.projection import layer_gains, project
 
 __all__ = ["SwappedDropout", "SwappedLinear", "is_plain", "linear_gains"]
@@ -49,7 +50,7 @@ class SwappedLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         # A compiler must not evaluate sizes.
         small = torch.compiler.is_compiling()
-        if not small:
+        if not small and not isinstance(weight, PackedParameter):
             size = input.numel()
             # The table names torch's GEMM for small calls with gradients; known here, it costs no more than torch's
             # module.

@@ -30,7 +30,7 @@ from clearhead.ops.kinds import DTYPES, Rounding
 from clearhead.ops.library import library
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection import Layer
-from clearhead.projection.quantized import project_quantized
+from clearhead.projection.stored import project_stored
 from clearhead.torch_private import packed_weight_of, version_of
 
 __all__ = [
@@ -161,7 +161,7 @@ def _computed(module: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
         bias = None if module.bias() is None else module.bias().detach()
     if x.shape[-1] != weight.shape[1]:
         return None
-    return project_quantized(x, weight, bias)
+    return project_stored(x, weight, bias)
 
 
 _ONE_SCALE: Final = "its input has one scale for all rows of a call"
@@ -266,6 +266,6 @@ def _differences(module: Any, weight: QuantizedWeight) -> Iterator[float]:
                 theirs, bias = class_of(module).forward(module, x), module.bias()
             else:
                 theirs, bias = functional.linear(x, module.weight, module.bias), module.bias
-            ours = project_quantized(x, weight, bias)
+            ours = project_stored(x, weight, bias)
             size = theirs.double().norm().item()
             yield ((ours.double() - theirs.double()).norm().item() / size) if size else float(ours.count_nonzero())

@@ -84,6 +84,18 @@ class LayersAsOne(nn.ModuleList):
             return self
         return super().__getitem__(index)
 
+    def __getattr__(self, name: str) -> Any:
+        # transformers 4 chooses a mask by an attribute of each layer.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if _RUNNING.get() is not self:
+                raise
+            first, *others = (getattr(layer, name) for layer in submodules_of(self).values())
+            if any(other != first for other in others):
+                raise
+            return first
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layers return one after another, given the same arguments besides tokens."""
         layers = [*submodules_of(self).values()]
