@@ -120,6 +120,17 @@ def test_a_model_of_transformers_is_saved_as_it_was(tmp_path: Any) -> None:
     equal(results(model, call, gradients=False), before)
 
 
+@pytest.mark.parametrize("moved", [torch.float64, torch.bfloat16])
+def test_packed_weights_stay_where_they_are(moved: Any) -> None:
+    model, x = packed_encoder(), torch.randn(1, 5, 64)
+    with pytest.raises(
+        ch.UnsupportedError, match=r"^freeze: a packed weight must stay .*\. Call ch\.unfreeze\(model\) first\.$"
+    ):
+        model.blocks[0].to(moved)
+    ch.unfreeze(model)
+    assert model.to(torch.float64)(x.double()).dtype is torch.float64
+
+
 def test_writes_by_operators_take_effect() -> None:
     model, x = packed_encoder(), torch.randn(1, 5, 64)
     with torch.no_grad(), ch.invariant(), choices(gemm="native", attention="native"):

@@ -126,12 +126,12 @@ class PackedParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if values.shape != self.shape or values.dtype is not self.dtype:
+        if values.shape != self.shape or values.dtype is not self.dtype or not values.is_cpu:
             raise UnsupportedError.about(
                 "freeze",
                 "a packed weight",
-                must=f"stay {self.dtype} {tuple(self.shape)}",
-                got=f"{values.dtype} {tuple(values.shape)}",
+                must=f"stay {self.dtype} {tuple(self.shape)} on the CPU",
+                got=f"{values.dtype} {tuple(values.shape)} on {values.device}",
                 then="Call ch.unfreeze(model) first.",
             )
         self.write(values)
