@@ -18,7 +18,7 @@ from clearhead.projection.activations import ACTIVATIONS
 from clearhead.projection.autocast import operand_cast
 from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
-from clearhead.projection.stored import multiply_stored
+from clearhead.projection.stored import StoredWeight, multiply_stored
 from clearhead.shapes import Float
 
 __all__ = ["project_activate", "project_activate_project"]
@@ -167,7 +167,7 @@ def project_activate(
     if not are_plain(*parts) or x.dim() == 0 or 0 in x.shape or not kernels_take(KINDS[:1], x, weight, bias):
         return None
     kind = ACTIVATIONS[activation].kind
-    if not isinstance(weight, Tensor):
+    if isinstance(weight, StoredWeight):
         return multiply_stored(x, weight, bias, kind)
     output: Tensor = torch.ops.clearhead.linear.default(x, weight, bias, kind)
     return output

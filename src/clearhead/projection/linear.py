@@ -17,7 +17,7 @@ from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection.autocast import operand_cast
 from clearhead.projection.paths import KINDS, NATIVE, TORCH, Path, Term, flat
 from clearhead.projection.selection import choice, has_paths, large_enough, path_for, takes_small
-from clearhead.projection.stored import project_stored
+from clearhead.projection.stored import StoredWeight, project_stored
 from clearhead.sequence_sums import TreeSum
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
@@ -73,7 +73,7 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
-    if not isinstance(weight := _readable(weight, x), Tensor):
+    if isinstance(weight := _readable(weight, x), StoredWeight):
         return project_stored(x, weight, bias)
     if path is None and torch.compiler.is_compiling() and table.is_invariant():
         return _eager(x, weight, bias)
