@@ -21,7 +21,7 @@ from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Bool, Float
 from clearhead.tensors import has_memory, is_hollow, traces
-from clearhead.torch_private import differentiates_forward
+from clearhead.torch_private import constant_when_compiled, differentiates_forward
 
 __all__ = [
     "Contained",
@@ -73,9 +73,15 @@ def only_finite(tensor: Tensor) -> Tensor:
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Disable autocast where it is enabled: it would round matrix multiplications, in backward too, to 16 bits."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+# The compiler of torch 2.11 cannot trace it in a backward pass.
+@constant_when_compiled
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def matmul(
