@@ -14,8 +14,11 @@ class Team {
   // Looks before a thread offers its processor to others: some 100 us.
   static constexpr int LOOKS = 4096;
 
-  int64_t workers = 0, round = 0, next = 0, finished = 0, units = 0;
-  bool stopped = false;
+  // In the lower bits of `signal`: how many workers a round needs, and the end of the last one. One number, so that a worker
+  // that was not needed, and comes late, knows which round it has read of.
+  static constexpr int64_t ROUND = 1 << 16, END = ROUND - 1;
+
+  int64_t workers = 0, joined = 0, signal = 0, next = 0, finished = 0, units = 0;
   void (*unit)(const void* body, int64_t unit) = nullptr;
   const void* body = nullptr;
 
@@ -26,20 +29,22 @@ class Team {
     return team;
   }
 
-  // Runs the units on all threads; the leader's call.
-  void run(int64_t count, void (*of_unit)(const void*, int64_t), const void* of_body) {
+  // Runs the units on as many threads; the leader's call.
+  void run(int threads, int64_t count, void (*of_unit)(const void*, int64_t), const void* of_body) {
+    const int64_t needed = minimum(workers, (int64_t)threads - 1);
     units = count, unit = of_unit, body = of_body, next = 0, finished = 0;
-    __atomic_store_n(&round, round + 1, __ATOMIC_RELEASE);
+    begin(needed);
     work();
-    wait([&] { return __atomic_load_n(&finished, __ATOMIC_ACQUIRE) == workers; });
+    wait([&] { return __atomic_load_n(&finished, __ATOMIC_ACQUIRE) == needed; });
   }
 
   // A worker's call, which returns after the leader's function.
   void serve() {
-    for (int64_t done = 0;;) {
-      wait([&] { return __atomic_load_n(&round, __ATOMIC_ACQUIRE) != done; });
-      done++;
-      if (stopped) return;
+    const int64_t place = __atomic_fetch_add(&joined, 1, __ATOMIC_RELAXED);
+    for (int64_t last = 0, now = 0;; last = now) {
+      wait([&] { return (now = __atomic_load_n(&signal, __ATOMIC_ACQUIRE)) != last; });
+      if (now % ROUND == END) return;
+      if (place >= now % ROUND) continue;
       work();
       clearhead::trim_scratch();
       __atomic_fetch_add(&finished, 1, __ATOMIC_RELEASE);
@@ -48,15 +53,18 @@ class Team {
 
   // The leader's call: the function's work is shared with so many workers.
   void lead(int with, void (*function)(void* of), void* of) {
-    workers = with;
+    workers = minimum((int64_t)with, END - 1);
     led() = this;
     function(of);
     led() = nullptr;
-    stopped = true;
-    __atomic_store_n(&round, round + 1, __ATOMIC_RELEASE);
+    begin(END);
   }
 
  private:
+  void begin(int64_t needed) {
+    __atomic_store_n(&signal, (signal / ROUND + 1) * ROUND + needed, __ATOMIC_RELEASE);
+  }
+
   void work() {
     const TileScope scope;
     for (;;) {

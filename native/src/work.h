@@ -99,7 +99,7 @@ template <class Body> void parallel(int threads, int64_t units, const Body& body
     return;
   }
   if (Team* team = Team::led(); team != nullptr)
-    return team->run(units, [](const void* of, int64_t u) { (*(const Body*)of)(u); }, &body);
+    return team->run(threads, units, [](const void* of, int64_t u) { (*(const Body*)of)(u); }, &body);
 #pragma omp parallel num_threads(threads)
   {
     const TileScope scope;
