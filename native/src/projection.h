@@ -430,7 +430,7 @@ template <class M, class IO> class Projection {
     const bool simple = w.activation <= CH_RELU && w.slope == nullptr && w.dropped == 0 && w.gate == nullptr;
     const bool plain = group.first && group.last && simple && columns % VL == 0;
     // As many rows at a time in each step: two rows after six would leave FMA units idle.
-    const int64_t at_once = TILES ? MR : (rows + (rows + MR - 1) / MR - 1) / maximum((rows + MR - 1) / MR, (int64_t)1);
+    const int64_t turns = maximum((rows + MR - 1) / MR, (int64_t)1), at_once = TILES ? MR : (rows + turns - 1) / turns;
     bool started = !group.first;
     for (int64_t r = 0; r < rows && started; r++)
       memcpy(tile + r * PW, sums + (row + r) * sums_row + column, (size_t)(vecs * VL) * sizeof(float));

@@ -15,9 +15,9 @@ from clearhead.errors import UnsupportedError
 from clearhead.integrations.recast import class_of, original_of
 from clearhead.integrations.report import SwapReport, SwapRow
 from clearhead.nn.checks import check_model
-from clearhead.nn.packing import linear_weights, pack_weights, unpack_weights
 from clearhead.nn.reading import is_frozen, set_frozen
 from clearhead.nn.stacks import Decoder, Encoder
+from clearhead.nn.weight_packing import linear_weights, pack_weights, unpack_weights
 
 __all__ = ["freeze", "unfreeze"]
 
@@ -45,7 +45,8 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
     With ``pack`` the weights of these layers are stored as the GEMM reads them, where otherwise each call lays them
     out: faster up to some hundred rows, in the same memory. The sums then have the order of
     ``ch.set_invariant(True)``, whatever the number of rows. ``state_dict`` and ``unfreeze`` give the original bits.
-    Calls that run one by one read a copy in the usual layout, made for each.
+    Calls layer by layer read the panels too; torch's own operators, as under autocast or a compiler, read a copy that
+    is made for the call.
 
     Values of parameters may still change in place, as by ``load_state_dict``; but what is written through a view,
     ``.data`` or a NumPy array of a packed weight is written to a copy and lost. A frozen model raises in training mode

@@ -17,7 +17,7 @@ from clearhead.integrations.transformers.parts import linear_of
 from clearhead.integrations.transformers.probe import traits_of
 from clearhead.integrations.transformers.specs import weights_in
 from clearhead.integrations.transformers.stack import LayersAsOne, StackForward, forward_of_layers
-from clearhead.nn.packing import WeightOf
+from clearhead.nn.weight_packing import WeightOf
 from clearhead.torch_private import submodules_of
 
 __all__ = ["freeze_layers", "linear_weights", "unfreeze_layers"]

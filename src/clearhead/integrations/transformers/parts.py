@@ -21,8 +21,8 @@ from clearhead.nn.feedforward import drop_of, name_of
 from clearhead.nn.linear import layer_of, looked_at, refuse_hooks, weights_of
 from clearhead.nn.norm import norm_of as torchs_norm_of
 from clearhead.nn.norm import normed, takes_norm
-from clearhead.nn.packing import WeightOf
 from clearhead.nn.spec import NormLike
+from clearhead.nn.weight_packing import WeightOf
 from clearhead.ops.kinds import NormKind
 from clearhead.ops.packed_weight import PackedParameter, as_stored
 from clearhead.projection import Layer, project, project_activate, project_activate_project

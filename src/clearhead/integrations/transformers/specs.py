@@ -28,8 +28,8 @@ from clearhead.integrations.transformers.parts import (
     weight_in,
 )
 from clearhead.integrations.transformers.relative import disentangled_scale
-from clearhead.nn.packing import WeightOf
 from clearhead.nn.spec import LayerParts, Projections, Stack
+from clearhead.nn.weight_packing import WeightOf
 from clearhead.scores import SoftCap
 from clearhead.torch_private import any_hooks, hooks_of
 
