@@ -2,10 +2,12 @@
 
     python benchmarks/small_gemms.py
     python benchmarks/small_gemms.py --dtype bfloat16 --threads 1
+    python benchmarks/small_gemms.py --dtype int8
 
-Three calls alternate: the kernels on a weight that ``ch.freeze(model, pack=True)`` packed, the kernels on an ordinary
-weight, which they pack in each call, and oneDNN's on a weight that it reordered before. A share is oneDNN's median time
-by ours: above 1 ours is faster.
+Calls alternate: the kernels on a weight that ``ch.freeze(model, pack=True)`` packed, the kernels on an ordinary weight,
+which they pack in each call, and oneDNN's on a weight that it reordered before. With int8, weight and input are integers:
+the kernels round the float32 input in the call, and oneDNN gets it rounded. A share is oneDNN's median time by ours:
+above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from clearhead.ops.kinds import Activation
+from clearhead.ops.kinds import Activation, Rounding
 from clearhead.ops.library import library
 from clearhead.ops.packed_weight import PackedWeight
 
@@ -26,24 +28,42 @@ from clearhead.ops.packed_weight import PackedWeight
 LAYERS = ((768, 768, "none"), (2304, 768, "none"), (3072, 768, "gelu"), (768, 3072, "none"))
 ACTIVATIONS = {"none": Activation.PLAIN, "gelu": Activation.GELU}
 #: Relative to the largest output: the two add in different orders.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.int8: 2e-2}
+
+Calls = dict[str, Callable[[], Tensor]]
 
 
-def calls_of(rows: int, out: int, steps: int, activation: str, dtype: torch.dtype) -> list[Callable[[], Tensor]]:
+def calls_of(rows: int, out: int, steps: int, activation: str, dtype: torch.dtype) -> Calls:
     """The same layer: packed before, packed in the call, and by oneDNN."""
     weight, bias = (torch.randn(out, steps) / steps**0.5).to(dtype), torch.randn(out, dtype=dtype)
     x, kind, packed = torch.randn(rows, steps, dtype=dtype), int(ACTIVATIONS[activation]), PackedWeight.of(weight)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return [
-        lambda: torch.ops.clearhead.linear_packed(x, packed.panels, out, bias, kind),
-        lambda: torch.ops.clearhead.linear(x, weight, bias, kind),
-        lambda: torch.ops.mkldnn._linear_pointwise(x, reordered, bias, activation, [], "none"),
-    ]
+    return {
+        "packed": lambda: torch.ops.clearhead.linear_packed(x, packed.panels, out, bias, kind),
+        "not packed": lambda: torch.ops.clearhead.linear(x, weight, bias, kind),
+        "oneDNN": lambda: torch.ops.mkldnn._linear_pointwise(x, reordered, bias, activation, [], "none"),
+    }
 
 
-def check(calls: Sequence[Callable[[], Tensor]], dtype: torch.dtype) -> None:
+def integer_calls_of(rows: int, out: int, steps: int, activation: str) -> Calls:
+    """The same layer on integers: inputs rounded in the call, and by oneDNN on rounded ones."""
+    # Without VNNI oneDNN adds pairs of products in 16 bits: larger weights would saturate there.
+    codes = (torch.randn(out, steps) * 12).round().clamp(-64, 64).to(torch.int8)
+    scale, bias, kind = torch.full((out,), 1 / (12 * steps**0.5)), torch.randn(out), int(ACTIVATIONS[activation])
+    x, no_zeros = torch.randn(rows, steps), torch.zeros(out, dtype=torch.int64)
+    unit = x.abs().max().item() / 127
+    rounded, packed = (x / unit + 128).round().to(torch.uint8), torch.ops.onednn.qlinear_prepack(codes, [rows, steps])
+    of_weight, of_x = (codes, scale[:, None], None, bias), (unit, 128, packed, scale, no_zeros, bias)
+    dtype, rounding = torch.float32, int(Rounding.SYMMETRIC)
+    return {
+        "int8": lambda: torch.ops.clearhead.linear_quantized(x, *of_weight, rounding, -128, 127, kind),
+        "oneDNN": lambda: torch.ops.onednn.qlinear_pointwise(rounded, *of_x, 1.0, 0, dtype, activation, [], "none"),
+    }
+
+
+def check(calls: Calls, dtype: torch.dtype) -> None:
     """Raise unless all calls compute the same."""
-    first, *others = [call().float() for call in calls]
+    first, *others = [call().float() for call in calls.values()]
     for other in others:
         difference = (other - first).abs().max() / first.abs().max()
         if not difference <= TOLERANCE[dtype]:
@@ -66,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 256, 512, 1024], help="rows of the input")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of input and weight")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32", help="of input and weight")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each row of the table (default: 1)")
     options = parser.parse_args()
     if library() is None:
@@ -77,16 +97,19 @@ def main() -> None:
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
     print(f"torch {torch.__version__}, {options.dtype}, {options.threads} threads\n")
-    print("| rows | out x in | activation | packed, ms | not packed, ms | oneDNN, ms | share | not packed | GFLOP/s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    names = ("int8",) if dtype is torch.int8 else ("packed", "not packed")
+    columns = [*(f"{name}, ms" for name in (*names, "oneDNN")), *(f"share of {name}" for name in names)]
+    print("| rows | out x in | activation |", " | ".join(columns), "| GFLOP/s |")
+    print("|---|---|---|" + "---|" * len(columns) + "---|")
     for rows in options.rows:
         for out, steps, activation in LAYERS:
-            calls = calls_of(rows, out, steps, activation, dtype)
+            layer = (rows, out, steps, activation)
+            calls = integer_calls_of(*layer) if dtype is torch.int8 else calls_of(*layer, dtype)
             check(calls, dtype)
-            packed, plain, onednn = median_times(calls, options.seconds)
-            times = " | ".join(f"{1e3 * each:.2f}" for each in (packed, plain, onednn))
-            shares, rate = f"{onednn / packed:.2f} | {onednn / plain:.2f}", 2e-9 * rows * out * steps / packed
-            print(f"| {rows} | {out}x{steps} | {activation} | {times} | {shares} | {rate:.0f} |")
+            *ours, onednn = median_times([*calls.values()], options.seconds)
+            cells = [*(f"{1e3 * each:.2f}" for each in (*ours, onednn)), *(f"{onednn / each:.2f}" for each in ours)]
+            rate = 2e-9 * rows * out * steps / ours[0]
+            print(f"| {rows} | {out}x{steps} | {activation} | {' | '.join(cells)} | {rate:.0f} |")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-// Dot products of 8-bit integers with sums in 32 bits. They are exact, so every instruction set has the same bits in
-// whatever order it adds. This file has what differs between the sets.
+// Products of 8-bit integers with sums in 32 bits. They are exact, so every instruction set has the same bits in whatever
+// order it adds. This file has what differs between the sets.
 //
-// STEPS integers of a row are multiplied at a time. A row of activations has them as `Left`, zero-padded to STEPS; a row
-// of the weight is read in place. ROWS rows of activations times COLUMNS rows of the weight have their sums in registers.
-// `shift` is what `load_weight` adds to the weight's integers, so a sum has shift times the row's sum of activations too.
+// A vector has STEPS integers of a row. A row of activations has them as `Left`, zero-padded to STEPS. `load_weight` adds
+// SHIFT to the weight's integers, so a sum has SHIFT times the row's sum of activations too.
 #pragma once
 
 #include "work.h"
 
 namespace CH_NS {
 
+// Dot products along rows of the weight, which are read in place: ROWS rows of activations times COLUMNS rows of the
+// weight have their sums in registers.
 struct IntegerDot {
 #if defined(CH_VNNI)
   // VPDPBUSD multiplies unsigned by signed bytes.
@@ -61,10 +62,15 @@ struct IntegerDot {
 #else
   typedef int8_t Left;
   typedef vi Vector;
-  static constexpr int STEPS = 16, ROWS = 2, SHIFT = 0;
+  typedef int8_t Bytes __attribute__((vector_size(4 * VL)));
+  static constexpr int STEPS = 4 * VL, ROWS = 2, SHIFT = 0;
   static CH_INLINE Vector zero() { return (vi){}; }
-  static CH_INLINE const int8_t* load_weight(const int8_t* w) { return w; }
-  static CH_INLINE Vector madd(Vector sum, const int8_t* weight, const Left* x) {
+  static CH_INLINE Bytes load_weight(const int8_t* w) {
+    Bytes bytes;
+    memcpy(&bytes, w, sizeof(bytes));
+    return bytes;
+  }
+  static CH_INLINE Vector madd(Vector sum, Bytes weight, const Left* x) {
     for (int i = 0; i < STEPS; i++) sum[i % VL] += (int32_t)weight[i] * x[i];
     return sum;
   }
@@ -78,6 +84,50 @@ struct IntegerDot {
     for (uint32_t lane : lanes) all += lane;
     return (int32_t)all;
   }
+};
+
+// The operands of the GEMM micro-kernel: a word has PACK steps of a row of activations, or of a column of a panel. Sums
+// are integers in the bits of floats, which SET and CONTINUE only move.
+struct IntegerGemm {
+  typedef uint32_t operand;
+  typedef uint32_t right;
+  static constexpr int PACK = 4 / sizeof(IntegerDot::Left), LOAD_VECTORS = 1, HEIGHT = MR, BLOCK = 1;
+  static_assert(IntegerDot::STEPS == VL * PACK);
+  static CH_INLINE Broadcast broadcast(const uint32_t* a) { return broadcast_float((const float*)a); }
+  static CH_INLINE vf get(const uint32_t* b) { return (vf)*(const vu_any*)b; }
+#if defined(CH_VNNI)
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
+    return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, (__m512i)a);
+  }
+#elif defined(CH_AVX512)
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
+    return (vf)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)b, (__m512i)a));
+  }
+#elif defined(CH_AVX2)
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
+    return (vf)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)b, (__m256i)a));
+  }
+#elif defined(CH_DOTPROD)
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
+    asm("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sum) : "w"(b), "w"(a));
+    return sum;
+  }
+#elif defined(CH_NEON)
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
+    const int8x8_t left = vreinterpret_s8_f32(vdup_n_f32(a));
+    const int8x16_t right = (int8x16_t)b;
+    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(right), left));
+    const int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(right), left));
+    return (vf)vaddq_s32((int32x4_t)sum, vpaddq_s32(low, high));
+  }
+#else
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
+    vi total = (vi)sum;
+    for (int shift = 0; shift < 32; shift += 8)
+      total += ((vi)((vu)a << (24 - shift)) >> 24) * ((vi)((vu)b << (24 - shift)) >> 24);
+    return (vf)total;
+  }
+#endif
 };
 
 }  // namespace CH_NS

@@ -3,6 +3,8 @@
 //
 // The scales of rows and the rounding are those of torchao (`Rounding`) and of torch.ao (one scale for all rows), step by
 // step in the dtype of x, so that the integers are the same. A row with NaN or infinity has NaN as its scale.
+//
+// Few rows are dot products with the weight where it lies; many are multiplied by panels of it. The sums are the same.
 #pragma once
 
 #include "integer_dot.h"
@@ -93,9 +95,13 @@ inline RowScale tensor_scale(const Extent& extent, int low, int high) {
 template <class IO> class RoundedRows {
   typedef typename IO::type type;
   typedef IntegerDot Dot;
+  typedef Dot::Left Codes __attribute__((vector_size(sizeof(Dot::Left) * VL)));
 
-  // Columns of a unit of work and steps of its stretches: the weight's part stays in L2 and four of its rows in L1.
-  static constexpr int64_t WIDTH = 64, DEPTH = 2048, MAX_ROWS = 288, FEW_ROWS = 8;
+  // Columns of a unit of work, operands of a stretch of a panel, and rows for which a panel is made once.
+  static constexpr int64_t WIDTH = 64, DEPTH = 512, MAX_ROWS = 48 * MR;
+  // Rows by which the weight is multiplied where it lies; measured on AVX2: beyond, panels are faster.
+  static constexpr int64_t FEW_ROWS = 4;
+  static_assert(WIDTH % PW == 0);
 
   const ch_quantized& w;
   const int64_t padded;  // steps of a rounded row
@@ -121,8 +127,9 @@ template <class IO> class RoundedRows {
       parallel(threads, (w.columns + WIDTH - 1) / WIDTH, [&](int64_t unit) {
         const int64_t size = (rows + 1) * WIDTH;
         int32_t* sums = (int32_t*)scratch(clearhead::SLOT_WORK, (size_t)size * sizeof(int32_t));
-        if (sums == nullptr) return fault.set(CH_NO_MEMORY);
-        multiply(row, rows, unit * WIDTH, sums);
+        uint32_t* panel = (uint32_t*)scratch(clearhead::SLOT_KEYS, (size_t)(DEPTH * PW) * sizeof(uint32_t));
+        if (sums == nullptr || panel == nullptr) return fault.set(CH_NO_MEMORY);
+        multiply(row, rows, unit * WIDTH, panel, sums);
       });
     }
     clearhead::trim_scratch();
@@ -175,57 +182,107 @@ template <class IO> class RoundedRows {
     const vf inverse = all(1.0f / scales[r].scale), zero = all((float)scales[r].zero);
     const vf low = all((float)w.low), high = all((float)w.high);
     int32_t sum = 0;
-    for (int64_t c = 0; c < w.steps; c += VL) {
-      float x[VL];
-      const int count = (int)minimum((int64_t)VL, w.steps - c);
-      get_row<IO>(row + c, count, x, VL);
-      vf value = nearest(load(x) * inverse) + zero;
+    vi sums = {};
+    const auto codes_of = [&](vf x) CH_INLINED {
+      vf value = nearest(x * inverse) + zero;
       value = value > low ? value : low;
       value = value < high ? value : high;
-      for (int i = 0; i < count; i++) {
-        const int32_t code = (int32_t)value[i];
-        to[c + i] = (typename Dot::Left)code;
-        sum += code;
-      }
+      return __builtin_convertvector(value, vi);
+    };
+    int64_t c = 0;
+    for (; c + VL <= w.steps; c += VL) {
+      const vi codes = codes_of(get_vector<IO>(row + c));
+      const Codes narrow = __builtin_convertvector(codes, Codes);
+      memcpy(to + c, &narrow, sizeof(narrow));
+      sums += codes;
     }
+    if (c < w.steps) {
+      float rest[VL];
+      get_row<IO>(row + c, (int)(w.steps - c), rest, VL);
+      const vi codes = codes_of(load(rest));
+      for (int i = 0; c < w.steps; c++, i++) to[c] = (typename Dot::Left)codes[i], sum += codes[i];
+    }
+    for (int i = 0; i < VL; i++) sum += sums[i];
     row_sums[r] = sum;
   }
 
   // All rows by WIDTH rows of the weight.
-  void multiply(int64_t row, int64_t rows, int64_t column, int32_t* sums) const {
+  void multiply(int64_t row, int64_t rows, int64_t column, uint32_t* panel, int32_t* sums) const {
     const int64_t columns = minimum(WIDTH, w.columns - column);
     // Symmetric rows need no sums of the weight.
     const int64_t all_rows = rows + (w.rounding == CH_ROUND_SYMMETRIC && w.low + w.high == -1 ? 0 : 1);
-    const int64_t depth = rows <= FEW_ROWS ? maximum((int64_t)1, padded) : DEPTH;
-    memset(sums, 0, (size_t)(all_rows * WIDTH) * sizeof(int32_t));
-    for (int64_t s = 0; s < w.steps; s += depth) {
-      const int64_t steps = minimum(depth, w.steps - s);
-      for (int64_t c = 0; c < columns; c += Dot::COLUMNS)
-        for (int64_t r = 0; r < all_rows; r += Dot::ROWS)
-          add_block(left + r * padded + s, minimum((int64_t)Dot::ROWS, all_rows - r), column + c,
-                    minimum((int64_t)Dot::COLUMNS, columns - c), s, steps, sums + r * WIDTH + c, r == 0);
-    }
+    if (rows <= FEW_ROWS) multiply_few(all_rows, column, columns, sums);
+    else multiply_many(all_rows, column, columns, panel, sums);
     finish(row, rows, column, (int)columns, all_rows > rows ? sums + rows * WIDTH : nullptr, sums);
   }
 
-  void add_block(const typename Dot::Left* x, int64_t rows, int64_t column, int64_t columns, int64_t step, int64_t steps,
-                 int32_t* sums, bool prefetches) const {
-    const int8_t* weight = (const int8_t*)w.weight + column * w.weight_row + step;
+  void multiply_many(int64_t rows, int64_t column, int64_t columns, uint32_t* panel, int32_t* sums) const {
+    typedef IntegerGemm M;
+    const int64_t operands = padded / M::PACK;
+    const uint32_t* words = (const uint32_t*)left;
+    if (operands == 0) memset(sums, 0, (size_t)(rows * WIDTH) * sizeof(int32_t));
+    for (int64_t c = 0; c < columns; c += PW) {
+      const int count = (int)minimum((int64_t)PW, columns - c), vecs = (count + VL - 1) / VL;
+      for (int64_t s = 0; s < operands; s += DEPTH) {
+        const int64_t depth = minimum(DEPTH, operands - s);
+        fill_panel(column + c, count, s * M::PACK, depth * M::PACK, panel);
+        for (int64_t r = 0; r < rows; r += MR) {
+          const uint32_t* a = words + r * operands + s;
+          float* to = (float*)(sums + r * WIDTH + c);
+          const int height = (int)minimum((int64_t)MR, rows - r);
+          if (s == 0) gemm<M, SET>(height, vecs, depth, a, operands, 1, panel, PW, to, WIDTH);
+          else gemm<M, CONTINUE>(height, vecs, depth, a, operands, 1, panel, PW, to, WIDTH);
+        }
+      }
+    }
+  }
+
+  // The panel of `columns` rows of the weight and `steps` steps, a multiple of STEPS. Columns are whole vectors, the last
+  // one repeated.
+  void fill_panel(int64_t column, int columns, int64_t first, int64_t steps, uint32_t* panel) const {
+    const int8_t* weight = (const int8_t*)w.weight + column * w.weight_row;
+    for (int c = 0; c < columns; c += VL)
+      for (int64_t s = first; s < first + steps; s += Dot::STEPS) {
+        const int64_t rest = minimum((int64_t)Dot::STEPS, w.steps - s);
+        Words words[VL];
+#pragma GCC unroll 16
+        for (int r = 0; r < VL; r++) {
+          const int8_t* from = weight + minimum(c + r, columns - 1) * w.weight_row + s;
+          int8_t last[Dot::STEPS] = {};
+          if (rest < Dot::STEPS) from = (const int8_t*)memcpy(last, from, (size_t)rest);
+          words[r] = (Words)Dot::load_weight(from);
+        }
+        transpose_words(words);
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; i++) store_words(panel + ((s - first) / IntegerGemm::PACK + i) * PW + c, words[i]);
+      }
+  }
+
+  void multiply_few(int64_t rows, int64_t column, int64_t columns, int32_t* sums) const {
+    for (int64_t c = 0; c < columns; c += Dot::COLUMNS)
+      for (int64_t r = 0; r < rows; r += Dot::ROWS)
+        multiply_block(left + r * padded, minimum((int64_t)Dot::ROWS, rows - r), column + c,
+                       minimum((int64_t)Dot::COLUMNS, columns - c), sums + r * WIDTH + c, r == 0);
+  }
+
+  void multiply_block(const typename Dot::Left* x, int64_t rows, int64_t column, int64_t columns, int32_t* sums,
+                      bool prefetches) const {
+    const int8_t* weight = (const int8_t*)w.weight + column * w.weight_row;
     // Rows of the weight beyond the last one are read as the last one, and their sums dropped.
     const int8_t* rows_of[Dot::COLUMNS];
     for (int64_t c = 0; c < Dot::COLUMNS; c++) rows_of[c] = weight + minimum(c, columns - 1) * w.weight_row;
     int32_t block[Dot::ROWS * Dot::COLUMNS] = {};
     const int64_t next = prefetches && column + 2 * Dot::COLUMNS <= w.columns ? Dot::COLUMNS * w.weight_row : 0;
-    add_rows<Dot::ROWS>((int)rows, x, rows_of, steps, next, block);
+    multiply_rows<Dot::ROWS>((int)rows, x, rows_of, next, block);
     for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < columns; c++) sums[r * WIDTH + c] += block[r * Dot::COLUMNS + c];
+      for (int64_t c = 0; c < columns; c++) sums[r * WIDTH + c] = block[r * Dot::COLUMNS + c];
   }
 
   template <int ROWS>
-  void add_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int64_t steps, int64_t next,
-                int32_t* block) const {
+  void multiply_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int64_t next,
+                     int32_t* block) const {
     if constexpr (ROWS > 1)
-      if (rows < ROWS) return add_rows<ROWS - 1>(rows, x, weight, steps, next, block);
+      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, next, block);
     typename Dot::Vector sum[ROWS][Dot::COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
@@ -240,15 +297,15 @@ template <class IO> class RoundedRows {
       }
     };
     int64_t s = 0;
-    for (; s + Dot::STEPS <= steps; s += Dot::STEPS) {
+    for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) {
       if (next > 0 && s % 64 == 0)
 #pragma GCC unroll 4
         for (int c = 0; c < Dot::COLUMNS; c++) __builtin_prefetch(weight[c] + next + s, 0, 2);
       add(x + s, [&](int c) CH_INLINED { return weight[c] + s; });
     }
-    if (s < steps) {
+    if (s < w.steps) {
       int8_t rest[Dot::COLUMNS][Dot::STEPS] = {};
-      for (int c = 0; c < Dot::COLUMNS; c++) memcpy(rest[c], weight[c] + s, (size_t)(steps - s));
+      for (int c = 0; c < Dot::COLUMNS; c++) memcpy(rest[c], weight[c] + s, (size_t)(w.steps - s));
       add(x + s, [&](int c) CH_INLINED { return rest[c]; });
     }
     for (int r = 0; r < ROWS; r++)
