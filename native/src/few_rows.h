@@ -142,7 +142,8 @@ __attribute__((noinline)) void gemv_across(const typename IO::type* b, int64_t l
 constexpr int AXPY_STEPS = 8;
 
 // VL columns of the rows of the matrix, one or two, that form one operand.
-template <class M, class IO> CH_INLINE vf load_operand(const typename IO::type* b, int64_t ldb, bool two) {
+template <class M, class IO>
+CH_INLINE vf load_operand(const typename IO::type* b, [[maybe_unused]] int64_t ldb, [[maybe_unused]] bool two) {
   if constexpr (M::PACK == 1) {
     return get_vector<IO>(b);
   } else {
@@ -153,7 +154,8 @@ template <class M, class IO> CH_INLINE vf load_operand(const typename IO::type* 
 }
 // The same for the last columns, fewer than VL.
 template <class M, class IO>
-CH_INLINE vf load_last_operand(const typename IO::type* b, int64_t ldb, bool two, int columns) {
+CH_INLINE vf load_last_operand(const typename IO::type* b, [[maybe_unused]] int64_t ldb, [[maybe_unused]] bool two,
+                               int columns) {
   typename M::operand padded[VL];
   if constexpr (M::PACK == 1) {
     get_row<IO>(b, columns, padded, VL);

@@ -114,27 +114,30 @@ template <class IO> CH_INLINE vf get_vector(const typename IO::type* p) {
   }
 }
 
+#if !defined(CH_BF16DOT)
+// Rounded to bfloat16, as `float_to_bfloat`.
+CH_INLINE vh rounded(vf x) {
+  const vu bits = (vu)x, nearest = bits + 0x7fff + (bits >> 16 & 1);
+  const vu is_nan = (vu)((bits & 0x7fffffff) > 0x7f800000);
+  return __builtin_convertvector(((is_nan & (bits | 0x400000)) | (~is_nan & nearest)) >> 16, vh);
+}
+#endif
+
 template <class IO> CH_INLINE void put_vector(typename IO::type* p, vf x) {
   if constexpr (__is_same(typename IO::type, float)) {
     store(p, x);
+  } else if constexpr (__is_same(IO, BFloat16)) {
+    put_halves(p, rounded(x));
   } else {
-#if defined(CH_BF16DOT)
-    if constexpr (__is_same(IO, BFloat16)) return put_halves(p, rounded(x));
-#endif
 #if defined(CH_AVX512)
-    if constexpr (__is_same(IO, Float16)) {
-      _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
-      return;
-    }
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(CH_AVX2)
-    if constexpr (__is_same(IO, Float16)) {
-      _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
-      return;
-    }
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(CH_NEON)
-    if constexpr (__is_same(IO, Float16)) return put_halves(p, (vh)vcvt_f16_f32((float32x4_t)x));
-#endif
+    put_halves(p, (vh)vcvt_f16_f32((float32x4_t)x));
+#else
     for (int i = 0; i < VL; i++) put_one<IO>(p + i, x[i]);
+#endif
   }
 }
 

@@ -312,24 +312,24 @@ template <class IO> class RoundedRows {
       for (int c = 0; c < Dot::COLUMNS; c++) block[r * Dot::COLUMNS + c] = Dot::total(sum[r][c]);
   }
 
-  void finish(int64_t row, int64_t rows, int64_t column, int columns, const int32_t* weight_sums, int32_t* sums) const {
+  void finish(int64_t row, int64_t rows, int64_t column, int columns, const int32_t* weight_sums,
+              const int32_t* sums) const {
     float scale[WIDTH], bias[WIDTH] = {};
+    // The sums of the weight's rows.
+    uint32_t of_weight[WIDTH] = {};
     for (int c = 0; c < WIDTH; c++) scale[c] = c < columns ? w.scale[column + c] : 1.0f;
+    for (int c = 0; c < columns && weight_sums != nullptr; c++)
+      of_weight[c] = (uint32_t)weight_sums[c] - (uint32_t)Dot::SHIFT * (uint32_t)row_sums[rows];
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, WIDTH);
     for (int64_t r = 0; r < rows; r++) {
       float scaled[WIDTH];
-      const uint32_t shift = (uint32_t)Dot::SHIFT * (uint32_t)row_sums[r];
-      for (int c = 0; c < WIDTH; c++) {
-        const uint32_t zero = weight_sums == nullptr ? 0 : (uint32_t)scales[r].zero * (uint32_t)weight_sums_at(weight_sums, rows, c);
-        scaled[c] = (float)(int32_t)((uint32_t)sums[r * WIDTH + c] - shift - zero) * scales[r].scale;
+      const vu shift = (uint32_t)Dot::SHIFT * (uint32_t)row_sums[r] + (vu){}, zero = (uint32_t)scales[r].zero + (vu){};
+      for (int c = 0; c < columns; c += VL) {
+        const vu sum = *(const vu_any*)(sums + r * WIDTH + c) - shift - zero * *(const vu_any*)(of_weight + c);
+        store(scaled + c, __builtin_convertvector((vi)sum, vf) * all(scales[r].scale));
       }
       put_scaled<IO>(w, row + r, column, columns, scaled, scale, bias);
     }
-  }
-
-  // The sum of a row of the weight.
-  CH_INLINE int32_t weight_sums_at(const int32_t* sums, int64_t rows, int c) const {
-    return (int32_t)((uint32_t)sums[c] - (uint32_t)Dot::SHIFT * (uint32_t)row_sums[rows]);
   }
 };
 
