@@ -3,8 +3,8 @@
     python benchmarks/residual_stream.py
 
 Each row rounds some tensors to bfloat16 and computes in float32: the residual stream (sums and the norms of them), the
-other outputs of operations, the operands of GEMMs. The last rows are models. An error is the largest one relative to the
-largest exact output.
+other outputs of operations, the operands of GEMMs. The last rows are models. An error is the largest one relative to
+the largest exact output.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python benchmarks/small_gemms.py --dtype int8
 
 Calls alternate: the kernels on a weight that ``ch.freeze(model, pack=True)`` packed, the kernels on an ordinary weight,
-which they pack in each call, and oneDNN's on a weight that it reordered before. With int8, weight and input are integers:
-the kernels round the float32 input in the call, and oneDNN gets it rounded. A share is oneDNN's median time by ours:
-above 1 ours is faster.
+which they pack in each call, and oneDNN's on a weight that it reordered before. With int8, weight and input are
+integers: the kernels round the float32 input in the call, and oneDNN gets it rounded. A share is oneDNN's median time
+by ours: above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 256, 512, 1024], help="rows of the input")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32", help="of input and weight")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32", help="of the weight")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each row of the table (default: 1)")
     options = parser.parse_args()
     if library() is None:
