@@ -163,6 +163,11 @@ def test_gradients_of_one_side_have_the_bits_of_all(name: str, side: Side) -> No
     expected = [query, delta] if side is Side.QUERIES else [key, value, delta]
     assert len(computed) == len(expected)
     assert all(map(torch.equal, computed, expected))
+
+
+@pytest.mark.parametrize(("name", "side"), zip(OPTIONS, itertools.cycle([Side.QUERIES, Side.KEYS])))
+def test_gradients_of_one_side_pass_opcheck(name: str, side: Side) -> None:
+    arguments, options = _gradient_call(name, "contiguous", torch.float32)
     arguments[1].requires_grad_()
     _check("attention_gradients", arguments, {**options, "side": int(side)})
 
