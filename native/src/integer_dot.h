@@ -93,7 +93,11 @@ struct IntegerGemm {
   typedef uint32_t right;
   static constexpr int PACK = 4 / sizeof(IntegerDot::Left), LOAD_VECTORS = 1, HEIGHT = MR, BLOCK = 1;
   static_assert(IntegerDot::STEPS == VL * PACK);
-  static CH_INLINE Broadcast broadcast(const uint32_t* a) { return broadcast_float((const float*)a); }
+  static CH_INLINE Broadcast broadcast(const uint32_t* a) {
+    float bits;
+    memcpy(&bits, a, sizeof(bits));
+    return broadcast_float(&bits);
+  }
   static CH_INLINE vf get(const uint32_t* b) { return (vf)*(const vu_any*)b; }
 #if defined(CH_VNNI)
   static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {

@@ -318,8 +318,8 @@ template <class IO> class RoundedRows {
     // The sums of the weight's rows.
     uint32_t of_weight[WIDTH] = {};
     for (int c = 0; c < WIDTH; c++) scale[c] = c < columns ? w.scale[column + c] : 1.0f;
-    for (int c = 0; c < columns && weight_sums != nullptr; c++)
-      of_weight[c] = (uint32_t)weight_sums[c] - (uint32_t)Dot::SHIFT * (uint32_t)row_sums[rows];
+    for (int c = 0; c < columns && weight_sums != nullptr; c += VL)
+      *(vu_any*)(of_weight + c) = *(const vu_any*)(weight_sums + c) - (uint32_t)Dot::SHIFT * (uint32_t)row_sums[rows];
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, WIDTH);
     for (int64_t r = 0; r < rows; r++) {
       float scaled[WIDTH];
