@@ -7,11 +7,10 @@ observed, hooked or edited: the caller then runs op by op, with bitwise identica
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native
@@ -30,7 +29,7 @@ from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
-from clearhead.ops.block import MALFORMED, Recompute, Tape, run_blocks
+from clearhead.ops.block import MALFORMED, PLAIN, Recompute, Tape, run_blocks
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.library import library
 from clearhead.paged_step import PagedStep
@@ -46,9 +45,35 @@ __all__ = ["fused_attention", "fused_layers", "is_fused_attention", "of_parts", 
 
 _FUNCTION: Final = "attention"
 _NOTHING: Final = Want()
-_TYPES: Final = {Tensor, nn.Parameter}
 
 Tokens: TypeAlias = Sequence[Float[Tensor, "*batch _len _width"]]
+#: Where a call's dropout begins: the first batch entry, head and key of attention; the numbers of activations' rows.
+_Places: TypeAlias = tuple[tuple[int, int, int], Tensor | int]
+_WHOLE: Final[_Places] = (0, 0, 0), 0
+
+
+class _AttentionCall(NamedTuple):
+    """What one attention reads besides tokens and weights, as ``fused_attention`` takes it."""
+
+    mask: Mask | None = None
+    query_offset: int | None = None
+    cache: CacheView | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether the call's own tokens are appended to a cache first."""
+        return self.cache is not None and self.cache.grows
+
+    @property
+    def cached(self) -> int:
+        """Tokens before the first query in a growing cache."""
+        return self.cache.length if self.cache is not None and self.cache.grows else 0
+
+    def keys(self, tokens: Tokens) -> int:
+        """How many keys the queries may attend to."""
+        if self.cache is None:
+            return tokens[-1].shape[1]
+        return self.cache.length + (tokens[0].shape[1] if self.cache.grows else 0)
 
 
 def fused_attention(
@@ -84,16 +109,13 @@ def fused_attention(
     """
     if watched() or not _may_fuse(tokens):
         return None
-    training = _learns(tokens, projections)
-    attended = (
-        _attended(tokens, projections, training, mask, query_offset, cache)
-        if _takes(tokens, projections, training)
-        else None
-    )
+    training, call = _learns(tokens, projections), _AttentionCall(mask, query_offset, cache)
+    attended = _attended(tokens, projections, training, call) if _takes(tokens, projections, training) else None
     if attended is None:
         return None
     tape, seed = projections.tape.copy(), draw_seed(projections.dropout)
-    _write_call(tape, projections, attended, seed, cache, angles, origin_of(tokens[0].shape))
+    origin = origin_of(tokens[0].shape) if projections.dropout else _WHOLE[0]
+    _write_call(tape, projections, attended, seed, cache, angles, origin)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_attention(projections.mapped(_change(places)), attended, copies, seed, angles)
@@ -111,9 +133,8 @@ def is_fused_attention(tokens: Tokens, projections: Projections, **options: Any)
     """
     if not _may_fuse(tokens):
         return False
-    training = _learns(tokens, projections)
-    arguments = (options.get("mask"), options.get("query_offset"), options.get("cache"))
-    return _takes(tokens, projections, training) and _attended(tokens, projections, training, *arguments) is not None
+    training, call = _learns(tokens, projections), _AttentionCall(**options)
+    return _takes(tokens, projections, training) and _attended(tokens, projections, training, call) is not None
 
 
 def fused_layers(
@@ -128,8 +149,9 @@ def fused_layers(
     Args:
         tokens: ``[batch, len, width]`` of the layers' own and, where they attend to one, of the memory.
         stack: the layers, a single one where a gradient is wanted.
-        masks: of each attention of each layer.
-        caches: what each attention reads from a cache, where one does; a cached memory is not among ``tokens``.
+        masks: of each attention of a layer, the same for all layers.
+        caches: what each attention of each layer reads from a cache, where one does; a cached memory is not among
+            ``tokens``. Without caches those of one layer are enough.
         angles: RoPE cos and sin of the call's tokens, where attentions are rotated by ``"angles"``.
 
     Returns:
@@ -146,17 +168,16 @@ def fused_layers(
     training = _learns(tokens, stack)
     if training and len(stack.layers) > 1:
         return None
-    attended = _attended_by_layers(tokens, stack, training, masks, caches)
+    calls = _calls_of(stack, masks, caches)
+    attended = _attended_by_layers(tokens, stack, training, calls)
     if attended is None:
         return None
+    places = _places_of(tokens[0], masks[0]) if stack.drops_any else _WHOLE
     tape = stack.tape.copy()
-    with by_sequence(masks[0]):
-        rows = row_numbers(tokens[0].shape)
-    places = origin_of(tokens[0].shape), rows
-    seeds = _write_calls(tape, stack, attended, caches or (None,) * len(masks), angles, places)
+    seeds = _write_calls(tape, stack, attended, calls, caches, angles, places)
 
-    def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
-        return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles, rows)
+    def recompute(changed: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
+        return run_layer(stack.layers[0].mapped(_change(changed)), attended[0], copies, seeds, angles, places[1])
 
     return _run(tokens, tape, recompute if training else None)
 
@@ -182,7 +203,7 @@ def of_parts(
     """
     if not (_is_batch(tokens) and (overrides().fused is not False or is_invariant())):
         return None
-    if _attended_by_layers(tokens, stack, _learns(tokens, stack), masks, caches) is None:
+    if _attended_by_layers(tokens, stack, _learns(tokens, stack), _calls_of(stack, masks, caches)) is None:
         return None
     (parts,) = stack.layers
     x = like = tokens[0]
@@ -253,7 +274,7 @@ def _is_plain(tokens: Tokens, spec: Projections | Stack) -> bool:
     dtype = tokens[0].dtype
     if dtype not in DTYPES or not covers(dtype) or not unrecorded() or library() is None:
         return False
-    return all(each.is_cpu for each in tokens) and {*map(type, tokens), *map(type, spec.tape.tensors)} <= _TYPES
+    return spec.tape.is_plain and all(type(each) in PLAIN and each.is_cpu for each in tokens)
 
 
 def _takes_gemms(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
@@ -275,97 +296,94 @@ def _takes(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
     return _is_plain(tokens, spec) and _takes_gemms(tokens, spec, training)
 
 
+def _calls_of(
+    stack: Stack, masks: Sequence[Mask | None], caches: Sequence[CacheView | None]
+) -> list[list[_AttentionCall]]:
+    """What the attentions of each layer read; of the first layer alone if it is the same for all, besides tensors of
+    caches."""
+    count, depth = len(masks), len(stack.layers)
+    views = [caches[start : start + count] for start in range(0, len(caches), count)] or [(None,) * count]
+    first, *others = ([None if view is None else view.traits for view in layer] for layer in views)
+    if stack.repeats and all(traits == first for traits in others):
+        views = views[:1]
+    elif len(views) < depth:
+        views *= depth
+    return [[_AttentionCall(mask, None, view) for mask, view in zip(masks, layer, strict=True)] for layer in views]
+
+
 def _attended_by_layers(
-    tokens: Tokens, stack: Stack, training: bool, masks: Sequence[Mask | None], caches: Sequence[CacheView | None]
-) -> list[Attended] | None:
-    """The operator's arguments for the layers' attentions, for those of the first layer if a call is the same for all;
-    None if a part would not use the kernels."""
-    for parts in stack.layers:
-        if (training and parts.result_norms) or round(max(*parts.dropouts, parts.hidden) * LEVELS) >= LEVELS:
-            return None
-    if not _takes(tokens, stack, training):
+    tokens: Tokens, stack: Stack, training: bool, calls: Sequence[Sequence[_AttentionCall]]
+) -> list[list[Attended]] | None:
+    """The operator's arguments for the attentions of each layer of ``calls``; None if a part would not use the
+    kernels."""
+    if stack.drops_all or (training and stack.norms_results) or not _takes(tokens, stack, training):
         return None
-    views = caches or (None,) * len(masks)
-    attended, calls = list[Attended](), iter(zip(masks, views, strict=True))
-    for parts in stack.layers[:1] if _is_repeated(stack, masks, views) else stack.layers:
-        for place, (attention, (mask, cache)) in enumerate(zip(parts.attentions, calls, strict=False)):
-            one = _attended(tokens if place else tokens[:1], attention, training, mask, None, cache)
-            if one is None:
-                return None
-            attended.append(one)
+    attended = list[list[Attended]]()
+    for parts, calls_of_layer in zip(stack.layers, calls, strict=False):
+        of_layer = [
+            _attended(tokens if place else tokens[:1], attention, training, call)
+            for place, (attention, call) in enumerate(zip(parts.attentions, calls_of_layer, strict=True))
+        ]
+        if None in of_layer:
+            return None
+        attended.append([each for each in of_layer if each is not None])
     return attended
 
 
-def _attended(
-    tokens: Tokens,
-    projections: Projections,
-    training: bool,
-    mask: Mask | None,
-    query_offset: int | None,
-    cache: CacheView | None,
-) -> Attended | None:
+def _attended(tokens: Tokens, projections: Projections, training: bool, call: _AttentionCall) -> Attended | None:
     """The operator's arguments for an attention besides its tensors; None if it would not use the kernels."""
+    cache = call.cache
     if cache is not None and not _reads_cache(cache, tokens[0], training):
         return None
     if projections.head_norms and (training or len(projections.sources) < 3):
         return None
     if cache is not None and cache.step is not None:
-        return _over_pages(cache.step, projections, mask, query_offset)
-    attended = _in_a_band(tokens, projections, training, mask, query_offset, cache)
+        return _over_pages(cache.step, projections, call)
+    attended = _in_a_band(tokens, projections, training, call)
     if attended is None:
-        attended = _validated(tokens, projections, mask, query_offset, cache)
+        attended = _validated(tokens, projections, call)
     if attended is None or not isinstance(projections.rotary, Rotary):
         return attended
-    grows, keys = cache is not None and cache.grows, tokens[-1].shape[1] if cache is None else cache.length
-    if attended.query_offset < 0 or (query_offset is None and not grows and tokens[0].shape[1] != keys):
+    length, keys = tokens[0].shape[1], call.keys(tokens)
+    if attended.query_offset < 0 or (call.query_offset is None and not call.grows and length != keys):
         return None
     # A table is made for as many positions as the cache has capacity for, so that it serves later tokens too.
     capacity = cache.key.shape[2] if cache is not None and cache.grows else keys
-    positions = max(attended.query_offset + tokens[0].shape[1], capacity)
+    positions = max(attended.query_offset + length, capacity)
     return attended._replace(positions=positions) if positions <= MOST_POSITIONS else None
 
 
-def _over_pages(
-    step: PagedStep, projections: Projections, mask: Mask | None, query_offset: int | None
-) -> Attended | None:
+def _over_pages(step: PagedStep, projections: Projections, call: _AttentionCall) -> Attended | None:
     """The arguments of a call that reads pages: a causal band, without rules, which the op-by-op road has."""
-    band = None if mask is None else band_of(mask)
+    band = None if call.mask is None else band_of(call.mask)
     plain = type(projections.scale) in (float, type(None)) and projections.backend in ("auto", native.BACKEND.name)
-    if band is None or band[1] != 0 or not plain or projections.rules() or query_offset is not None:
+    if band is None or band[1] != 0 or not plain or projections.rules() or call.query_offset is not None:
         return None
     if projections.dropout or step.longest > MOST_POSITIONS:
         return None
     scale = projections.head_dim**-0.5 if projections.scale is None else projections.scale
     options = {name: bound for name, bound in zip(("before", "after"), band, strict=True) if bound is not None}
-    return Attended(mask, (), scale, 0.0, 0, options, step.longest)
+    return Attended(call.mask, (), scale, 0.0, 0, options, step.longest)
 
 
-def _in_a_band(
-    tokens: Tokens,
-    projections: Projections,
-    training: bool,
-    mask: Mask | None,
-    query_offset: int | None,
-    cache: CacheView | None,
-) -> Attended | None:
+def _in_a_band(tokens: Tokens, projections: Projections, training: bool, call: _AttentionCall) -> Attended | None:
     """The arguments of most calls: no rules, a mask of bands, padding and tables, unambiguous positions. None for
     others."""
-    grows, (batch, q_len) = cache is not None and cache.grows, tokens[0].shape[:2]
-    if projections.rules() or query_offset is not None or type(projections.scale) not in (float, type(None)):
+    if projections.rules() or call.query_offset is not None or type(projections.scale) not in (float, type(None)):
         return None
-    k_len = tokens[-1].shape[1] if cache is None else cache.length + (q_len if cache.grows else 0)
-    if mask is not None and q_len != k_len and not grows:
+    mask, (batch, q_len), k_len = call.mask, tokens[0].shape[:2], call.keys(tokens)
+    if mask is not None and q_len != k_len and not call.grows:
         return None
     if projections.backend != native.BACKEND.name:
         path = attention_path(tokens[0].dtype, q_len, k_len, causal=mask is not None, gradient=training)
         if projections.backend != "auto" or path != native.BACKEND.name:
             return None
-    offset = cache.length if cache is not None and cache.grows else 0
-    options = {} if mask is None else _mask_options(mask, (batch, projections.num_heads, q_len, k_len), offset)
+    sizes = (batch, projections.num_heads, q_len, k_len)
+    options = {} if mask is None else _mask_options(mask, sizes, call.cached)
     if options is None:
         return None
     scale = projections.head_dim**-0.5 if projections.scale is None else projections.scale
-    return Attended(mask, (), scale, projections.dropout, offset, options)
+    return Attended(mask, (), scale, projections.dropout, call.cached, options)
 
 
 def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> dict[str, Any] | None:
@@ -380,24 +398,18 @@ def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> d
     return None if parts.rest else mask_options(parts)
 
 
-def _validated(
-    tokens: Tokens,
-    projections: Projections,
-    mask: Mask | None,
-    query_offset: int | None,
-    cache: CacheView | None,
-) -> Attended | None:
+def _validated(tokens: Tokens, projections: Projections, call: _AttentionCall) -> Attended | None:
     """The arguments of any other call, validated and lowered as ``attention`` does; None if another backend is
     chosen."""
     problem = Problem.of(
         _FUNCTION,
-        *_hollow(tokens, projections, cache),
-        mask=mask,
+        *_hollow(tokens, projections, call),
+        mask=call.mask,
         scores=projections.rules(),
         scale=projections.scale,
         dropout=projections.dropout,
         seed=0,
-        query_offset=cache.length if cache is not None and cache.grows else query_offset,
+        query_offset=call.cached if call.grows else call.query_offset,
     )
     learned = torch.is_grad_enabled() and problem.rule_parameters
     if learned or choose(_FUNCTION, problem, _NOTHING, projections.backend) is not native.BACKEND:
@@ -411,19 +423,18 @@ def _validated(
 def _reads_cache(cache: CacheView, x: Tensor, training: bool) -> bool:
     """Whether the operator reads a cache."""
     same = cache.key.dtype is x.dtype or is_quantized(cache.key)
-    return not training and {type(cache.key), type(cache.value)} <= _TYPES and same
+    return not training and {type(cache.key), type(cache.value)} <= PLAIN and same
 
 
-def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -> tuple[Tensor, ...]:
+def _hollow(tokens: Tokens, projections: Projections, call: _AttentionCall) -> tuple[Tensor, ...]:
     """Queries, keys and values of the right shapes, without storage."""
-    x = tokens[0]
+    x, cache = tokens[0], call.cache
     nothing, batch, dim = x.new_empty(1), x.shape[0], projections.head_dim
     query = nothing.expand(batch, x.shape[1], projections.num_heads, dim).transpose(1, 2)
     if cache is None:
         keys = nothing.expand(batch, tokens[-1].shape[1], projections.num_kv_heads, dim).transpose(1, 2)
         return query, keys, keys
-    length = cache.length + x.shape[1] if cache.grows else cache.length
-    empty = nothing.to(cache.key.dtype)
+    length, empty = call.keys(tokens), nothing.to(cache.key.dtype)
     return query, *(empty.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
 
 
@@ -460,20 +471,18 @@ def _write_call(
 
 
 def _write_calls(
-    tape: Tape, stack: Stack, attended: Sequence[Attended], caches: Sequence[CacheView | None],
-    angles: Tensor | None, places: tuple[tuple[int, int, int], Tensor | int],
+    tape: Tape, stack: Stack, attended: Sequence[Sequence[Attended]], calls: Sequence[Sequence[_AttentionCall]],
+    caches: Sequence[CacheView | None], angles: Tensor | None, places: _Places,
 ) -> list[int]:  # fmt: skip
-    """Append what differs from call to call, for each layer; the last one's seeds of dropout.
-
-    ``places`` are those at which dropout of attention weights begins, and the numbers of the rows of activations.
-    """
+    """Append what differs from call to call, for each layer; the last one's seeds of dropout."""
     (origin, rows), seeds = places, list[int]()
-    calls, times = iter(zip(attended, caches, strict=False)), len(caches) // len(attended)
+    times = len(stack.layers) // len(calls)
     written = tape if times == 1 else Tape()
-    for parts in stack.layers if times == 1 else stack.layers[:1]:
+    for parts, attended_of_layer, calls_of_layer in zip(stack.layers, attended, calls, strict=False):
         seeds = [*map(draw_seed, parts.drops)]
-        for place, (attention, call) in enumerate(zip(parts.attentions, calls, strict=False)):
-            _write_call(written, attention, call[0], seeds[2 * place], call[1], angles, origin)
+        for place, attention in enumerate(parts.attentions):
+            cache, seed = calls_of_layer[place].cache, seeds[2 * place]
+            _write_call(written, attention, attended_of_layer[place], seed, cache, angles, origin)
         written.seeds((seeds[-2], *seeds[1::2]), rows)
     if times > 1:
         tape.append_times(written, times)
@@ -481,19 +490,10 @@ def _write_calls(
     return seeds
 
 
-def _is_repeated(stack: Stack, masks: Sequence[Mask | None], caches: Sequence[CacheView | None]) -> bool:
-    """Whether what a call says of a layer is the same for every layer, besides tensors of caches."""
-    if not stack.repeats:
-        return False
-    count = len(stack.layers[0].attentions)
-    first, *others = [
-        [
-            (mask, None if view is None else view.traits)
-            for mask, view in zip(masks[start:end], caches[start:end], strict=True)
-        ]
-        for start, end in pairwise(range(0, len(caches) + 1, count))
-    ]
-    return all(each == first for each in others)
+def _places_of(x: Tensor, mask: Mask | None) -> _Places:
+    """Where dropout begins in a layer of tokens ``x``, which ``mask`` may pack."""
+    with by_sequence(mask):
+        return origin_of(x.shape), row_numbers(x.shape)
 
 
 def _change(places: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor]:

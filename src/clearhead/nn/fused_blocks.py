@@ -83,7 +83,7 @@ def _fused_blocks(
         return None
     # A memory that caches hold is not read.
     given = tokens[:1] if views and views[-1] is not None else tokens
-    output = fused_layers(given, stack, [*masks] * len(blocks), views)
+    output = fused_layers(given, stack, masks, views)
     if output is not None:
         count_appended([cache for cache, *_ in caches if isinstance(cache, KVCache)], x.shape[1])
     return output

@@ -195,6 +195,21 @@ class Stack:
         first, *others = map(_call_traits, self.layers)
         return bool(others) and first is not None and all(traits == first for traits in others)
 
+    @cached_property
+    def drops_any(self) -> bool:
+        """Whether anything is dropped."""
+        return any(any(parts.drops) for parts in self.layers)
+
+    @cached_property
+    def drops_all(self) -> bool:
+        """Whether a probability of dropping is 1, or rounds to it."""
+        return any(round(drop * LEVELS) >= LEVELS for parts in self.layers for drop in (*parts.dropouts, parts.hidden))
+
+    @cached_property
+    def norms_results(self) -> bool:
+        """Whether a sublayer's output is normed."""
+        return any(parts.result_norms for parts in self.layers)
+
     def with_rules(self, rules: Sequence[ScoreRule]) -> Stack:
         """The same single layer, whose attention to its own tokens has the score rules of a call besides its own. The
         tape, which has none, is shared."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.backends.recorded import is_recorded, recorded_gradients
 from clearhead.choices import overrides
@@ -16,8 +17,10 @@ from clearhead.ops.packed_weight import PackedWeight, Weight
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.shapes import Float
 
-__all__ = ["MALFORMED", "Tape", "run_blocks"]
+__all__ = ["MALFORMED", "PLAIN", "Tape", "run_blocks"]
 
+#: Classes of tensors that the operators read.
+PLAIN: Final = frozenset({Tensor, nn.Parameter})
 #: Ends the error of lists that do not describe blocks: a fault of clearhead, which must not be hidden.
 MALFORMED: Final = "The description is malformed."
 
@@ -38,6 +41,11 @@ class Tape:
     numbers: list[float] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     caches: list[Tensor] = field(default_factory=list)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether no tensor is of a subclass. Asked of a tape that is complete."""
+        return {*map(type, self.tensors)} <= PLAIN
 
     def copy(self) -> Tape:
         """The same lists, to which a call adds its own."""

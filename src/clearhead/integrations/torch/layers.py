@@ -220,7 +220,7 @@ def _fused(
     ]
     if any(meaning.scores for meaning in meanings):
         return None
-    masks, laid = [meaning.mask for meaning in meanings] * len(layers), attentions[0].by_batch(*tokens)
+    masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
     if watched() or takes_parts() or any(map(is_hooked, attentions)):
         if len(layers) > 1:
             return None

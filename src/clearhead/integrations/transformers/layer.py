@@ -74,9 +74,9 @@ class LayerCall:
 
     Attributes:
         tokens: the layer's own and, unless its keys and values are cached, the memory.
-        masks: of each attention.
+        masks: of each attention of a layer.
         causal: whether the first attention is causal where no mask was given.
-        caches: what each attention reads from a KV cache.
+        caches: what each attention of each layer reads from a KV cache.
         growing: the KV caches of the own tokens, of each layer where there are some.
         rotary: cosines and sines.
     """

@@ -71,10 +71,10 @@ def _made(cosine: Tensor, sine: Tensor) -> Tensor | None:
         return None
     if not cosine.is_cpu or not sine.is_cpu or cosine.requires_grad or sine.requires_grad:
         return None
-    halves = [part.chunk(2, -1) for part in (cosine, sine)]
-    if not all(torch.equal(*pair) for pair in halves):
-        return None
-    same_for_all = all(torch.equal(part, part[:1].expand_as(part)) for part in (cosine, sine))
     # What is made in inference mode could not be part of a gradient later.
     with torch.inference_mode(False):
-        return torch.cat([first[0] if same_for_all else first.flatten(0, 1) for first, _ in halves], -1).float()
+        first, second = torch.cat((cosine, sine), -1).view(*cosine.shape[:2], 2, 2, -1).unbind(-2)
+        if not torch.equal(first, second):
+            return None
+        same_for_all = len(first) == 1 or torch.equal(first, first[:1].expand_as(first))
+        return (first[0] if same_for_all else first).reshape(-1, cosine.shape[-1]).float()

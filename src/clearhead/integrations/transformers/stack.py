@@ -161,7 +161,7 @@ def _call_of_all(call: LayerCall, cores: Sequence[Sequence[Any]], stack: Stack, 
     """The call of all layers, from that of the first; None where their caches differ."""
     caches, growing = list[CacheView | None](), list[CacheLayer]()
     if given.cache is None:
-        return replace(call, masks=call.masks * len(cores), caches=call.caches * len(cores))
+        return call
     first, view, of_first = stack.attentions[0], call.caches[0], call.growing[0]
     past = of_own_tokens(given.cache)
     assert view is not None
@@ -181,4 +181,4 @@ def _call_of_all(call: LayerCall, cores: Sequence[Sequence[Any]], stack: Stack, 
             if (memory is None) != (call.caches[1] is None):
                 return None
             caches.append(memory)
-    return replace(call, masks=call.masks * len(cores), caches=tuple(caches), growing=tuple(growing))
+    return replace(call, caches=tuple(caches), growing=tuple(growing))
