@@ -14,6 +14,8 @@ from types import ModuleType
 import pytest
 
 import clearhead
+from clearhead.ops import binary
+from tests.agreement import needs_native
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL = "clearhead-0.1.0-py3-none-manylinux_2_27_x86_64.whl"
@@ -90,6 +92,26 @@ def test_given_wheel_is_checked_and_none_is_built(
         tool.main(["--wheel", str(written(tmp_path, WHEEL)), "--existing", "python-of-it"])
     assert stopped.value.code == 1
     assert capsys.readouterr().err.startswith("wheel: clearhead-0.1.0-py3-none-manylinux_2_27_x86_64.whl must hold")
+
+
+@needs_native
+def test_library_asks_for_nothing_newer_than_a_wheel_may(tool: ModuleType) -> None:
+    """The library in place is built as a wheel's is, from the same sources."""
+    elffile = pytest.importorskip("elftools.elf.elffile", reason="needs the extra dev, for auditwheel")
+    if not binary.PATH.is_file() or not Path("/proc/self/exe").exists():
+        pytest.skip("there is no ELF library in place")
+    with binary.PATH.open("rb") as file:
+        needed = elffile.ELFFile(file).get_section_by_name(".gnu.version_r")
+        names = [auxiliary.name for _, auxiliaries in needed.iter_versions() for auxiliary in auxiliaries]
+    newest = tool.NEWEST_VERSIONS
+    of_kind = [(name, *name.rpartition("_")[::2]) for name in names]
+    newer = [name for name, kind, number in of_kind if kind in newest and _numbers(number) > newest[kind]]
+    assert {kind for _, kind, _ in of_kind} >= {"GLIBC", "CXXABI"}
+    assert not newer
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 #include "block_parts.h"
 
 #include <algorithm>
-#include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
 
 namespace clearhead::torch {
 namespace {
@@ -192,22 +194,27 @@ bool is_short(const BlockCall& call) {
   return 2 * rows * largest >= least_shared;
 }
 
-// Runs a function whose kernels share their work with threads that stay awake.
+// Runs a function whose kernels share their work with threads that stay awake. An error is carried over C in words: an
+// exception_ptr needs a newer libstdc++ than torch does.
 template <class Function> void in_team(const Function& function) {
   struct Call {
     const Function& function;
-    std::exception_ptr error;
-  } call = {function, nullptr};
+    bool out_of_memory, failed;
+    std::string error;
+  } call = {function, false, false, ""};
   const auto run = [](void* of) {
     Call& call = *static_cast<Call*>(of);
     try {
       call.function();
-    } catch (...) {
-      call.error = std::current_exception();
+    } catch (const std::bad_alloc&) {
+      call.out_of_memory = true;
+    } catch (const std::exception& error) {
+      call.failed = true, call.error = error.what();
     }
   };
   ch_in_team(instruction_set, threads(), run, &call);
-  if (call.error) std::rethrow_exception(call.error);
+  if (call.out_of_memory) throw std::bad_alloc();
+  if (call.failed) throw std::runtime_error(call.error);
 }
 
 }  // namespace
