@@ -33,7 +33,7 @@ __all__ = [
     "texts_of",
     "whole",
     "whole_number",
-]  # fmt: skip
+]
 
 #: The largest position or distance that the CPU kernels take.
 FARTHEST: Final = 2**48

@@ -65,9 +65,12 @@ class KVCache:
     def __init__(self, *, dtype: torch.dtype | None = None) -> None:
         if dtype not in (None, torch.int8):
             raise UnsupportedError.about(
-                "KVCache", "dtype", must="be torch.int8 or None", got=dtype,
+                "KVCache",
+                "dtype",
+                must="be torch.int8 or None",
+                got=dtype,
                 then="Without one the cache has the dtype of the tokens.",
-            )  # fmt: skip
+            )
         self.dtype = dtype
         self._key: Tensor | None = None
         self._value: Tensor | None = None
@@ -254,9 +257,12 @@ def _check_quantizable(argument: str, new: Tensor) -> None:
     if not new.is_floating_point() or (torch.is_grad_enabled() and new.requires_grad):
         got = f"{new.dtype}{' that requires a gradient' if new.requires_grad else ''}"
         raise UnsupportedError.about(
-            "KVCache.append", argument, must="be floating point without a gradient where the cache is in int8", got=got,
+            "KVCache.append",
+            argument,
+            must="be floating point without a gradient where the cache is in int8",
+            got=got,
             then="Call it under torch.no_grad().",
-        )  # fmt: skip
+        )
 
 
 def _write_rows(cached: Tensor, new: Tensor, first: int) -> None:

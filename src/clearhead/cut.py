@@ -134,9 +134,12 @@ def part_of(whole: Problem, region: Region, query: Tensor, key: Tensor, value: T
     """
     if whole.token_numbers is not None:
         raise UnsupportedError.about(
-            "attention", "dropout", must="be 0 for a part of packed sequences under set_invariant(True)",
-            got=whole.dropout, then="Pad the sequences.",
-        )  # fmt: skip
+            "attention",
+            "dropout",
+            must="be 0 for a part of packed sequences under set_invariant(True)",
+            got=whole.dropout,
+            then="Pad the sequences.",
+        )
     first_batch, first_head, first_key = whole.origin
     with torch.enable_grad():
         # Also in an autograd function: gradients reach parameters through views of them.

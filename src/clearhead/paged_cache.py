@@ -244,10 +244,12 @@ class PagedKVCache:
         needed = sum(plan.new for plan in plans)
         if needed > len(pool.free):
             raise CacheFullError.about(
-                name, "counts", must=f"fit into the {len(pool.free)} free blocks of {self.block_size} tokens",
+                name,
+                "counts",
+                must=f"fit into the {len(pool.free)} free blocks of {self.block_size} tokens",
                 got=f"{sum(counts.values())} tokens that need {needed} blocks",
                 then="Remove or truncate a sequence, or make the cache with more num_blocks.",
-            )  # fmt: skip
+            )
         return PagedStep(pool, plans)
 
     def _of(self, method: str, sequence: object) -> SequenceBlocks:

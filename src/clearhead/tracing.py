@@ -35,7 +35,7 @@ __all__ = [
     "named",
     "takes_scalars",
     "trace",
-]  # fmt: skip
+]
 
 #: Below it float32 represents positions exactly, so that the difference of two is their distance.
 MOST_POSITIONS: Final = 2**24

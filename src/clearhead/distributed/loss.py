@@ -51,9 +51,12 @@ def mean_loss(total: Float[Tensor, ""], count: int | Tensor, mesh: DeviceMesh) -
     """
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
         raise ShapeError.about(
-            "mean_loss", "total", must="be one floating point number", got=repr_of(total),
+            "mean_loss",
+            "total",
+            must="be one floating point number",
+            got=repr_of(total),
             then='Sum the losses of the tokens: reduction="sum".',
-        )  # fmt: skip
+        )
     axes = MeshAxes.of("mean_loss", mesh)
     groups = [group for name in _DIVIDED if (group := axes.group(name)) is not None]
     counts = torch.as_tensor(count, device=total.device).detach().reshape(()).to(torch.float64)

@@ -98,9 +98,12 @@ def agreed(function: str, check: Callable[[], tuple[_Result, Any]]) -> _Result:
     """
     if not dist.is_initialized():
         raise UnsupportedError.about(
-            function, "mesh", must="be of an initialised process group", got="none",
+            function,
+            "mesh",
+            must="be of an initialised process group",
+            got="none",
             then="Call torch.distributed.init_process_group first, under torchrun.",
-        )  # fmt: skip
+        )
     result: _Result | None = None
     failure: ClearheadError | None = None
     facts: Any = None
@@ -117,7 +120,10 @@ def agreed(function: str, check: Callable[[], tuple[_Result, Any]]) -> _Result:
             raise UnsupportedError(f"{text} (on rank {rank})")
         if other != outcomes[0][1]:
             raise UnsupportedError.about(
-                function, "model", must="be the same on every rank, with equal arguments",
-                got=f"rank {rank} differs from rank 0", then="Build it from the same configuration everywhere.",
-            )  # fmt: skip
+                function,
+                "model",
+                must="be the same on every rank, with equal arguments",
+                got=f"rank {rank} differs from rank 0",
+                then="Build it from the same configuration everywhere.",
+            )
     return result  # type: ignore[return-value]

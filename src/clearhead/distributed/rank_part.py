@@ -123,9 +123,12 @@ class RankPart:
         """Raise on every rank if an observer is active and the rank has a part of an attention."""
         if watched() and (self.heads[1] > 1 or self.attends(dropout)):
             raise UnsupportedError.about(
-                function, "mesh", must="have the axes 'data' and 'shard' alone while a model is observed",
-                got="a part of the heads or tokens, or dropout", then="Observe it in one process, or call eval().",
-            )  # fmt: skip
+                function,
+                "mesh",
+                must="have the axes 'data' and 'shard' alone while a model is observed",
+                got="a part of the heads or tokens, or dropout",
+                then="Observe it in one process, or call eval().",
+            )
 
     def attends(self, dropout: float) -> bool:
         """Whether tokens are elsewhere, or dropout draws at places that the fused operators do not know."""
@@ -140,9 +143,12 @@ class RankPart:
         if self.sequence is not None:
             if dropout > 0.0 and (self.batch or (0, 1))[1] * self.heads[1] > 1:
                 raise UnsupportedError.about(
-                    "parallelize", "dropout", must="be 0 in attention where a mesh has 'context' and other axes",
-                    got=dropout, then="Build the model with attention_dropout=0.0.",
-                )  # fmt: skip
+                    "parallelize",
+                    "dropout",
+                    must="be 0 in attention where a mesh has 'context' and other axes",
+                    got=dropout,
+                    then="Build the model with attention_dropout=0.0.",
+                )
             ranks = dist.get_world_size(self.sequence.group)
             rules = [rule.mapped(lambda tensor: _averaged(tensor, ranks)) for rule in scores]
             options = {"mask": mask, "scores": rules, "scale": scale, "dropout": dropout}
@@ -206,9 +212,12 @@ def check_sequence_parallel(function: str, model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, _TAKE_PARTS):
             raise UnsupportedError.about(
-                function, "model", must="consist of modules of clearhead.nn on a mesh with 'context'",
-                got=type(module).__name__, then="Use the axes 'data', 'shard' and 'tensor'.",
-            )  # fmt: skip
+                function,
+                "model",
+                must="consist of modules of clearhead.nn on a mesh with 'context'",
+                got=type(module).__name__,
+                then="Use the axes 'data', 'shard' and 'tensor'.",
+            )
 
 
 def _reads_heads(mask: Mask) -> bool:

@@ -42,17 +42,23 @@ def check_tensor_parallel(function: str, model: nn.Module, ranks: int) -> None:
         check_plan(function, model, ranks)
     elif not units:
         raise UnsupportedError.about(
-            function, "model", must="consist of modules of clearhead.nn, or have a tp_plan, on a mesh with 'tensor'",
-            got=type(model).__name__, then="Use the axes 'data' and 'shard'.",
-        )  # fmt: skip
+            function,
+            "model",
+            must="consist of modules of clearhead.nn, or have a tp_plan, on a mesh with 'tensor'",
+            got=type(model).__name__,
+            then="Use the axes 'data' and 'shard'.",
+        )
     for module in units:
         sizes = _sizes(module)
         for name, size in sizes.items():
             if size % ranks:
                 raise UnsupportedError.about(
-                    function, "mesh", must=f"have an axis 'tensor' that divides {name}", got=f"{ranks} for {size}",
+                    function,
+                    "mesh",
+                    must=f"have an axis 'tensor' that divides {name}",
+                    got=f"{ranks} for {size}",
                     then="Choose a smaller axis.",
-                )  # fmt: skip
+                )
         if isinstance(module, MultiHeadAttention):
             _check_attention(function, module)
 
@@ -66,15 +72,21 @@ def _sizes(module: nn.Module) -> Mapping[str, int]:
 def _check_attention(function: str, module: MultiHeadAttention) -> None:
     if module.output_projection is None:
         raise UnsupportedError.about(
-            function, "model", must="have an output projection in each attention on a mesh with 'tensor'",
-            got="output_projection=False", then="Use the axes 'data' and 'shard'.",
-        )  # fmt: skip
+            function,
+            "model",
+            must="have an output projection in each attention on a mesh with 'tensor'",
+            got="output_projection=False",
+            then="Use the axes 'data' and 'shard'.",
+        )
     for holder in module.scores:
         if isinstance(holder, RuleHolder) and holder.head_axes() is None:
             raise UnsupportedError.about(
-                function, "model", must="have score rules of the library on a mesh with 'tensor'",
-                got=repr(holder.rule()), then="Write the rule as RelativeBias or DenseBias, or drop the axis.",
-            )  # fmt: skip
+                function,
+                "model",
+                must="have score rules of the library on a mesh with 'tensor'",
+                got=repr(holder.rule()),
+                then="Write the rule as RelativeBias or DenseBias, or drop the axis.",
+            )
 
 
 def split_over_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -206,9 +218,12 @@ class _Split(_Local):
         def enter(value: Any) -> Any:
             if isinstance(value, Tensor) and value.is_nested:
                 raise UnsupportedError.about(
-                    type(module).__name__, "tokens", must="be padded or packed on a mesh with 'tensor'",
-                    got="a jagged tensor", then="Use clearhead.packing.pack, or pass it to a whole block or model.",
-                )  # fmt: skip
+                    type(module).__name__,
+                    "tokens",
+                    must="be padded or packed on a mesh with 'tensor'",
+                    got="a jagged tensor",
+                    then="Use clearhead.packing.pack, or pass it to a whole block or model.",
+                )
             if isinstance(value, Tensor) and value.is_floating_point():
                 return shared.setdefault(id(value), _enter(value, self._group))
             return value

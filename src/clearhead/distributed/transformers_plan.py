@@ -41,9 +41,12 @@ def check_plan(function: str, model: Any, ranks: int) -> None:
         count = getattr(model.config, name, ranks)
         if isinstance(count, int) and count % ranks:
             raise UnsupportedError.about(
-                function, "mesh", must=f"have an axis 'tensor' that divides {name}", got=f"{ranks} for {count}",
+                function,
+                "mesh",
+                must=f"have an axis 'tensor' that divides {name}",
+                got=f"{ranks} for {count}",
                 then="Choose a smaller axis.",
-            )  # fmt: skip
+            )
     unknown = [
         f"{style!r} for {type(model.get_submodule(name)).__name__} {name}"
         for name, style in _planned(model).items()
@@ -51,9 +54,12 @@ def check_plan(function: str, model: Any, ranks: int) -> None:
     ]
     if unknown:
         raise UnsupportedError.about(
-            function, "model", must=f"have a tp_plan of linear layers by {', '.join(_STYLES)} on a mesh with 'tensor'",
-            got=unknown[0], then="Use the axes 'data' and 'shard'.",
-        )  # fmt: skip
+            function,
+            "model",
+            must=f"have a tp_plan of linear layers by {', '.join(_STYLES)} on a mesh with 'tensor'",
+            got=unknown[0],
+            then="Use the axes 'data' and 'shard'.",
+        )
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh) -> set[nn.Module]:

@@ -81,9 +81,11 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     refused = {
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad,
-    }  # fmt: skip
+    }
     for argument, value in refused.items():
         if value is not None:
             then = "Rotate first (ch.positions.Rotary), and select and shift the cache's entries yourself."

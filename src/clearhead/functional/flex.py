@@ -113,9 +113,7 @@ def flex_attention(
     if breaks:
         _prepare()
     attend = _OUTSIDE_GRAPHS[0] if breaks else _attend
-    return attend(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
-    )  # fmt: skip
+    return attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
 
 
 #: ``_attend`` as a function that breaks a graph, once a graph calls it.

@@ -310,11 +310,12 @@ def _check_table(function: str, query: Tensor, key: Tensor, table: PageTable) ->
         rises = start.dim() == 1 and len(starts) == sequences + 1 and starts == sorted(starts)
         if not rises or query.shape[0] != 1 or starts[0] != 0 or starts[-1] != query.shape[2]:
             raise ShapeError.about(
-                function, "query_start",
+                function,
+                "query_start",
                 must=f"rise from 0 to the {query.shape[2]} queries of a batch of 1, with {sequences + 1} entries",
                 got=f"{starts[:8]} for query of shape {tuple(query.shape)}",
                 then="It is the cumulative sum of the sequences' numbers of queries.",
-            )  # fmt: skip
+            )
     capacity = columns * key.shape[1]
     for place, length in enumerate(lengths.tolist()):
         if not 0 <= length <= capacity:

@@ -378,11 +378,12 @@ class Decoder(nn.Module):
         got = (cache.num_layers, cache.num_kv_heads, cache.head_dim, cache.value_dim)
         if wanted != got or self.cross_attention:
             raise ShapeError.about(
-                function, "cache",
+                function,
+                "cache",
                 must=f"have {wanted[0]} layers of {wanted[1]} heads of {wanted[2]}, for a decoder without memory",
                 got=f"{got[0]} layers of {got[1]} heads with {got[2]} and {got[3]} channels",
                 then="Take one from new_paged_cache().",
-            )  # fmt: skip
+            )
 
     def run_over_pages(self, x: Tensor, step: PagedStep, mask: Mask | None = None) -> Tensor:
         """The blocks alone, on the packed new tokens ``[1, total, embed_dim]`` of a step."""

@@ -25,10 +25,12 @@ def torch_projections(function: str, module: nn.MultiheadAttention) -> list[Weig
         )  # fmt: skip
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         raise UnsupportedError.about(
-            function, "module", must="have no extra key",
+            function,
+            "module",
+            must="have no extra key",
             got="add_zero_attn" if module.add_zero_attn else "add_bias_kv",
             then="A zero key with a zero value is scores=[ch.Sink(0.0)].",
-        )  # fmt: skip
+        )
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
     else:
