@@ -29,7 +29,7 @@ CROSS_TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64-static")
 LIBRARY = "clearhead/_native/libclearhead_native.so"
 #: torch's wheels ask for this glibc, so a wheel of ours may ask for no newer one.
 NEWEST_GLIBC = (2, 28)
-#: The newest versions of functions on such a system: glibc's, and those of libstdc++ of GCC 8 (PEP 600, manylinux_2_28).
+#: The newest versions of functions there: glibc's, and those of libstdc++ of GCC 8 (PEP 600, manylinux_2_28).
 NEWEST_VERSIONS = {"GLIBC": NEWEST_GLIBC, "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 #: The library that the process has loaded when the kernels are: it is torch's, and no part of a wheel.
 OF_TORCH = "libtorch_cpu.so"

@@ -1,6 +1,7 @@
 """Modules: attention with projections, blocks, and whole models. Layout ``[batch, len, embed_dim]``."""
 
 from clearhead.nn.attention import MultiHeadAttention
+from clearhead.nn.block_spec import BlockSpec
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
 from clearhead.nn.classifier import SequenceClassifier
 from clearhead.nn.decoder_cache import DecoderCache
@@ -11,6 +12,7 @@ from clearhead.nn.linear_attention import LinearAttention
 from clearhead.nn.stacks import Decoder, Encoder
 
 __all__ = [
+    "BlockSpec",
     "Decoder",
     "DecoderBlock",
     "DecoderCache",

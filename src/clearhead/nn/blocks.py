@@ -16,6 +16,7 @@ from clearhead.errors import ShapeError
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
+from clearhead.nn.block_spec import BlockSpec, FromSpec
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
@@ -44,7 +45,7 @@ SUBLAYERS: Final = {
 }
 
 
-class Block(nn.Module):
+class Block(FromSpec, nn.Module):
     """What the blocks share: residuals around sublayers, and activation checkpointing."""
 
     norm_first: bool
@@ -54,6 +55,27 @@ class Block(nn.Module):
     attention_norm: nn.LayerNorm | nn.RMSNorm
     feedforward: FeedForward
     feedforward_norm: nn.LayerNorm | nn.RMSNorm
+
+    def _add_attention(self, name: str, spec: BlockSpec, scores: ScoreRule | Iterable[ScoreRule] | None) -> None:
+        """Self-attention and its norm."""
+        self.norm_first = flag(name, "norm_first", spec.norm_first)
+        self.checkpoint_activations = flag(name, "checkpoint_activations", spec.checkpoint_activations)
+        flag(name, "bias", spec.bias)
+        self.attention = _attention(spec, scores=scores, rotary=spec.rotary)
+        self.attention_norm = new_norm(name, spec.norm, self.attention.embed_dim, bias=spec.bias)
+
+    def _add_feedforward(self, name: str, spec: BlockSpec) -> None:
+        """The feedforward and its norm, and the dropout of what sublayers give."""
+        self.feedforward = FeedForward(
+            spec.embed_dim,
+            spec.feedforward_dim,
+            activation=spec.activation,
+            dropout=spec.dropout,
+            bias=spec.bias,
+            gated=spec.gated,
+        )
+        self.feedforward_norm = new_norm(name, spec.norm, self.attention.embed_dim, bias=spec.bias)
+        self.residual_dropout = Dropout(probability(name, "dropout", spec.dropout))
 
     def _attending(
         self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | PagedLayer | None] = ()
@@ -134,6 +156,17 @@ class Block(nn.Module):
         return run(*arguments)
 
 
+def _attention(spec: BlockSpec, **options: Any) -> MultiHeadAttention:
+    return MultiHeadAttention(
+        spec.embed_dim,
+        spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        bias=spec.bias,
+        dropout=spec.dropout if spec.attention_dropout is None else spec.attention_dropout,
+        **options,
+    )
+
+
 def cache_views(
     block: Block, tokens: Sequence[Tensor], caches: Sequence[KVCache | PagedLayer | None]
 ) -> list[CacheView | None] | None:
@@ -185,24 +218,13 @@ class EncoderBlock(Block):
         checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        name = "EncoderBlock"
-        self.norm_first, bias = flag(name, "norm_first", norm_first), flag(name, "bias", bias)
-        self.checkpoint_activations = flag(name, "checkpoint_activations", checkpoint_activations)
-        self.attention = MultiHeadAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            bias=bias,
-            scores=scores,
-            rotary=rotary,
-            dropout=dropout if attention_dropout is None else attention_dropout,
-        )
-        self.attention_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
-        self.feedforward = FeedForward(
-            embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias, gated=gated
-        )
-        self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
-        self.residual_dropout = Dropout(probability(name, "dropout", dropout))
+        spec = BlockSpec(
+            embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout, attention_dropout=attention_dropout,
+            norm_first=norm_first, activation=activation, bias=bias, num_kv_heads=num_kv_heads, rotary=rotary,
+            gated=gated, norm=norm, checkpoint_activations=checkpoint_activations,
+        )  # fmt: skip
+        self._add_attention("EncoderBlock", spec, scores)
+        self._add_feedforward("EncoderBlock", spec)
 
     @eager_if_invariant
     @takes_jagged(JaggedCall(masks={"mask": ("x", "x")}, attentions=lambda block: [block.attention]))
@@ -269,37 +291,17 @@ class DecoderBlock(Block):
     ) -> None:  # fmt: skip
         super().__init__()
         name = "DecoderBlock"
-        self.norm_first, bias = flag(name, "norm_first", norm_first), flag(name, "bias", bias)
-        self.checkpoint_activations = flag(name, "checkpoint_activations", checkpoint_activations)
-        cross_attention = flag(name, "cross_attention", cross_attention)
-        weight_dropout = dropout if attention_dropout is None else attention_dropout
-        self.attention = MultiHeadAttention(
-            embed_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            bias=bias,
-            scores=scores,
-            rotary=rotary,
-            dropout=weight_dropout,
-        )
-        self.attention_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
+        spec = BlockSpec(
+            embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout, attention_dropout=attention_dropout,
+            norm_first=norm_first, activation=activation, bias=bias, num_kv_heads=num_kv_heads, rotary=rotary,
+            gated=gated, norm=norm, checkpoint_activations=checkpoint_activations,
+        )  # fmt: skip
+        self._add_attention(name, spec, scores)
         self.cross_attention = self.cross_norm = None
-        if cross_attention or memory_dim is not None:
-            self.cross_attention = MultiHeadAttention(
-                embed_dim,
-                num_heads,
-                num_kv_heads=num_kv_heads,
-                key_dim=memory_dim,
-                value_dim=memory_dim,
-                bias=bias,
-                dropout=weight_dropout,
-            )
+        if flag(name, "cross_attention", cross_attention) or memory_dim is not None:
+            self.cross_attention = _attention(spec, key_dim=memory_dim, value_dim=memory_dim)
             self.cross_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
-        self.feedforward = FeedForward(
-            embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias, gated=gated
-        )
-        self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
-        self.residual_dropout = Dropout(probability(name, "dropout", dropout))
+        self._add_feedforward(name, spec)
 
     @eager_if_invariant
     @takes_jagged(

@@ -11,6 +11,7 @@ from clearhead.choices import is_invariant
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
+from clearhead.nn.block_spec import BlockSpec
 from clearhead.nn.checks import positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
@@ -86,11 +87,12 @@ class SequenceClassifier(nn.Module):
         )
         width = self.embedding.token.embedding_dim
         self.neighbours = NeighbourMixing(width, neighbours) if neighbours else None
-        self.encoder = Encoder(
-            embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
-            attention_dropout=attention_dropout, norm_first=norm_first, num_kv_heads=num_kv_heads, scores=scores,
-            rotary=self.embedding.positions == "rotary", checkpoint_activations=checkpoint_activations,
+        spec = BlockSpec(
+            embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout, attention_dropout=attention_dropout,
+            norm_first=norm_first, num_kv_heads=num_kv_heads, rotary=self.embedding.positions == "rotary",
+            checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
+        self.encoder = Encoder.from_spec(spec, num_layers=num_layers, scores=scores)
         self.dropout = Dropout(probability(name, "dropout", dropout))
         pooled = width * (2 if self.pooling == "mean_max" else 1)
         self.classifier = Linear(pooled, positive(name, "num_classes", num_classes))

@@ -9,6 +9,7 @@ from clearhead.arguments import flag
 from clearhead.errors import ShapeError
 from clearhead.invariance import eager_if_invariant
 from clearhead.nn.batch_layout import Lengths
+from clearhead.nn.block_spec import BlockSpec
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
@@ -63,23 +64,13 @@ class EncoderDecoder(nn.Module):
             TokenEmbedding(size, embed_dim, max_len=max_len, positions=positions, dropout=dropout)
             for size in (source_vocab_size, target_vocab_size)
         )
-        rotary = self.source_embedding.positions == "rotary"
-        self.encoder = Encoder(
-            embed_dim,
-            num_heads,
-            num_layers,
-            feedforward_dim=feedforward_dim,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            norm_first=norm_first,
-            rotary=rotary,
-            checkpoint_activations=checkpoint_activations,
-        )
-        self.decoder = Decoder(
-            embed_dim, num_heads, num_layers, cross_attention=True, feedforward_dim=feedforward_dim, dropout=dropout,
-            attention_dropout=attention_dropout, norm_first=norm_first, rotary=rotary,
+        spec = BlockSpec(
+            embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout, attention_dropout=attention_dropout,
+            norm_first=norm_first, rotary=self.source_embedding.positions == "rotary",
             checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
+        self.encoder = Encoder.from_spec(spec, num_layers=num_layers)
+        self.decoder = Decoder.from_spec(spec, num_layers=num_layers, cross_attention=True)
         self.head = Linear(self.decoder.embed_dim, self.target_embedding.vocab_size, bias=False)
         start_embeddings(self)
         if flag("EncoderDecoder", "tie_embeddings", tie_embeddings):

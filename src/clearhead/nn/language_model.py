@@ -14,6 +14,7 @@ from clearhead.errors import ShapeError
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Mask
 from clearhead.nn.batch_layout import Lengths
+from clearhead.nn.block_spec import BlockSpec
 from clearhead.nn.decoder_cache import DecoderCache
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, widened
 from clearhead.nn.generation import Sampler, as_token, check_cache_dtype, check_prompt, evaluating, extend
@@ -80,12 +81,12 @@ class LanguageModel(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.embedding = TokenEmbedding(vocab_size, embed_dim, max_len=max_len, positions=positions, dropout=dropout)
-        self.decoder = Decoder(
-            embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
-            attention_dropout=attention_dropout, norm_first=norm_first, bias=bias, num_kv_heads=num_kv_heads,
-            scores=scores, rotary=self.embedding.positions == "rotary", activation=activation, gated=gated, norm=norm,
-            checkpoint_activations=checkpoint_activations,
+        spec = BlockSpec(
+            embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout, attention_dropout=attention_dropout,
+            norm_first=norm_first, activation=activation, bias=bias, num_kv_heads=num_kv_heads, gated=gated, norm=norm,
+            rotary=self.embedding.positions == "rotary", checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
+        self.decoder = Decoder.from_spec(spec, num_layers=num_layers, scores=scores)
         self.head = Linear(self.decoder.embed_dim, self.embedding.vocab_size, bias=False)
         start_embeddings(self)
         start_linears(self.decoder.blocks)

@@ -16,6 +16,7 @@ from clearhead.invariance import eager_if_invariant, is_invariant
 from clearhead.masks import Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.batch_layout import BatchLayout, Lengths
+from clearhead.nn.block_spec import BlockSpec, FromSpec
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.decoder_cache import DecoderCache
@@ -33,7 +34,7 @@ from clearhead.shapes import Float, Int
 __all__ = ["Decoder", "Encoder"]
 
 
-class Encoder(nn.Module):
+class Encoder(FromSpec, nn.Module):
     """A stack of encoder blocks, in which every token may attend to every other of its sequence.
 
     Args:
@@ -72,17 +73,14 @@ class Encoder(nn.Module):
         gated: bool = False, norm: str = "layer", checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        rules = as_rules("Encoder", scores)
+        rules, count = as_rules("Encoder", scores), depth("Encoder", "num_layers", num_layers)
         self.embed_dim = positive("Encoder", "embed_dim", embed_dim)
-        self.blocks = nn.ModuleList(
-            EncoderBlock(
-                embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout,
-                attention_dropout=attention_dropout, norm_first=norm_first, activation=activation, bias=bias,
-                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary, gated=gated, norm=norm,
-                checkpoint_activations=checkpoint_activations,
-            )
-            for _ in range(depth("Encoder", "num_layers", num_layers))
+        spec = BlockSpec(
+            embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout, attention_dropout=attention_dropout,
+            norm_first=norm_first, activation=activation, bias=bias, num_kv_heads=num_kv_heads, rotary=rotary,
+            gated=gated, norm=norm, checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
+        self.blocks = nn.ModuleList(EncoderBlock.from_spec(spec, scores=rules) for _ in range(count))
         self.norm = _last_norm(self.blocks, norm)
 
     @eager_if_invariant
@@ -169,7 +167,7 @@ def _first(blocks: nn.ModuleList) -> EncoderBlock | DecoderBlock:
     return cast(EncoderBlock | DecoderBlock, blocks[0])
 
 
-class Decoder(nn.Module):
+class Decoder(FromSpec, nn.Module):
     """A stack of decoder blocks: causal self-attention, cross-attention to a memory where wanted, and feedforward.
 
     Args:
@@ -215,18 +213,16 @@ class Decoder(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        rules = as_rules("Decoder", scores)
+        rules, count = as_rules("Decoder", scores), depth("Decoder", "num_layers", num_layers)
         self.embed_dim = positive("Decoder", "embed_dim", embed_dim)
         self.cross_attention = flag("Decoder", "cross_attention", cross_attention) or memory_dim is not None
-        self.blocks = nn.ModuleList(
-            DecoderBlock(
-                embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout,
-                attention_dropout=attention_dropout, norm_first=norm_first, activation=activation, bias=bias,
-                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary, gated=gated, norm=norm,
-                cross_attention=cross_attention, memory_dim=memory_dim, checkpoint_activations=checkpoint_activations,
-            )
-            for _ in range(depth("Decoder", "num_layers", num_layers))
+        spec = BlockSpec(
+            embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout, attention_dropout=attention_dropout,
+            norm_first=norm_first, activation=activation, bias=bias, num_kv_heads=num_kv_heads, rotary=rotary,
+            gated=gated, norm=norm, checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
+        read = {"cross_attention": self.cross_attention, "memory_dim": memory_dim}
+        self.blocks = nn.ModuleList(DecoderBlock.from_spec(spec, scores=rules, **read) for _ in range(count))
         self.norm = _last_norm(self.blocks, norm)
 
     def cached_length(self, function: str, cache: DecoderCache | None) -> int:
