@@ -28,8 +28,8 @@ def _params(rows: list[Module], *pytest_marks: pytest.MarkDecorator) -> list[obj
 
 
 def _in_turns(rows: list[Module]) -> list[object]:
-    """All rows; all but every fourth are slow."""
-    return [*_params(rows[::4]), *(one for n in (1, 2, 3) for one in _params(rows[n::4], pytest.mark.slow))]
+    """All rows; all but every twelfth are slow, which leaves each kind one."""
+    return [*_params(rows[::12]), *(one for n in range(1, 12) for one in _params(rows[n::12], pytest.mark.slow))]
 
 
 @pytest.mark.parametrize("row", [*_params(PAIRS), *_params(TRIPLES, pytest.mark.slow)])
