@@ -246,7 +246,7 @@ def _is_batch(tokens: Tokens) -> bool:
     """Whether no compiler runs, no global module hook is set, and the tokens are a batch."""
     if torch.compiler.is_compiling() or modules_are_hooked():
         return False
-    return all(each.dim() == 3 and 0 not in each.shape and len(each) == len(tokens[0]) for each in tokens)
+    return all(each.dim() == 3 and each.numel() > 0 and each.shape[0] == tokens[0].shape[0] for each in tokens)
 
 
 def _learns(tokens: Tokens, spec: Projections | Stack) -> bool:
