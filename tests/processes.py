@@ -25,7 +25,7 @@ __all__ = ["reported", "started", "with_torch_alone"]
 
 #: A process has one such server, so it is that of ``run_ranks`` too. It imports what most ranks of the tests need:
 #: compiling 160 modules again in each rank took more time than the tests themselves.
-_SERVER = launch._server()
+_SERVER = launch.fork_server()
 _SERVER.set_forkserver_preload(
     [
         *("clearhead.cli.app", "torch._dynamo", "pytest"),

@@ -139,7 +139,7 @@ def test_sdpa_runs_with_unequal_head_and_value_dim(
         ch.attention(*learned, mask=mask, backend="sdpa").double(), expected, rtol=1e-4, atol=1e-5
     )
     # Without gradients there is no square of scores.
-    monkeypatch.setattr("clearhead.backends.sdpa._unfused", None)
+    monkeypatch.setattr("clearhead.backends.sdpa.unfused_attention", None)
     torch.testing.assert_close(
         ch.attention(*inputs, mask=mask, backend="sdpa").double(), expected, rtol=1e-4, atol=1e-5
     )

@@ -93,7 +93,7 @@ def test_set_of_another_processor_is_refused() -> None:
     foreign = next((name for name in INSTRUCTION_SETS if name not in here), None)
     if not here or foreign is None:
         pytest.skip("the kernels are not built, or this processor has every set")
-    code = "from clearhead.ops import library as n; n._loaded.cache_clear(); n.reason()"
+    code = "from clearhead.ops import library as n; n.loaded_library.cache_clear(); n.reason()"
     done = reported(code, environment={**UNSET, "CLEARHEAD_ISA": foreign})
     assert done.returncode != 0
     assert "CLEARHEAD_ISA must be a set that was built and that this processor has" in done.stderr

@@ -1,9 +1,11 @@
-"""Private names of torch and transformers are used in one file, each with its reason."""
+"""Private names of torch and transformers are used in one file, each with its reason; tests use none of clearhead's."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from inspect import isfunction
 from pathlib import Path
@@ -16,6 +18,8 @@ import clearhead as ch
 from clearhead import torch_private
 
 PACKAGE = Path(ch.__file__).parent
+TESTS = Path(__file__).parent
+TOOLS = TESTS.parent / "tools"
 HOME = "torch_private.py"
 #: A section of the file is one use.
 MOST_USES = 8
@@ -105,6 +109,48 @@ def _path(node: ast.expr) -> str:
 
 def _is_private(path: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def names_of_ours(source: str, private: frozenset[str]) -> list[str]:
+    """The names among ``private`` that a test takes from another module or object, one for each place.
+
+    >>> names_of_ours("from clearhead.cache import _f; a._key; self._key; patch.setattr(g, '_f', 1)", {"_f", "_key"})
+    ['_f', '_f', '_key']
+    """
+    return sorted(name for node in ast.walk(ast.parse(source)) for name in _names_in(node) if name in private)
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom):
+        yield from (each.name for each in node.names)
+    elif isinstance(node, ast.Attribute) and not _is_self(node.value):
+        yield node.attr
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("attr"):
+        words = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
+        yield from (word.rpartition(".")[2] for word in words if isinstance(word, str))
+
+
+def _private_of_ours() -> frozenset[str]:
+    """The underscored names that clearhead, its tests and its tools define, and torch's layers and Python do not."""
+    others = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, os, namedtuple("Any", ()))
+    theirs = {name for kind in others for name in dir(kind)}
+    files = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py"), *TOOLS.glob("*.py")]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    names = {name for node in nodes for name in (*_defined(node), *_assigned(node))}
+    return frozenset(name for name in names - theirs - UNDERSCORED if re.match("_[^_]", name) and name != "_repr_html_")
+
+
+def _assigned(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Assign):
+        yield from (part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name))
+
+
+def test_tests_use_no_private_names_of_ours() -> None:
+    private = _private_of_ours()
+    uses = {
+        file.relative_to(TESTS).as_posix(): names_of_ours(file.read_text(), private) for file in TESTS.rglob("*.py")
+    }
+    assert {file: names for file, names in uses.items() if names} == {}
 
 
 def test_private_names_are_used_in_one_file() -> None:

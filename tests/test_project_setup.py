@@ -172,7 +172,7 @@ class TestSetup:
         def record(title: str, *command: str | Path) -> None:
             commands.append([str(part) for part in command])
 
-        monkeypatch.setattr(setup_env, "_run", record)
+        monkeypatch.setattr(setup_env, "run_command", record)
         monkeypatch.setattr(setup_env.sys, "platform", "linux")
         monkeypatch.setattr(setup_env, "has_gpu", lambda: False)
         return commands
@@ -184,14 +184,14 @@ class TestSetup:
     def test_uv_is_asked_where_pip_has_no_cpu_build(
         self, setup_env: ModuleType, machine: list[list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        record = setup_env._run
+        record = setup_env.run_command
 
         def refuse_the_cpu_build(title: str, *command: str | Path) -> None:
             record(title, *command)
             if command[-1] == "torch==2.13.0+cpu":
                 raise setup_env.CommandFailed("ERROR: No matching distribution")
 
-        monkeypatch.setattr(setup_env, "_run", refuse_the_cpu_build)
+        monkeypatch.setattr(setup_env, "run_command", refuse_the_cpu_build)
         setup_env.install_torch(None)
         assert machine[1][-1].startswith("uv==")
         assert {"--torch-backend=cpu", "--no-deps", "torch==2.13.0"} <= set(machine[2])
@@ -206,7 +206,7 @@ class TestSetup:
         def refuse(title: str, *command: str | Path) -> None:
             raise setup_env.CommandFailed("no network")
 
-        monkeypatch.setattr(setup_env, "_run", refuse)
+        monkeypatch.setattr(setup_env, "run_command", refuse)
         with pytest.raises(SystemExit) as stopped:
             setup_env.install_torch(None)
         assert stopped.value.code == 2
@@ -286,7 +286,7 @@ class TestNative:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.setattr(sys, "argv", ["build_native.py", *form])
-        monkeypatch.setattr(build, "_tool", lambda name: name if name in there else None)
+        monkeypatch.setattr(build, "tool_path", lambda name: name if name in there else None)
         with pytest.raises(SystemExit) as stopped:
             build.main()
         assert stopped.value.code == 3
@@ -295,7 +295,7 @@ class TestNative:
         assert missing in said
 
     def test_a_build_that_fails(self, build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        if not all(map(build._tool, ("cmake", "c++"))):
+        if not all(map(build.tool_path, ("cmake", "c++"))):
             pytest.skip("CMake or a compiler is not here")
         (tmp_path / "CMakeLists.txt").write_text("message(FATAL_ERROR no-such-machine)\n", encoding="utf-8")
         with pytest.raises(SystemExit) as stopped:

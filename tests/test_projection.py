@@ -320,9 +320,9 @@ def test_bfloat16_is_as_exact_as_linear(path: str, rows: int) -> None:
 def test_doctor_shows_choice_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead import doctor
 
-    monkeypatch.setattr(doctor, "_MATRIX", 64)
-    monkeypatch.setattr(doctor, "_ATTENTION", (1, 2, 32, 8))
-    monkeypatch.setattr(doctor, "_SECONDS_EACH", 0.0)
+    monkeypatch.setattr(doctor, "MATRIX", 64)
+    monkeypatch.setattr(doctor, "ATTENTION", (1, 2, 32, 8))
+    monkeypatch.setattr(doctor, "SECONDS_EACH", 0.0)
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
     shown = CliRunner().invoke(app, ["doctor"]).stdout
     for kind in KINDS:

@@ -63,7 +63,7 @@ def test_onednn_without_bfloat16_is_skipped_for_bfloat16_only(
         return x
 
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(_linear_pointwise=SimpleNamespace(default=linear)))
-    monkeypatch.setattr(paths, "_onednn_has_bfloat16", paths._onednn_has_bfloat16.__wrapped__)
+    monkeypatch.setattr(paths, "onednn_has_bfloat16", paths.onednn_has_bfloat16.__wrapped__)
     assert [paths.ONEDNN.absent(dtype) for dtype in (torch.float32, torch.bfloat16)] == [
         None,
         "oneDNN has no bfloat16 on this processor",

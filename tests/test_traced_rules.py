@@ -232,7 +232,7 @@ def test_large_biases_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> No
     places = BATCH * HEADS * Q_LEN * K_LEN
     fn = TRACED["distance by batch entry"][0]
     for most, choice in ((places, "native"), (places - 1, "tiled")):
-        monkeypatch.setattr("clearhead.traced_rules._MOST_ENTRIES", most)
+        monkeypatch.setattr("clearhead.traced_rules.MOST_ENTRIES", most)
         report = ch.explain_dispatch(*_inputs(torch.float32), scores=ch.ScoreFunction(fn), query_offset=OFFSET)
         assert report.choice == choice
 

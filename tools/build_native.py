@@ -31,13 +31,13 @@ CROSS_COMPILER, EMULATORS = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "qe
 
 def main() -> None:
     options = _options()
-    cmake = _tool("cmake")
+    cmake = tool_path("cmake")
     if cmake is None:
         _stop(NO_TOOLS, "CMake is not here, so the CPU kernels are not built. Install cmake and run make native.")
-    if options.form == "arm" and not (_tool(CROSS_COMPILER) and any(map(_tool, EMULATORS))):
+    if options.form == "arm" and not (tool_path(CROSS_COMPILER) and any(map(tool_path, EMULATORS))):
         packages = "g++-aarch64-linux-gnu and qemu-user-static"
         _stop(NO_TOOLS, f"{CROSS_COMPILER} or {EMULATORS[0]} is not here. Install {packages}.")
-    if not any(map(_tool, (os.environ.get("CXX"), "c++", "g++", "clang++"))):
+    if not any(map(tool_path, (os.environ.get("CXX"), "c++", "g++", "clang++"))):
         _stop(NO_TOOLS, "No C++ compiler is here, so the CPU kernels are not built. Install g++ and run make native.")
     build = ROOT / "build" / options.form
     try:
@@ -60,11 +60,11 @@ def _configured(build: Path) -> bool:
 
 
 def _generator() -> list[str]:
-    ninja = _tool("ninja")
+    ninja = tool_path("ninja")
     return [] if ninja is None else ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
 
 
-def _tool(name: str | None) -> str | None:
+def tool_path(name: str | None) -> str | None:
     """Path of a command: on the path, or in .venv."""
     if not name:
         return None

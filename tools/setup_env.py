@@ -92,19 +92,19 @@ def install_torch(asked: str | None) -> None:
     pinned = f"torch=={_pin('torch')}"
     if asked or has_gpu() or not sys.platform.startswith("linux"):
         # Outside Linux the ordinary wheel carries no CUDA.
-        _run(f"installing {asked or pinned}", PYTHON, "-m", "pip", "install", asked or pinned)
+        run_command(f"installing {asked or pinned}", PYTHON, "-m", "pip", "install", asked or pinned)
         return
     try:
-        _run(f"installing {pinned}, CPU build", PYTHON, "-m", "pip", "install", f"{pinned}+cpu")
+        run_command(f"installing {pinned}, CPU build", PYTHON, "-m", "pip", "install", f"{pinned}+cpu")
         return
     except CommandFailed:
         _say("pip's index has no CPU build; asking uv, which knows where PyTorch keeps it")
     uv = f"uv=={_pin('uv')}"
     try:
-        _run(f"installing {uv}", PYTHON, "-m", "pip", "install", uv)
+        run_command(f"installing {uv}", PYTHON, "-m", "pip", "install", uv)
         # Torch's dependencies come from pip's index, like everything else.
         options = ["--python", str(PYTHON), "--torch-backend=cpu", "--no-deps"]
-        _run(f"installing {pinned}, CPU build", VENV / "bin" / "uv", "pip", "install", *options, pinned)
+        run_command(f"installing {pinned}, CPU build", VENV / "bin" / "uv", "pip", "install", *options, pinned)
     except CommandFailed as failure:
         _stop(
             f"no CPU build of {pinned} could be had ({failure}). To take the ordinary wheel, which may bring "
@@ -121,12 +121,12 @@ def write_pins(torch: str | None = None) -> None:
 def install_clearhead() -> None:
     """Install the package in place, its pinned dependencies and the development tools."""
     pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--constraint", PINS]
-    _run(f"installing clearhead[{EXTRAS}] and what it needs", *pip, "--editable", f".[{EXTRAS}]")
+    run_command(f"installing clearhead[{EXTRAS}] and what it needs", *pip, "--editable", f".[{EXTRAS}]")
     # A package of the Python whose torch is used has its command there, not here.
     absent = [package for command, package in COMMANDS.items() if not (VENV / "bin" / command).exists()]
     if absent:
         title = f"installing the commands of {', '.join(absent)}"
-        _run(title, *pip, "--force-reinstall", "--no-deps", *absent)
+        run_command(title, *pip, "--force-reinstall", "--no-deps", *absent)
 
 
 def install_cmake() -> None:
@@ -135,7 +135,9 @@ def install_cmake() -> None:
     if shutil.which("cmake") or (VENV / "bin" / "cmake").exists() or not any(shutil.which(c) for c in compilers if c):
         return
     try:
-        _run("installing cmake and ninja", PYTHON, "-m", "pip", "install", "--constraint", PINS, "cmake", "ninja")
+        run_command(
+            "installing cmake and ninja", PYTHON, "-m", "pip", "install", "--constraint", PINS, "cmake", "ninja"
+        )
     except CommandFailed as failure:
         _say(f"no CMake could be had ({failure}), so the CPU kernels will not be built")
 
@@ -198,7 +200,7 @@ def _output(*command: str | Path) -> str:
     return done.stdout.strip()
 
 
-def _run(title: str, *command: str | Path) -> None:
+def run_command(title: str, *command: str | Path) -> None:
     """Run a command with its output in the log; on a terminal show its latest line and the seconds."""
     started = time.monotonic()
     _say(f"{title} ...")

@@ -24,11 +24,11 @@ from clearhead.ops.throughput import product_rate
 from clearhead.projection import DTYPES, KINDS, GemmChoice, choice
 from clearhead.projection.paths import ONEDNN
 
-__all__ = ["Diagnosis", "Rate", "diagnose"]
+__all__ = ["ATTENTION", "MATRIX", "SECONDS_EACH", "Diagnosis", "Rate", "diagnose"]
 
-_MATRIX = 1024
-_ATTENTION = (1, 8, 512, 64)
-_SECONDS_EACH = 0.4
+MATRIX = 1024
+ATTENTION = (1, 8, 512, 64)
+SECONDS_EACH = 0.4
 #: Extras for developers of clearhead; the others add features.
 _FOR_DEVELOPERS = ("dev", "docs", "all")
 
@@ -232,18 +232,18 @@ def _product_rates() -> list[Rate]:
         absent = ONEDNN.absent(dtype) if dtype is torch.bfloat16 else None
         name, rate = str(dtype)[6:], None
         if absent is None:
-            one, other = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
+            one, other = (torch.randn(MATRIX, MATRIX).to(dtype) for _ in range(2))
             timing = _timed({"product": lambda one=one, other=other: one @ other})["product"]
-            rate = _gflops(2.0 * _MATRIX**3, timing)
+            rate = _gflops(2.0 * MATRIX**3, timing)
         rates.append(Rate("torch's GEMM 1024", name, rate, absent))
     return rates
 
 
 def _attention_rates() -> list[Rate]:
     """Rate of each backend on one attention call, or the reason why it does not support the call."""
-    batch, heads, length, head_dim = _ATTENTION
+    batch, heads, length, head_dim = ATTENTION
     operations = 4.0 * batch * heads * length**2 * head_dim
-    query = torch.randn(_ATTENTION)
+    query = torch.randn(ATTENTION)
     refusals = explain_dispatch(query, query, query).reasons
     calls = {
         name: lambda name=name: attention(query, query, query, backend=name)
@@ -251,7 +251,7 @@ def _attention_rates() -> list[Rate]:
         if not reasons
     }
     timings = _timed(calls)
-    title = f"attention {'x'.join(map(str, _ATTENTION))}"
+    title = f"attention {'x'.join(map(str, ATTENTION))}"
     return [
         Rate(f"{title}, {name}", "float32", None, "; ".join(reasons))
         if reasons
@@ -262,7 +262,7 @@ def _attention_rates() -> list[Rate]:
 
 def _timed(calls: Mapping[str, Any]) -> dict[str, Timing]:
     with torch.no_grad():
-        return interleaved(calls, repeats=7, warmup=1, seconds=_SECONDS_EACH * len(calls))
+        return interleaved(calls, repeats=7, warmup=1, seconds=SECONDS_EACH * len(calls))
 
 
 def _gflops(operations: float, timing: Timing) -> float:

@@ -22,10 +22,10 @@ from clearhead.masks import Mask, MaskFunction
 from clearhead.scores import DenseBias, RelativeBias, ScoreFunction, ScoreRule, SoftCap
 from clearhead.tracing import BATCH, HEAD, INDICES, MOST_POSITIONS, QUERY, SCORE, StandIn, evaluated, few, trace
 
-__all__ = ["Extent", "TracedRules", "traced_rules"]
+__all__ = ["MOST_ENTRIES", "Extent", "TracedRules", "traced_rules"]
 
 #: The largest bias that is written out for a function: 64 MiB in float32.
-_MOST_ENTRIES: Final = 2**24
+MOST_ENTRIES: Final = 2**24
 #: Places at which such a bias is evaluated at once: positions take 8 bytes each.
 _STRIP: Final = 2**20
 
@@ -137,7 +137,7 @@ def _bias(result: StandIn, extent: Extent, like: Tensor) -> ScoreRule | None:
 def _written_bias(result: StandIn, extent: Extent, like: Tensor, batch: Tensor, head: Tensor) -> DenseBias | None:
     """A bias of all indices, one row per query; None if it is large."""
     places = len(batch) * len(head) * extent.q_len * extent.k_len
-    if places > _MOST_ENTRIES:
+    if places > MOST_ENTRIES:
         return None
     first = extent.query_offset
     rows = torch.arange(first, first + extent.q_len).split(max(1, _STRIP * extent.q_len // places))

@@ -127,7 +127,7 @@ def test_wrong_arguments(arguments: dict[str, object]) -> None:
 PROGRAM = """
 import sys
 from clearhead.integrations import accelerate
-print(__name__, sys.argv[1:], accelerate._PARTS.attention, accelerate._PARTS.linear)
+print(__name__, sys.argv[1:], accelerate.ACCELERATED.attention, accelerate.ACCELERATED.linear)
 import beside
 if "--fail" in sys.argv: raise ValueError("mine")
 sys.exit(int(sys.argv[1]) if sys.argv[1:] else None)
@@ -148,7 +148,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_run_a_script(program: Path) -> None:
     result = CliRunner().invoke(app, ["run", str(program), "3", "--no-linear", "-m"])
     assert (result.exit_code, result.stdout) == (3, "__main__ ['3', '--no-linear', '-m'] True True\n")
-    assert module._Parts() == module._PARTS
+    assert module.Accelerated() == module.ACCELERATED
 
 
 def test_run_a_module(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ FUSED = ["attend_with_lse", "attend_with_lse_backward"]
 
 def take_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernels take calls of every size on every processor."""
-    monkeypatch.setattr(ours, "_LEAST", 0)
-    monkeypatch.setattr(ours, "_LEAST_TRAINING", 0)
+    monkeypatch.setattr(ours, "LEAST_WORK", 0)
+    monkeypatch.setattr(ours, "LEAST_WORK_OF_TRAINING", 0)
     monkeypatch.setattr(ours, "attention_gains_alone", lambda *sizes, **options: True)
 
 

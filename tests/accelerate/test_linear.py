@@ -23,14 +23,14 @@ ROWS, STEPS, COLUMNS = 130, 190, 210
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kinds of GEMM that clearhead's path computed; every processor takes the kernels."""
     made: list[str] = []
-    real = ours._choose
+    real = ours.choose_path
 
     def noted(left: Tensor, right: Tensor) -> object:
         chosen = real(left, right)
         made.extend([] if chosen is None else [chosen[0]])
         return chosen
 
-    monkeypatch.setattr(ours, "_choose", noted)
+    monkeypatch.setattr(ours, "choose_path", noted)
     with testing.choices(gemm="native"):
         yield made
 

@@ -33,10 +33,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CLEARHEAD_ISA", raising=False)
     monkeypatch.delenv("CLEARHEAD_NATIVE", raising=False)
     binary.load.cache_clear()
-    native_library._loaded.cache_clear()
+    native_library.loaded_library.cache_clear()
     yield
     binary.load.cache_clear()
-    native_library._loaded.cache_clear()
+    native_library.loaded_library.cache_clear()
 
 
 def header() -> str:
@@ -170,7 +170,7 @@ class TestChoice:
     @pytest.mark.parametrize("place", [0, -1])
     def test_a_set_is_forced(self, place: int, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
         forced = native_library.isa_names()[place]
-        native_library._loaded.cache_clear()
+        native_library.loaded_library.cache_clear()
         monkeypatch.setenv("CLEARHEAD_ISA", forced)
         assert native_library.isa_name() == forced
 

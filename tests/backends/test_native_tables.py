@@ -16,7 +16,7 @@ pytestmark = needs_native
 
 @pytest.mark.parametrize("strip", [1, 7 * 71, 2**20])
 def test_mask_function_is_evaluated_in_strips(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_STRIP", strip)
+    monkeypatch.setattr(parts, "STRIP", strip)
     rows: list[int] = []
 
     def sparse(batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def test_mask_function_is_evaluated_in_strips(strip: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("by_head", [False, True])
 def test_one_place_shows_whether_heads_differ(by_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same table for all heads counts once against the limit."""
-    monkeypatch.setattr(native, "_MAX_TABLE_ENTRIES", 13 * 13)
+    monkeypatch.setattr(native, "MAX_TABLE_ENTRIES", 13 * 13)
     mask = ch.MaskFunction(lambda b, h, i, j: ((i * 7 + j * 13) % 5 > 1) | ((h if by_head else 0) == 1))
     query, key, value = tensors()
     reasons = ch.explain_dispatch(query, key, value, mask=mask)

@@ -85,4 +85,4 @@ def test_the_kernels_share_torch_s_threads() -> None:
     ],
 )
 def test_names_of_openmp_libraries(name: str, is_one: bool) -> None:
-    assert bool(openmp._FILE.match(name)) is is_one
+    assert bool(openmp.FILE.match(name)) is is_one

@@ -239,7 +239,7 @@ def _compile() -> None:
         done = kernel.warmup(*arguments, **constants, num_warps=warps, enable_fp_fusion=True, grid=(programs,))
         print(name, len(done.asm["cubin"]))
 
-    triton._KernelCall.launch = launch  # type: ignore[method-assign]
+    triton.KernelCall.launch = launch  # type: ignore[method-assign]
     query = torch.zeros(1, 2, 256, 64, dtype=torch.float16)
     want = ch.Want(
         lse=True, max_score=True, entropy=True, top_k=8, received=True, heatmap=16, sink=4, distance=True, rows=[0],
@@ -249,13 +249,13 @@ def _compile() -> None:
     rules = (ch.Alibi(2), ch.RelativeBias(torch.zeros(2, 7)), ch.SoftCap(3.0), ch.DenseBias(query[0, 0, :, :1]))
     problem = Problem.of("test", query, query, query, mask=mask, scores=(*rules, ch.Sink(0.0)))
     dirty = True
-    triton._run(problem, want)
+    triton.run_kernels(problem, want)
     dirty = False
-    triton._run(Problem.of("test", query, query, query, mask=ch.Causal() & ch.Window(100)), ch.Want())
+    triton.run_kernels(Problem.of("test", query, query, query, mask=ch.Causal() & ch.Window(100)), ch.Want())
     # Each kind of mask alone: a branch that a kernel leaves out changes the types of the others.
     small = tuple(tensor.detach() for tensor in tensors())
     for part in (ch.Blocks(BLOCK_TABLE, 4), ch.Dense(DENSE), ch.Padding([13, 5]), ch.Prefix(4) | ch.Causal()):
-        triton._run(Problem.of("test", *small, mask=part), want)
+        triton.run_kernels(Problem.of("test", *small, mask=part), want)
 
 
 def _own_process(what: str, place: Path, **environment: str) -> str:

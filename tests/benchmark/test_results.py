@@ -89,7 +89,7 @@ def test_peak_extra_bytes_is_none_without_proc(monkeypatch: pytest.MonkeyPatch) 
 
     from clearhead.benchmark import memory
 
-    monkeypatch.setattr(memory, "_RESET", Path("/nowhere/clear_refs"))
+    monkeypatch.setattr(memory, "RESET", Path("/nowhere/clear_refs"))
     assert peak_extra_bytes(lambda: None) is None
 
 

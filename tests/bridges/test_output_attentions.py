@@ -49,7 +49,7 @@ ROADS: Final[Sequence[Road]] = ("swap", "implementation")
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute the weights of small models by the formula, as by default, and by the kernels."""
     if request.param == "kernels":
-        monkeypatch.setattr(attention_weights, "_FEW_WEIGHTS", 0)
+        monkeypatch.setattr(attention_weights, "FEW_WEIGHTS", 0)
 
 
 def by_road(model: Any, road: Road) -> Any:
@@ -129,7 +129,7 @@ def test_weights_match_eager_at_every_length(name: str, length: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["bert", "gemma2"])
 def test_weights_have_the_dtype_of_eager(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_weights, "_STRIP", 2**11)
+    monkeypatch.setattr(attention_weights, "STRIP", 2**11)
     ids = inputs(name)["input_ids"]
     # Rounded weights, which every model then has.
     textbook = eager(name).to(dtype)
@@ -337,8 +337,8 @@ def test_formula_and_kernels_match_the_reference(
     assert truth.rows is not None
     results = []
     for few in (2**30, 0):
-        monkeypatch.setattr(attention_weights, "_FEW_WEIGHTS", few)
-        monkeypatch.setattr(attention_weights, "_STRIP", 2**9)
+        monkeypatch.setattr(attention_weights, "FEW_WEIGHTS", few)
+        monkeypatch.setattr(attention_weights, "STRIP", 2**9)
         results.append(with_weights(WeightedCall(query=query, key=key, value=value, **options)))
     for output, weights in results:
         assert weights.dtype == output.dtype == dtype
@@ -473,10 +473,10 @@ def test_need_weights_of_a_swapped_attention_takes_the_kernels(average: bool, mo
         expected = module(x, x, x, key_padding_mask=padding, average_attn_weights=average)
         ch.swap(module)
         by_kernel: list[WeightedCall] = []
-        kernel = attention_weights._by_kernel
-        monkeypatch.setattr(attention_weights, "_by_kernel", lambda call: by_kernel.append(call) or kernel(call))
+        kernel = attention_weights.by_kernels
+        monkeypatch.setattr(attention_weights, "by_kernels", lambda call: by_kernel.append(call) or kernel(call))
         monkeypatch.setattr(nn.functional, "multi_head_attention_forward", None)
-        monkeypatch.setattr(torch_attention.SwappedMultiheadAttention, "_torchs", None)
+        monkeypatch.setattr(torch_attention.SwappedMultiheadAttention, "by_torch", None)
         actual = module(x, x, x, key_padding_mask=padding, average_attn_weights=average)
     assert len(by_kernel) == 1
     for one, other in zip(actual, expected, strict=True):

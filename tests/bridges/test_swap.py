@@ -42,7 +42,7 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fuse small calls without a mask, which use torch's code by default."""
-    monkeypatch.setattr(torch_attention, "_LEAST", 0)
+    monkeypatch.setattr(torch_attention, "LEAST_WORK", 0)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ BATCH, HEADS, WIDTH, Q_LEN, K_LEN = 3, 2, 8, 5, 7
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test on the path of small calls and on that of large calls."""
     if request.param == "large":
-        monkeypatch.setattr(torch_attention, "_LEAST", 0)
+        monkeypatch.setattr(torch_attention, "LEAST_WORK", 0)
 
 
 def _pair(**options: object) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
@@ -283,7 +283,7 @@ def test_a_learned_bias_gets_torchs_gradient() -> None:
 
 
 def test_weights_from_the_kernels_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_weights, "_FEW_WEIGHTS", 0)
+    monkeypatch.setattr(exact_weights, "FEW_WEIGHTS", 0)
     for mask in _masks(K_LEN).values():
         theirs, ours = _pair(batch_first=True)
         with torch.no_grad():

@@ -257,4 +257,4 @@ def test_an_unknown_argument_runs_the_original_code() -> None:
 
 def test_an_old_transformers_raises_one_line() -> None:
     with pytest.raises(ch.UnsupportedError, match=r"^swap: transformers must be of version 4\.57 or later; got 4\.40"):
-        integration._check_version("4.40.1")
+        integration.check_version("4.40.1")

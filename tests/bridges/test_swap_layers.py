@@ -33,7 +33,7 @@ CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test on the path of small calls and on that of large calls."""
     if request.param == "large":
-        monkeypatch.setattr(torch_attention, "_LEAST", 0)
+        monkeypatch.setattr(torch_attention, "LEAST_WORK", 0)
 
 
 def _tokens(length: int, batch_first: bool, seed: int) -> Tensor:
@@ -208,7 +208,7 @@ def test_only_real_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packed_tokens_are_padded_to_a_common_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_MANY", 1)
+    monkeypatch.setattr(packed, "MANY", 1)
     theirs, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)
     rows = []

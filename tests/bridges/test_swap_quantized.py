@@ -222,8 +222,8 @@ def test_factor_of_the_input_is_left_and_named(name: str) -> None:
 def test_wrong_integers_fail_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead.integrations.torch import quantized_weights
 
-    whole = quantized_weights._per_group
-    monkeypatch.setattr(quantized_weights, "_per_group", lambda weight, values: 1.01 * whole(weight, values))
+    whole = quantized_weights.per_group
+    monkeypatch.setattr(quantized_weights, "per_group", lambda weight, values: 1.01 * whole(weight, values))
     model, x = _model(torchao.Int8WeightOnlyConfig()), torch.randn(4, 96)
     theirs = model(x)
     report = ch.swap(model)

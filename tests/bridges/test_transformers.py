@@ -284,7 +284,7 @@ def test_the_attention_implementation_can_be_set_by_name() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_swap_keeps_parameters_and_unswap_restores_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_LEAST_LAYER", 0)
+    monkeypatch.setattr(selection, "LEAST_LAYER", 0)
     # On every processor linear layers gain by themselves.
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
     model = eager(name)
@@ -305,7 +305,7 @@ def test_swap_keeps_parameters_and_unswap_restores_classes(name: str, monkeypatc
     for each in (model, copied):
         assert ch.unswap(each).replaced == report.replaced
         assert [type(module) for module in each.modules()] == kinds
-        assert all(config._attn_implementation == "eager" for _, config in interface._configs(each.config))
+        assert all(config._attn_implementation == "eager" for _, config in interface.configs_in(each.config))
         assert ch.unswap(each).replaced == ()
 
 

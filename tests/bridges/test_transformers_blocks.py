@@ -196,7 +196,7 @@ def _rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return take(tokens, *given)
 
     monkeypatch.setattr(fused, "fused_layers", spy)
-    monkeypatch.setattr(fused, "_LEAST_UNPADDED", 1)
+    monkeypatch.setattr(fused, "LEAST_UNPADDED", 1)
     return rows
 
 

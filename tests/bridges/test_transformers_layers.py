@@ -393,7 +393,7 @@ def test_padding_is_removed_without_a_cache(
 ) -> None:
     if TRANSFORMERS_4 and name == "gpt2":
         pytest.skip("transformers 4 computes NaN at padding")
-    monkeypatch.setattr(fused, "_LEAST_UNPADDED", 1)
+    monkeypatch.setattr(fused, "LEAST_UNPADDED", 1)
     model, ids, real = _model(name), ids_of(), torch.ones(2, 9, dtype=torch.long)
     real[0, slice(None, 3) if side == "left" else slice(-3, None)] = 0
     places = (real.cumsum(1) - 1).clamp(min=0)

@@ -139,7 +139,7 @@ def test_mpnet_is_one_operator_and_deberta_its_parts(fused_kinds: list[str]) -> 
 @pytest.mark.parametrize("padding", ["left", "right"])
 @torch.no_grad()
 def test_mpnet_removes_padding(padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_LEAST_UNPADDED", 1)
+    monkeypatch.setattr(layers, "LEAST_UNPADDED", 1)
     model, (batch, real) = _model("mpnet"), _batch(padding, 17)
     ours, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     ch.swap(ours)

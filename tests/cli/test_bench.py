@@ -70,11 +70,11 @@ def test_list_names_every_suite_without_measuring(tmp_path: Path) -> None:
 
 
 def test_all_leaves_out_the_suite_peers_unless_it_is_named() -> None:
-    from clearhead.cli.bench import _suites
+    from clearhead.cli.bench import suite_names
 
-    assert "peers" not in _suites("all", None, with_grid=False)
-    assert "forward" in _suites("all", None, with_grid=False)
-    assert _suites("peers,all", None, with_grid=False)[0] == "peers"
+    assert "peers" not in suite_names("all", None, with_grid=False)
+    assert "forward" in suite_names("all", None, with_grid=False)
+    assert suite_names("peers,all", None, with_grid=False)[0] == "peers"
 
 
 QUICK = ("--quick", "--repeats", "3")

@@ -17,9 +17,9 @@ from clearhead.dispatch import BACKENDS
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure small things: the tests look at what is said, not how fast the machine is."""
-    monkeypatch.setattr(doctor, "_MATRIX", 64)
-    monkeypatch.setattr(doctor, "_ATTENTION", (1, 2, 32, 8))
-    monkeypatch.setattr(doctor, "_SECONDS_EACH", 0.0)
+    monkeypatch.setattr(doctor, "MATRIX", 64)
+    monkeypatch.setattr(doctor, "ATTENTION", (1, 2, 32, 8))
+    monkeypatch.setattr(doctor, "SECONDS_EACH", 0.0)
 
 
 def test_doctor_shows_every_backend_and_a_verdict() -> None:

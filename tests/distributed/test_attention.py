@@ -20,7 +20,9 @@ HEADS, DIM = 4, 8
 METHODS = ("gather", "ring", "heads")
 
 
-def _tensors(length: int, *, batch: int = 2, kv_heads: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def drawn_tensors(
+    length: int, *, batch: int = 2, kv_heads: int = HEADS, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """Query, key, value, and a gradient of the output; equal on all ranks."""
     generator = torch.Generator().manual_seed(length)
     shapes = [(HEADS, DIM), (kv_heads, DIM), (kv_heads, DIM + 2), (HEADS, DIM + 2)]
@@ -44,7 +46,7 @@ def _compare(
     for name in names:
         torch.manual_seed(0)
         options, learned = CASES[name](HEADS, length)
-        whole = _tensors(length, kv_heads=kv_heads, dtype=dtype)
+        whole = drawn_tensors(length, kv_heads=kv_heads, dtype=dtype)
         single = _results(ch.attention, whole, learned, options)
         doubled = [tensor.double() for tensor in whole]
         exact = _results(ch.attention, doubled, learned, {**options, "backend": "reference"})
@@ -114,7 +116,7 @@ def test_listed_layout() -> None:
 
 
 def _nan(method: str) -> list[bool]:
-    query, key, value, grad = _tensors(48)
+    query, key, value, grad = drawn_tensors(48)
     query[0, 1, 5, 0] = key[0, 2, 20, 1] = value[1, 0, 30, 2] = key[1, 3, 47, 0] = torch.nan
     value[0, 0, 40, 1] = torch.inf
     options = {"mask": ch.Causal() & ch.Window(7)}
@@ -134,7 +136,7 @@ def test_nan_reaches_the_same_results_as_in_one_process(method: str) -> None:
 
 
 def _leading() -> list[Any]:
-    whole = [tensor[0, 0] for tensor in _tensors(12)[:3]]
+    whole = [tensor[0, 0] for tensor in drawn_tensors(12)[:3]]
     right = ch.distributed.shard(ch.attention(*whole, mask=ch.Causal()))
     parts = [ch.distributed.shard(tensor) for tensor in whole]
     with torch.no_grad():
@@ -149,7 +151,7 @@ def test_leading_axes_may_be_missing() -> None:
 def _dropout_without_seed(method: str) -> list[Any]:
     """Rank 0 draws; the others' generators differ."""
     torch.manual_seed(dist.get_rank())
-    whole = _tensors(32)
+    whole = drawn_tensors(32)
     parts = [ch.distributed.shard(tensor) for tensor in whole[:3]]
     output = ch.distributed.unshard(ch.distributed.attention(*parts, dropout=0.5, method=method))
     torch.manual_seed(0)
@@ -164,7 +166,7 @@ def test_rank_0_draws_the_seed(method: str) -> None:
 
 def _repeated() -> bool:
     options, _ = CASES["dropout"](HEADS, 66)
-    parts = [ch.distributed.shard(tensor, layout="zigzag") for tensor in _tensors(66)]
+    parts = [ch.distributed.shard(tensor, layout="zigzag") for tensor in drawn_tensors(66)]
     first, second = (
         _results(ch.distributed.attention, parts, [], {**options, "layout": "zigzag", "method": "ring"})
         for _ in range(2)
@@ -177,7 +179,7 @@ def test_ring_gives_the_same_bits_every_time() -> None:
 
 
 def _log_sum_exp(method: str) -> list[bool]:
-    *whole, _ = _tensors(30)
+    *whole, _ = drawn_tensors(30)
     single = [tensor.detach().requires_grad_() for tensor in whole]
     parts = [ch.distributed.shard(tensor).requires_grad_() for tensor in whole]
     options = {"mask": ch.Causal(), "want": ch.Want(lse=True)}
@@ -198,7 +200,7 @@ def test_log_sum_exp_and_its_gradient(method: str) -> None:
 
 
 def _second() -> str:
-    parts = [ch.distributed.shard(tensor).requires_grad_() for tensor in _tensors(8)[:3]]
+    parts = [ch.distributed.shard(tensor).requires_grad_() for tensor in drawn_tensors(8)[:3]]
     output = ch.distributed.attention(*parts, method="ring")
     (grad,) = torch.autograd.grad(output.square().sum(), parts[0], create_graph=True)
     with pytest.raises(RuntimeError) as caught:
@@ -211,7 +213,7 @@ def test_second_derivative_is_refused() -> None:
 
 
 def _sent(method: str, mask: ch.Mask | None, length: int) -> int:
-    parts = [ch.distributed.shard(tensor) for tensor in _tensors(length, batch=1)[:3]]
+    parts = [ch.distributed.shard(tensor) for tensor in drawn_tensors(length, batch=1)[:3]]
     with torch.no_grad(), traffic() as sent:
         ch.distributed.attention(*parts, mask=mask, method=method)
     return sent.bytes
@@ -231,7 +233,7 @@ def _keys_of_others(length: int) -> list[int]:
     from clearhead.distributed import ring
 
     counts = []
-    begin, arrivals = ring._Ring._begin, ring._Ring.arrivals
+    begin, arrivals = ring.Ring.begin, ring.Ring.arrivals
 
     def counted_begin(self: Any, visit: Any, tensors: Any) -> Any:
         received, works = begin(self, visit, tensors)
@@ -245,8 +247,8 @@ def _keys_of_others(length: int) -> list[int]:
             yield visit, here
             counts.append(here[0].shape[2] if visit.step else 0)
 
-    ring._Ring._begin, ring._Ring.arrivals = counted_begin, counted_arrivals
-    parts = [ch.distributed.shard(tensor) for tensor in _tensors(length, batch=1)[:3]]
+    ring.Ring.begin, ring.Ring.arrivals = counted_begin, counted_arrivals
+    parts = [ch.distributed.shard(tensor) for tensor in drawn_tensors(length, batch=1)[:3]]
     with torch.no_grad():
         ch.distributed.attention(*parts, method="ring")
     return counts

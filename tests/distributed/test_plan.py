@@ -12,7 +12,7 @@ import clearhead as ch
 from clearhead import MaskError, ShapeError
 from clearhead.distributed import ShardLayout, plan_attention
 from clearhead.distributed.layout import LAYOUTS, LayoutName, layout_of
-from clearhead.distributed.plan import _computed
+from clearhead.distributed.plan import computed
 from clearhead.masks import Mask
 
 LENGTH = 61
@@ -97,7 +97,7 @@ def test_queries_that_keys_need_are_whole_blocks(name: str, monkeypatch: pytest.
     allowed = _dense(mask).any(dim=0)
     for layout in _layouts():
         # A plan of another block size must not be cached.
-        plan = _computed(None if mask is None else mask.to(torch.device("cpu")).placed(0), layout)
+        plan = computed(None if mask is None else mask.to(torch.device("cpu")).placed(0), layout)
         for key_rank, keys in enumerate(layout.chunks):
             attends = allowed[:, _positions(keys)].any(dim=1).tolist()
             needed = {place for place in range(LENGTH) if any(attends[place // 8 * 8 : place // 8 * 8 + 8])}
@@ -148,8 +148,8 @@ def test_parts_with_intervals_bound_a_mask_without_intervals() -> None:
 def test_blocks_of_queries_do_not_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [EXACT[name]() for name in ("documents of a batch", "dense of heads", "global", "blocks of heads")]
     whole = [plan_attention(mask, LENGTH, ranks=4, layout="zigzag") for mask in masks]
-    monkeypatch.setattr("clearhead.distributed.needed_keys._BLOCK", 13)
-    monkeypatch.setattr("clearhead.distributed.needed_keys._STRIP", 5 * LENGTH)
+    monkeypatch.setattr("clearhead.distributed.needed_keys.BLOCK", 13)
+    monkeypatch.setattr("clearhead.distributed.needed_keys.STRIP", 5 * LENGTH)
     for mask, expected in zip(masks, whole, strict=True):
         plan = plan_attention(mask, LENGTH, ranks=4, layout="zigzag")
         assert plan == expected

@@ -21,7 +21,7 @@ from clearhead.distributed import AttentionSizes, Link, Machine, Plan, ShardLayo
 from clearhead.distributed.costs import GatherCosts, HeadsCosts, RankWork, RingCosts
 from clearhead.distributed.launch import RankError, run_ranks
 from clearhead.distributed.layout import LAYOUTS
-from clearhead.distributed.simulation import METHODS, _finished, _Phase
+from clearhead.distributed.simulation import METHODS, Phase, finished
 from clearhead.masks import Mask
 from clearhead.ops.kinds import QUERY_BLOCK
 
@@ -174,7 +174,7 @@ def test_idle_share_is_that_of_the_balance(method: Any) -> None:
 
 
 def ends(start: Tensor, seconds: Tensor, cores: int) -> list[float]:
-    (end,) = _finished(start, [_Phase(seconds)], cores)
+    (end,) = finished(start, [Phase(seconds)], cores)
     return end.tolist()
 
 
@@ -192,10 +192,10 @@ def test_shared_processors_work_at_equal_shares() -> None:
 
 def test_ranks_in_different_phases_share_processors() -> None:
     first, second, arrival = (torch.tensor(each, dtype=torch.float64) for each in ([1.0, 3.0], [3.0, 1.0], [5.0, 0.0]))
-    at_once, late = ([_Phase(first), one] for one in (_Phase(second), _Phase(second, 0.5, arrival)))
+    at_once, late = ([Phase(first), one] for one in (Phase(second), Phase(second, 0.5, arrival)))
 
-    def ends_of(phases: list[_Phase], cores: int) -> list[list[float]]:
-        return [end.tolist() for end in _finished(torch.zeros_like(first), phases, cores)]
+    def ends_of(phases: list[Phase], cores: int) -> list[list[float]]:
+        return [end.tolist() for end in finished(torch.zeros_like(first), phases, cores)]
 
     assert ends_of(at_once, 2) == [[1.0, 3.0], [4.0, 4.0]]
     assert ends_of(at_once, 1) == [[2.0, 6.0], [8.0, 8.0]]

@@ -11,7 +11,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.distributed.launch import run_ranks
 from clearhead.distributed.statistics import AXES
-from tests.distributed.test_attention import _tensors
+from tests.distributed.test_attention import drawn_tensors
 
 LENGTH = 40
 
@@ -25,7 +25,7 @@ def _want(weights: Tensor) -> ch.Want:
 
 def _observed(method: str, layout: Any) -> list[str]:
     """The names of the statistics that differ from those of one process."""
-    tensors = _tensors(LENGTH)[:3]
+    tensors = drawn_tensors(LENGTH)[:3]
     weights = torch.rand(2, 4, 3, LENGTH, generator=torch.Generator().manual_seed(0))
     options = {"mask": ch.Causal() & ch.Window(11), "scores": ch.Alibi(4)}
     whole = ch.observe_attention(*tensors, want=_want(weights), **options)
@@ -49,7 +49,7 @@ def test_statistics_are_those_of_one_process(method: str, layout: str) -> None:
 
 
 def _rows(method: str) -> list[bool]:
-    tensors = _tensors(LENGTH)[:3]
+    tensors = drawn_tensors(LENGTH)[:3]
     want = ch.Want(entropy=True, distance=True)
     whole = ch.observe_attention(*tensors, want=want, mask=ch.Causal())
     parts = [ch.distributed.shard(tensor, layout="zigzag") for tensor in tensors]
@@ -64,7 +64,7 @@ def test_statistics_of_rows(method: str) -> None:
 
 
 def _entropy_gradient() -> bool:
-    whole = [tensor.requires_grad_() for tensor in _tensors(LENGTH)[:3]]
+    whole = [tensor.requires_grad_() for tensor in drawn_tensors(LENGTH)[:3]]
     parts = [ch.distributed.shard(tensor.detach()).requires_grad_() for tensor in whole]
     want = ch.Want(entropy=True)
     one = torch.autograd.grad(ch.observe_attention(*whole, want=want).entropy.square().sum(), whole[:2])
@@ -77,7 +77,7 @@ def test_statistics_by_heads_have_gradients() -> None:
 
 
 def _refused(method: str, gradient: bool) -> str:
-    parts = [ch.distributed.shard(tensor).requires_grad_(gradient) for tensor in _tensors(LENGTH)[:3]]
+    parts = [ch.distributed.shard(tensor).requires_grad_(gradient) for tensor in drawn_tensors(LENGTH)[:3]]
     with pytest.raises(ch.UnsupportedError) as caught:
         ch.distributed.observe_attention(*parts, want=ch.Want(entropy=True), method=method)
     return str(caught.value)

@@ -27,8 +27,8 @@ PATIENCE = 8.0
 
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.6)
-    monkeypatch.setattr(connection, "_READ_SECONDS", 0.9)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.6)
+    monkeypatch.setattr(connection, "READ_SECONDS", 0.9)
     with running(limits=Limits(), works=[ECHO, LARGE]) as started:
         yield started
 
@@ -93,13 +93,13 @@ def test_connection_ends_whose_response_is_not_read(lab: Lab, request_of: Callab
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         made.connect(("127.0.0.1", lab.port))
         made.sendall(request_of(lab))
-        until(lambda: any(each._paused for each in _connections(lab)))
+        until(lambda: any(each.paused for each in _connections(lab)))
         until(lambda: not _connections(lab))
     until(lambda: lab.desk.num_jobs == 0)
 
 
 def _connections(lab: Lab) -> list[Any]:
-    return list(lab._server.server_state.connections)
+    return list(lab.server.server_state.connections)
 
 
 def test_response_that_is_read_steadily_arrives_whole(lab: Lab) -> None:
@@ -133,7 +133,7 @@ def test_long_job_is_not_ended(lab: Lab) -> None:
 
 def test_connections_that_drip_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far below the time limit: the oldest connections that owe a request end where more come."""
-    monkeypatch.setattr(connection, "_OWING", 8)
+    monkeypatch.setattr(connection, "OWING", 8)
     with running(limits=Limits(), works=[ECHO]) as lab, ExitStack() as stack:
         dripping = [stack.enter_context(_opened(lab)) for _ in range(40)]
         for made in dripping:

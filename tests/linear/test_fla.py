@@ -52,7 +52,7 @@ def token_by_token(
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in set(fla._KERNELS.values()):
+    for kernel in set(fla.KERNELS.values()):
         module: Any = ModuleType(kernel.module)
         setattr(module, kernel.name, token_by_token)
         monkeypatch.setitem(sys.modules, kernel.module, module)

@@ -309,7 +309,7 @@ def test_grouping_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         expected = member.run(inputs, state=start, chunk_size=4)[0]
         whole = gradients(member, inputs, start, form="chunked", chunk_size=4)
         for numbers in (1, 4 * 6 * 3, 4 * 6 * 13, 4 * 6 * 30):
-            monkeypatch.setattr(chunks, "_GROUP", numbers)
+            monkeypatch.setattr(chunks, "GROUP", numbers)
             assert torch.equal(member.run(inputs, state=start, chunk_size=4)[0], expected)
             for one, other in zip(gradients(member, inputs, start, form="chunked", chunk_size=4), whole, strict=True):
                 near(one, other)

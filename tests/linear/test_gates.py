@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
-from clearhead.linear.forms import _Decays
+from clearhead.linear.forms import Decays
 from tests.linear.members import MEMBERS, SHAPE, Inputs
 from tests.linear.test_forms import gradients, near
 
@@ -192,7 +192,7 @@ def test_running_sums_of_decays_are_exact_without_float64() -> None:
     for length, strongest in ((1, 1.0), (64, 128.0), (64, 1e-6), (4096, 1.0), (4096, 128.0)):
         given_ = -strongest * torch.rand(length, 3, generator=generator)
         given_[::16] = -128.0
-        sums, exact = _Decays.of(given_, faint=False), given_.double().cumsum(dim=0)
+        sums, exact = Decays.of(given_, faint=False), given_.double().cumsum(dim=0)
         assert sums.low is not None
         assert float((sums.high.double() + sums.low.double() - exact).abs().max()) < 1e-9
 

@@ -133,7 +133,7 @@ def test_outputs_states_and_gradients_are_those_of_float64(
     assert calls
     monkeypatch.setattr(native, "takes", lambda *given: False)
     # The textbook formula sums decays in float32; torch's operations and the kernels keep the rounding errors.
-    monkeypatch.setattr(forms._Decays, "of", lambda given, **_: forms._Decays(given.cumsum(dim=-2), None))
+    monkeypatch.setattr(forms.Decays, "of", lambda given, **_: forms.Decays(given.cumsum(dim=-2), None))
     plain = results(member, inputs, state, fixed, torch.float32, shape[-1])
     for actual, textbook, true in zip(ours, plain, exact, strict=True):
         size = float(true.detach().abs().max())
@@ -148,7 +148,7 @@ def test_outputs_states_and_gradients_are_those_of_float64(
 def test_noncausal_results_are_those_of_float64(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
+    monkeypatch.setattr(forms, "WORTH_KERNELS", 1)
     calls = used(monkeypatch)
     member, inputs, state, fixed = draw(name, shape)
     fixed["causal"] = False
@@ -171,7 +171,7 @@ def test_noncausal_results_are_those_of_float64(
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_noncausal_nan_query_affects_its_row_only(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
+    monkeypatch.setattr(forms, "WORTH_KERNELS", 1)
     member, inputs, _, fixed = draw("elu", (1, 2, 1, 60, 16, 16, 32))
     fixed["causal"] = False
     clean, _ = member.verb(inputs.query, inputs.key, inputs.value, **fixed)
@@ -183,7 +183,7 @@ def test_noncausal_nan_query_affects_its_row_only(number: float, monkeypatch: py
 
 
 def test_noncausal_padding_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
+    monkeypatch.setattr(forms, "WORTH_KERNELS", 1)
     member, inputs, _, fixed = draw("elu", (2, 2, 2, 40, 16, 16, 32))
     fixed["causal"] = False
     padded, _ = member.verb(inputs.query, inputs.key, inputs.value, **fixed, mask=Padding(torch.tensor([40, 0])))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,10 +93,10 @@ def test_a_score_rule_that_reads_positions_keeps_the_batch_padded() -> None:
     bias = torch.randn(9, 9, dtype=torch.float64)
     model = _classifier(scores=[ch.DenseBias(bias)])
     ids = _ids(2, 9)
-    small = copy.deepcopy(model)
-    for block in small.encoder.blocks:
-        block.attention.scores[0].bias.set_(bias[None, None, :4, :4].contiguous())
-        block.attention.scores[0]._shapes[0] = torch.Size((1, 1, 4, 4))
+    small = _classifier(scores=[ch.DenseBias(bias[:4, :4])])
+    small.load_state_dict(
+        {name: part for name, part in model.state_dict().items() if ".scores." not in name}, strict=False
+    )
     torch.testing.assert_close(model(ids, lengths=[9, 4])[1], small(ids[1:, :4])[0], **EXACT)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from clearhead.distributed.launch import run_ranks
 from clearhead.errors import DataError, ShapeError
@@ -152,21 +154,20 @@ class _Stopped(Exception):
 
 def _run(data: str, out: str, degrees: ParallelOptions, resume: bool, stop_at: int, ranks: bool = True) -> None:
     torch.set_num_threads(1)
-    step = Engine._step
+    steps = count()
 
-    def stopping(self: Engine, place: Any) -> Any:
-        if place.step == stop_at:
+    def stopping(*_: object) -> None:
+        if next(steps) == stop_at:
             raise _Stopped
-        return step(self, place)
 
-    Engine._step = stopping  # type: ignore[method-assign]
+    handle = register_optimizer_step_pre_hook(stopping)
     options = LanguageOptions(**(LM | {"steps": 24, "eval_every": 8, "checkpoint_every": 5, "average": 0.5}))
     try:
         train_text_language_model(data, out=out, options=options, resume=resume, parallel=degrees)
     except _Stopped:
         return
     finally:
-        Engine._step = step  # type: ignore[method-assign]
+        handle.remove()
 
 
 def _on(degrees: ParallelOptions, *arguments: Any) -> None:

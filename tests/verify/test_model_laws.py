@@ -113,7 +113,7 @@ def whole_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(output: Tensor, seed: int) -> Tensor:
         return torch.randint(-4, 5, output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
 
-    monkeypatch.setattr(laws, "_upstream", whole)
+    monkeypatch.setattr(laws, "upstream", whole)
 
 
 def _check(law: str, fault: Fault | None) -> None:

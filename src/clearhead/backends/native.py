@@ -34,10 +34,10 @@ from clearhead.statistics import Observation, Want
 from clearhead.tensors import traces
 from clearhead.torch_private import differentiates_forward, transforms
 
-__all__ = ["BACKEND", "plain"]
+__all__ = ["BACKEND", "MAX_TABLE_ENTRIES", "plain"]
 
 #: The largest table of booleans that is computed for a mask that is neither intervals of keys nor a table.
-_MAX_TABLE_ENTRIES: Final = 2**26
+MAX_TABLE_ENTRIES: Final = 2**26
 #: Statistics that are saved for backward.
 _SAVED: Final = ("entropy", "distance", "sink", "ties")
 _FLOAT32: Final = torch.finfo(torch.float32)
@@ -105,8 +105,8 @@ def _size_reasons(problem: Problem) -> list[str]:
     if blocks is not None and blocks.size > MAX_BLOCK:
         reasons.append(f"takes blocks of up to {MAX_BLOCK:,} positions")
     entries = _table_entries(problem)
-    if entries > _MAX_TABLE_ENTRIES:
-        reasons.append(f"would need a table of {entries:,} entries (limit {_MAX_TABLE_ENTRIES:,})")
+    if entries > MAX_TABLE_ENTRIES:
+        reasons.append(f"would need a table of {entries:,} entries (limit {MAX_TABLE_ENTRIES:,})")
     return reasons
 
 
@@ -117,7 +117,7 @@ def _table_entries(problem: Problem) -> int:
         return 0
     places = problem.q_len * problem.k_len
     most = problem.batch * problem.num_heads * places
-    if most <= _MAX_TABLE_ENTRIES:
+    if most <= MAX_TABLE_ENTRIES:
         return most
     # The shape at one place shows whether batch entries and heads differ, which a user's function does not declare.
     batch, head, q_pos, k_pos = problem.indices()

@@ -23,7 +23,7 @@ from clearhead.statistics import Observation, Want
 from clearhead.tensors import is_hollow, traces, without_overlap
 from clearhead.torch_private import differentiates_forward, transforms
 
-__all__ = ["BACKEND", "asks_flags"]
+__all__ = ["BACKEND", "asks_flags", "unfused_attention"]
 
 #: The largest mask, in entries, that is computed for torch; above it the tiles are faster.
 _MAX_MASK_ENTRIES: Final = 2**24
@@ -308,7 +308,9 @@ def _longer(tensor: Tensor, more: int) -> Tensor:
     return longer
 
 
-def _unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def unfused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
     """The unfused formula, by matrix multiplications that backward does not round under autocast."""
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     scores = matmul(query * scale, key.mT)
@@ -335,7 +337,7 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
         # torch's CPU kernel scales after masking, and -inf times a scale that is not positive is no mask.
         query, scale = query * scale, 1.0
     if unfused:
-        output = _unfused(query, key, value, mask, is_causal, scale)
+        output = unfused_attention(query, key, value, mask, is_causal, scale)
     else:
         if on_cpu:
             query, key, value = _equally_wide(query, key, value)

@@ -26,7 +26,7 @@ from clearhead.statistics import Observation, Want
 from clearhead.tensors import has_memory
 from clearhead.torch_private import has_dispatch_mode
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "KernelCall", "run_kernels"]
 
 #: The largest table of booleans that is computed for a mask that is neither intervals of keys nor a table.
 _MAX_TABLE_ENTRIES: Final = 2**28
@@ -150,7 +150,7 @@ class _Rows:
     share: Float[Tensor, "batch heads q_len"]
 
 
-class _KernelCall:
+class KernelCall:
     """A problem as arguments of the kernels."""
 
     def __init__(self, problem: Problem) -> None:
@@ -250,7 +250,7 @@ def _converted(rule: ScoreRule) -> tuple[int, _Rule]:
     return _SOFTCAP, _Rule(None, None, rule.cap)
 
 
-def _dirty(call: _KernelCall) -> tuple[Tensor, int]:
+def _dirty(call: KernelCall) -> tuple[Tensor, int]:
     """For each chunk of keys of a key head, whether it contains NaN or infinity; and the number of chunks per head."""
     problem = call.problem
     chunks = max(1, _blocks(problem.k_len, _CHUNK))
@@ -263,7 +263,7 @@ def _dirty(call: _KernelCall) -> tuple[Tensor, int]:
     return dirty, chunks
 
 
-def _tile(call: _KernelCall) -> tuple[int, int]:
+def _tile(call: KernelCall) -> tuple[int, int]:
     """Queries and keys of a tile of the pass, which fit the registers of 8 warps as the compiler reports for Hopper."""
     wide = max(_width(call.problem.head_dim), _width(call.problem.value_dim))
     if call.query.dtype == torch.float32:
@@ -277,7 +277,7 @@ _ROW_STATISTICS: Final[tuple[str, ...]] = ("lse", "max_score", "entropy", "sink"
 _SWEPT: Final = frozenset({"top_k", "received", "row_weights", "heatmap", "rows"})
 
 
-def _pass(call: _KernelCall, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
+def _pass(call: KernelCall, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
     """Write the output to ``call.output``; returns row statistics, and what the sweeps need, if there are any."""
     problem, asked = call.problem, want.names
     statistics = {name: call.result(problem.q_len) for name in _ROW_STATISTICS if name in asked}
@@ -299,12 +299,12 @@ def _pass(call: _KernelCall, want: Want) -> tuple[dict[str, Tensor], _Rows | Non
     return statistics, rows
 
 
-def _side(call: _KernelCall) -> int:
+def _side(call: KernelCall) -> int:
     """Queries and keys of a block of the sweep over columns; equal for all requests, for bitwise equal sums."""
     return 32 if call.query.dtype == torch.float32 and _width(call.problem.head_dim) > 64 else 64
 
 
-def _columns(call: _KernelCall, want: Want, rows: _Rows) -> dict[str, Tensor]:
+def _columns(call: KernelCall, want: Want, rows: _Rows) -> dict[str, Tensor]:
     """What keys receive, weighted sums over queries, and pooled tiles, in one or two sweeps over columns.
 
     Sums are added in the same blocks for all requests; a heatmap whose tiles do not consist of these has its own sweep.
@@ -351,7 +351,7 @@ class _Heat(NamedTuple):
         return self.block == side and self.step % side == 0
 
 
-def _sums(call: _KernelCall, want: Want) -> _Sums:
+def _sums(call: KernelCall, want: Want) -> _Sums:
     k_len = call.problem.k_len
     received = call.result(k_len) if want.received else None
     if want.row_weights is None:
@@ -360,7 +360,7 @@ def _sums(call: _KernelCall, want: Want) -> _Sums:
     return _Sums(received, call.result(factors.shape[2], k_len), factors)
 
 
-def _heat(call: _KernelCall, side: int) -> _Heat:
+def _heat(call: KernelCall, side: int) -> _Heat:
     most = _side(call)
     within = side <= most and side & (side - 1) == 0
     block = most if within else min(most, _width(side))
@@ -373,7 +373,7 @@ def _heat(call: _KernelCall, side: int) -> _Heat:
     )
 
 
-def _sweep_columns(call: _KernelCall, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
+def _sweep_columns(call: KernelCall, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
     received, summed, factors = sums or (None, None, None)
     alone = _side(call)
     block, side, step, parts = (alone, alone, alone, 1) if heat is None else heat[2:]
@@ -389,7 +389,7 @@ def _sweep_columns(call: _KernelCall, rows: _Rows, sums: _Sums | None, heat: _He
     )  # fmt: skip
 
 
-def _pooled(call: _KernelCall, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
+def _pooled(call: KernelCall, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
     """Largest and mean weight of each tile, from those of its parts; tiles at the end have fewer places."""
     lengths = (call.problem.q_len, call.problem.k_len)
     q_tiles, k_tiles = (_blocks(length, side) for length in lengths)
@@ -404,7 +404,7 @@ def _pooled(call: _KernelCall, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
     return largest.amax(dim=(-3, -1)), total.sum(dim=(-3, -1)) / (down[:, None] * across)
 
 
-def _some_rows(call: _KernelCall, index: Tensor, rows: _Rows) -> Tensor:
+def _some_rows(call: KernelCall, index: Tensor, rows: _Rows) -> Tensor:
     """All weights of the queries in ``index``."""
     count, k_len = index.shape[0], call.problem.k_len
     weights = call.result(count, k_len)
@@ -417,7 +417,7 @@ def _some_rows(call: _KernelCall, index: Tensor, rows: _Rows) -> Tensor:
     return weights
 
 
-def _top(call: _KernelCall, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _top(call: KernelCall, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
     """Indices and weights of the ``count`` largest weights of each row; ties to the lower index."""
     q_len, k_len = call.problem.q_len, call.problem.k_len
     indices, weights = call.result(q_len, count, dtype=torch.int64), call.result(q_len, count)
@@ -439,9 +439,9 @@ def _top(call: _KernelCall, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
     return indices, weights
 
 
-def _run(problem: Problem, want: Want) -> Observation:
+def run_kernels(problem: Problem, want: Want) -> Observation:
     """Output and statistics, on CUDA, or on the CPU under triton's interpreter."""
-    call = _KernelCall(problem)
+    call = KernelCall(problem)
     asked = want.names
     statistics, rows = _pass(call, want)
     if rows is not None:
@@ -469,5 +469,5 @@ BACKEND = Backend(
         requires=_requires,
         also=_also,
     ),
-    run=_run,
+    run=run_kernels,
 )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from clearhead.ops.memory import release_memory
 
-__all__ = ["peak_extra_bytes"]
+__all__ = ["RESET", "peak_extra_bytes"]
 
 _STATUS = Path("/proc/self/status")
-_RESET = Path("/proc/self/clear_refs")
+RESET = Path("/proc/self/clear_refs")
 # Documented in Linux's proc(5): writing 5 sets the peak of resident memory back to the present value.
 _RESET_PEAK = "5"
 #: Size of an allocation that the C library serves from its heap, not by a separate mapping.
@@ -34,7 +34,7 @@ def peak_extra_bytes(call: Callable[[], object]) -> int | None:
     call()
     last = _give_back_free_memory()
     try:
-        _RESET.write_text(_RESET_PEAK)
+        RESET.write_text(_RESET_PEAK)
         before = _peak_resident()
         result = call()
         peak = _peak_resident()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clearhead.benchmark import Journal, Line, Setting, SettingResult
     from clearhead.benchmark.sheets import Sheet
 
-__all__ = ["command"]
+__all__ = ["command", "suite_names"]
 
 _FUNCTION = "bench"
 _SHAPES = ("8,8,128,64", "1,8,1024,64")
@@ -86,7 +86,7 @@ def command(
     if list_suites:
         return _list()
     dtypes, budget = _dtypes(dtype), _time_budget(repeats, quick)
-    names = _suites(suite, shape, grid)
+    names = suite_names(suite, shape, grid)
     if sparse and shape:
         raise UnsupportedError.about(
             _FUNCTION, "--shape", must="not be used with --sparse", got="both", then="Leave one out."
@@ -144,7 +144,7 @@ def _list() -> None:
     typer.echo(f"--grid  {'':<16} {len(grid_rows()):>3} calls from tiny to large, against SDPA")
 
 
-def _suites(text: str | None, shape: list[str] | None, with_grid: bool) -> list[str]:
+def suite_names(text: str | None, shape: list[str] | None, with_grid: bool) -> list[str]:
     if text is None and not with_grid:
         return []
     if shape:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["LocalRanks", "RankError", "run_ranks"]
+__all__ = ["LocalRanks", "RankError", "fork_server", "run_ranks"]
 
 #: Seconds in which the end of a process is seen after other ranks lost their connection to it.
 _GRACE: Final = 0.2
@@ -28,7 +28,7 @@ _PRELOADED: Final = ["clearhead.distributed", "clearhead.functional.exact", "tor
 
 
 @cache
-def _server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
     """The server from which each rank is forked; it has imported torch and clearhead and started no thread."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(_PRELOADED)
@@ -73,9 +73,9 @@ class LocalRanks:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(ranks):
-            ours, theirs = _server().Pipe()
+            ours, theirs = fork_server().Pipe()
             options = (rank, ranks, self._store.port, threads, timeout)
-            process = _server().Process(target=_rank, args=(theirs, options), daemon=True)
+            process = fork_server().Process(target=_rank, args=(theirs, options), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

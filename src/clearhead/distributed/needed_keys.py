@@ -20,6 +20,8 @@ from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
 
 __all__ = [
+    "BLOCK",
+    "STRIP",
     "BlockedQueries",
     "KeyIntervals",
     "count_keys",
@@ -30,9 +32,9 @@ __all__ = [
 ]
 
 #: Queries times batch entries times heads whose intervals are computed at once.
-_BLOCK: Final = 2**20
+BLOCK: Final = 2**20
 #: Places of a boolean tensor that are read at once.
-_STRIP: Final = 2**22
+STRIP: Final = 2**22
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,9 @@ def key_intervals(mask: Mask | None, length: int) -> Iterator[KeyIntervals]:
     batch, heads = (1, 1) if mask is None else carried_sizes(mask)
     parts = [] if mask is None else conjuncts(mask)
     tables = [part for part in parts if does_as(part, Dense)]
-    size = max(1, _BLOCK // max(1, batch * heads))
+    size = max(1, BLOCK // max(1, batch * heads))
     if tables:
-        size = max(1, min(size, _STRIP // max(1, batch * heads * length)))
+        size = max(1, min(size, STRIP // max(1, batch * heads * length)))
     for first in range(0, length, size):
         queries = torch.arange(first, min(length, first + size))
         index = (

@@ -29,7 +29,7 @@ from clearhead.ops.kinds import FORWARD_TILE, KEY_TILE, QUERY_BLOCK
 from clearhead.record import decode
 from clearhead.shapes import Bool, Int
 
-__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "joined_ranges", "plan_attention", "plan_of"]
+__all__ = ["FEW_KEYS", "RING_PIECES", "Plan", "check_mask", "computed", "joined_ranges", "plan_attention", "plan_of"]
 
 #: A ring passes a block of keys on in so many pieces: one is computed with, one arrives and one is sent.
 RING_PIECES: Final = 3
@@ -264,7 +264,7 @@ def plan_of(mask: Mask | None, layout: ShardLayout) -> Plan:
     if mask is None or _is_of_numbers(mask):
         # The layers of a model share a mask.
         return _plan_of_text("None" if mask is None else mask.encode([]), layout)
-    return _computed(mask.to(torch.device("cpu")).placed(0), layout)
+    return computed(mask.to(torch.device("cpu")).placed(0), layout)
 
 
 def _is_of_numbers(mask: Mask) -> bool:
@@ -277,10 +277,10 @@ def _is_of_numbers(mask: Mask) -> bool:
 
 @lru_cache(maxsize=64)
 def _plan_of_text(text: str, layout: ShardLayout) -> Plan:
-    return _computed(decode(text, ()), layout)
+    return computed(decode(text, ()), layout)
 
 
-def _computed(mask: Mask | None, layout: ShardLayout) -> Plan:
+def computed(mask: Mask | None, layout: ShardLayout) -> Plan:
     """The plan of a mask that is on the CPU and placed at 0."""
     length, ranks = layout.length, layout.ranks
     rank_of = rank_of_positions(layout)

@@ -27,14 +27,14 @@ from clearhead.problem import Problem
 from clearhead.scores import Sink
 from clearhead.statistics import Want
 
-__all__ = ["ring_attention"]
+__all__ = ["Ring", "ring_attention"]
 
 _LSE = Want(lse=True)
 
 
 def ring_attention(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's output and log-sum-exp, ``[batch, heads, len, value_dim]`` and ``[batch, heads, len]``."""
-    ring = _Ring.of(call)
+    ring = Ring.of(call)
     tensors = (query, key, value)
     output, lse = _RingAttention.apply(ring, *tensors, *call.whole.rule_parameters)  # type: ignore[no-untyped-call]
     return output, lse
@@ -69,7 +69,7 @@ class _KeyBlock:
 
 
 @dataclass(frozen=True)
-class _Ring:
+class Ring:
     """A sharded call without a sink, which is added after all keys.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Ring:
     by_chunk: dict[range, tuple[range, ...]]
 
     @classmethod
-    def of(cls, call: ShardedCall) -> _Ring:
+    def of(cls, call: ShardedCall) -> Ring:
         whole, rank = call.whole, call.exchange.rank
         others = range(call.exchange.ranks)
         chunks = [chunk for part in call.queries.chunks for chunk in part if len(chunk)]
@@ -172,10 +172,10 @@ class _Ring:
             # What was sent is freed before more is cut, so that three pieces are alive at a time.
             here, arriving, works = arriving, (), []
             if upcoming is not None:
-                arriving, works = self._begin(upcoming, tensors)
+                arriving, works = self.begin(upcoming, tensors)
             yield visit, here
 
-    def _begin(self, visit: _Visit, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Any]]:
+    def begin(self, visit: _Visit, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Any]]:
         exchange, mine, sender = self.call.exchange, self.mine(visit), self.sender(visit)
         sent = [selected(tensor, mine) for tensor in tensors] if mine else []
         count = sum(len(keys) for keys, _ in self.passed(sender, exchange.rank, visit))
@@ -246,7 +246,7 @@ def _share(lse: Tensor, total: Tensor) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
+        ctx: Any, ring: Ring, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows = _MergedRows(ring.call, query, value)
         for visit, tensors in ring.arrivals(key, value):
@@ -277,7 +277,7 @@ class _RingBackward:
 
     def __init__(
         self,
-        ring: _Ring,
+        ring: Ring,
         tensors: tuple[Tensor, Tensor, Tensor],
         rows: tuple[Tensor, Tensor],
         grads: tuple[Tensor, Tensor | None],

@@ -21,7 +21,7 @@ from clearhead.distributed.plan import RING_PIECES, Plan
 from clearhead.errors import UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["PassTime", "Simulation", "simulate"]
+__all__ = ["PassTime", "Phase", "Simulation", "finished", "simulate"]
 
 SimulatedMethod: TypeAlias = Literal["gather", "ring", "heads"]
 METHODS: Final = get_args(SimulatedMethod)
@@ -176,12 +176,12 @@ class _Ranks:
 
     def work(self, work: RankWork) -> None:
         """Every rank computes."""
-        self.compute(_Phase(self.seconds(work)))
+        self.compute(Phase(self.seconds(work)))
 
-    def compute(self, *phases: _Phase) -> None:
+    def compute(self, *phases: Phase) -> None:
         """Every rank computes one phase after the other, while other ranks may be in another phase."""
         sent = self.path
-        for phase, end in zip(phases, _finished(self.time, phases, self.machine.cores), strict=True):
+        for phase, end in zip(phases, finished(self.time, phases, self.machine.cores), strict=True):
             begun = phase.begin(self.time)
             self.path = torch.where(begun > self.time + phase.delay, sent, self.path) + end - begun
             self.time, self.computed = end, self.computed + phase.seconds
@@ -214,7 +214,7 @@ class _Ranks:
 
 
 @dataclass(frozen=True)
-class _Phase:
+class Phase:
     """Computing of every rank.
 
     Attributes:
@@ -232,7 +232,7 @@ class _Phase:
         return torch.maximum(end + self.delay, torch.as_tensor(self.arrival, dtype=end.dtype).expand_as(end))
 
 
-def _finished(start: Tensor, phases: Sequence[_Phase], cores: int | None) -> list[Tensor]:
+def finished(start: Tensor, phases: Sequence[Phase], cores: int | None) -> list[Tensor]:
     """When ranks end each phase that begin the first one at ``start``, if ``cores`` processors are shared equally."""
     if cores is None or len(start) <= cores:
         ends = [start]
@@ -280,7 +280,7 @@ def _gather(ranks: _Ranks, backward: bool) -> _Ranks:
     ranks.time = ranks.time + key_seconds
     # Rows arrive meanwhile, and keep the rank from computing as far as links do not overlap.
     delay = (1.0 - ranks.machine.overlap) * row_seconds
-    ranks.compute(_Phase(ranks.seconds(queries)), _Phase(ranks.seconds(keys), delay, arrival))
+    ranks.compute(Phase(ranks.seconds(queries)), Phase(ranks.seconds(keys), delay, arrival))
     return ranks
 
 

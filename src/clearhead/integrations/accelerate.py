@@ -17,11 +17,11 @@ from clearhead.integrations.aten.kernel import register
 from clearhead.integrations.aten.linear import LINEAR
 from clearhead.ops.library import reason
 
-__all__ = ["Acceleration", "accelerate"]
+__all__ = ["ACCELERATED", "Accelerated", "Acceleration", "accelerate"]
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Accelerated:
     """What is accelerated in this process."""
 
     attention: bool = False
@@ -30,8 +30,8 @@ class _Parts:
 
 _KERNELS: Final = {"attention": ATTENTION, "linear": LINEAR}
 _LOCK: Final = threading.RLock()
-_PARTS = _Parts()
-#: The registrations, by the part of ``_Parts``.
+ACCELERATED = Accelerated()
+#: The registrations, by the part of ``Accelerated``.
 _LIBRARIES: Final[dict[str, Library]] = {}
 
 
@@ -43,7 +43,7 @@ class Acceleration:
         linear: whether linear layers are accelerated.
     """
 
-    def __init__(self, parts: _Parts, before: _Parts) -> None:
+    def __init__(self, parts: Accelerated, before: Accelerated) -> None:
         self.attention, self.linear = parts.attention, parts.linear
         self._before = before
 
@@ -99,7 +99,7 @@ def accelerate(enabled: bool = True, *, attention: bool = True, linear: bool = T
     True
     """
     enabled = flag("accelerate", "enabled", enabled)
-    parts = _Parts(flag("accelerate", "attention", attention), flag("accelerate", "linear", linear))
+    parts = Accelerated(flag("accelerate", "attention", attention), flag("accelerate", "linear", linear))
     if enabled and reason() is not None:
         raise UnsupportedError.about(
             "accelerate", "the CPU kernels", must="be available", got=str(reason()), then="See 'clearhead doctor'."
@@ -111,18 +111,18 @@ def accelerate(enabled: bool = True, *, attention: bool = True, linear: bool = T
             got="True, with small calls left to torch",
             then="Use ch.swap.",
         )
-    parts = parts if enabled else _Parts()
+    parts = parts if enabled else Accelerated()
     return Acceleration(parts, _apply(parts))
 
 
-def _apply(parts: _Parts) -> _Parts:
+def _apply(parts: Accelerated) -> Accelerated:
     """Make these the accelerated parts; returns what held before."""
-    global _PARTS
+    global ACCELERATED
     with _LOCK:
-        before = _PARTS
+        before = ACCELERATED
         # All are made before any is kept, so that an error changes nothing.
         made = {name: _LIBRARIES.get(name) or register(_KERNELS[name]) for name in _KERNELS if getattr(parts, name)}
         _LIBRARIES.clear()
         _LIBRARIES.update(made)
-        _PARTS = parts
+        ACCELERATED = parts
         return before

@@ -8,14 +8,14 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["TimedConnection"]
+__all__ = ["HEAD_SECONDS", "OWING", "READ_SECONDS", "TimedConnection"]
 
 #: Seconds for the head of a request, and for the rest of a body that its response did not wait for.
-_HEAD_SECONDS: Final = 10.0
+HEAD_SECONDS: Final = 10.0
 #: Seconds for reading a response, or enough of it that its next part can be written.
-_READ_SECONDS: Final = 30.0
+READ_SECONDS: Final = 30.0
 #: Connections that may owe a request or a reading at once. A further one ends the oldest of them.
-_OWING: Final = 128
+OWING: Final = 128
 
 _ANSWERING: Final = (h11.SEND_RESPONSE, h11.SEND_BODY)
 
@@ -34,40 +34,40 @@ class TimedConnection(H11Protocol):
         super().__init__(*arguments, **settings)
         self._since: float | None = None
         self._clock: asyncio.TimerHandle | None = None
-        self._paused = False
+        self.paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the time of the first head."""
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
-        self._owes(_HEAD_SECONDS)
+        self._owes(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Stop the time once a whole head has arrived."""
         super().data_received(data)
-        if self._answering() and not self._paused:
+        if self._answering() and not self.paused:
             self._owes_nothing()
 
     def on_response_complete(self) -> None:
         """Start the time of the next head, unless the next request has already arrived."""
         super().on_response_complete()
         if not self._answering():
-            self._owes(_READ_SECONDS if self.transport.get_write_buffer_size() else _HEAD_SECONDS)
+            self._owes(READ_SECONDS if self.transport.get_write_buffer_size() else HEAD_SECONDS)
 
     def pause_writing(self) -> None:
         """Start the time of reading; the transport's buffer is full."""
         super().pause_writing()
-        self._paused = True
-        self._owes(_READ_SECONDS)
+        self.paused = True
+        self._owes(READ_SECONDS)
 
     def resume_writing(self) -> None:
         """Stop the time of reading; the transport's buffer is nearly empty."""
         super().resume_writing()
-        self._paused = False
+        self.paused = False
         if self._answering():
             self._owes_nothing()
         else:
-            self._owes(_HEAD_SECONDS)
+            self._owes(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time."""
@@ -81,7 +81,7 @@ class TimedConnection(H11Protocol):
         self._owes_nothing()
         self._since, self._clock = self.loop.time(), self.loop.call_later(seconds, self._end)
         owing = [each for each in self.connections if isinstance(each, TimedConnection) and each._since is not None]
-        if len(owing) > _OWING:
+        if len(owing) > OWING:
             min(owing, key=lambda each: each._since or 0.0)._end()
 
     def _owes_nothing(self) -> None:

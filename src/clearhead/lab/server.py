@@ -65,7 +65,7 @@ class Lab:
             server_header=False, date_header=False, proxy_headers=False, limit_concurrency=_CONNECTIONS,
             timeout_keep_alive=5, timeout_graceful_shutdown=1,
         )  # fmt: skip
-        self._server = _Server(config, self.desk.close)
+        self.server = _Server(config, self.desk.close)
 
     @property
     def url(self) -> str:
@@ -75,7 +75,7 @@ class Lab:
     def run(self) -> None:
         """Serve until ``stop`` or Ctrl-C, which raises KeyboardInterrupt after the cleanup."""
         try:
-            self._server.run(sockets=[self._socket])
+            self.server.run(sockets=[self._socket])
         finally:
             self._socket.close()
             self.desk.close()
@@ -83,7 +83,7 @@ class Lab:
 
     def stop(self) -> None:
         """Make ``run`` return."""
-        self._server.should_exit = True
+        self.server.should_exit = True
 
 
 class _Server(uvicorn.Server):

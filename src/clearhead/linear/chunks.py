@@ -20,10 +20,10 @@ from clearhead.linear.feature_maps import FeatureMap
 from clearhead.linear.recurrence import Recurrence, quotient, transformed, weightless
 from clearhead.linear.state import LinearState
 
-__all__ = ["in_chunks", "plain_chunks", "takes"]
+__all__ = ["GROUP", "in_chunks", "plain_chunks", "takes"]
 
 #: Elements of one tensor of a group, for each thread: 512 KiB in float32, so that several fit the L2 cache.
-_GROUP: Final = 2**17
+GROUP: Final = 2**17
 #: Number of axes if there is a matrix per chunk. torch sums matrices faster in a loop, and vectors by ``cumsum``.
 _MATRICES: Final = 4
 
@@ -62,7 +62,7 @@ class _Groups:
     def __init__(self, value: Tensor, rows: int, features: int) -> None:
         self.rows, self.count = rows, value.shape[0] // rows
         elements = value.shape[1] * max(features, value.shape[2], value.shape[1])
-        self.most = max(1, _GROUP * torch.get_num_threads() // elements)
+        self.most = max(1, GROUP * torch.get_num_threads() // elements)
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Slices of rows and of chunks, in the order of the recurrence."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from clearhead.linear.recurrence import Recurrence, bounded, quotient, transformed
 from clearhead.linear.state import LinearState
 
-__all__ = ["PACKAGE", "fla_chunks", "installed", "takes"]
+__all__ = ["KERNELS", "PACKAGE", "fla_chunks", "installed", "takes"]
 
 PACKAGE: Final = "fla"
 #: Largest number of channels of a key that each of their kernels takes.
@@ -43,7 +43,7 @@ class _Kernel:
 
 
 #: The key is whether there is a rate, and the number of gates of a token: none, one, or one per channel.
-_KERNELS: Final = {
+KERNELS: Final = {
     (False, "none"): _Kernel("fla.ops.simple_gla", "chunk_simple_gla"),
     (False, "token"): _Kernel("fla.ops.simple_gla", "chunk_simple_gla", gate="g"),
     (False, "channel"): _Kernel("fla.ops.gla", "chunk_gla", gate="g"),
@@ -63,7 +63,7 @@ def takes(call: Recurrence) -> bool:
     if torch.compiler.is_compiling() or not call.key.is_cuda or not installed() or transformed() or call.faint:
         return False
     features = call.feature_map.features(call.key.shape[-1])
-    has_kernel = _kind(call) in _KERNELS and not (call.normalized and _kind(call) != (False, "none"))
+    has_kernel = _kind(call) in KERNELS and not (call.normalized and _kind(call) != (False, "none"))
     return has_kernel and call.given in (torch.bfloat16, torch.float16) and features <= _MOST_CHANNELS
 
 
@@ -74,7 +74,7 @@ def _kind(call: Recurrence) -> tuple[bool, str]:
 
 def fla_chunks(call: Recurrence, state: LinearState) -> tuple[Tensor, LinearState]:
     """The chunked form by their kernels, with their chunk size, of a call without grouped heads."""
-    kernel = _KERNELS[_kind(call)]
+    kernel = KERNELS[_kind(call)]
     # Scale features here: their kernels apply their own scale to scores.
     call = call.featured()
     given = {

@@ -30,10 +30,10 @@ from clearhead.linear.linalg import matmul, solve_unitriangular
 from clearhead.linear.recurrence import Recurrence, bounded, least, quotient
 from clearhead.linear.state import LinearState
 
-__all__ = ["FORMS", "Form", "whole"]
+__all__ = ["FORMS", "WORTH_KERNELS", "Decays", "Form", "whole"]
 
 #: Elements of a tensor from which two calls of the kernels are faster than a dozen of torch's operations.
-_WORTH_KERNELS: Final = 2**15
+WORTH_KERNELS: Final = 2**15
 #: A function from a call, the state before it and the chunk size to the output and the state after it.
 Form: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
 
@@ -97,7 +97,7 @@ def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, 
         return plain_chunks(call, state, chunk)
     length = call.key.shape[2]
     query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
-    decays = None if call.log_decay is None else _Decays.of(bounded(in_chunks(call.log_decay, chunk)), faint=call.faint)
+    decays = None if call.log_decay is None else Decays.of(bounded(in_chunks(call.log_decay, chunk)), faint=call.faint)
     faded_query, faded_key, remaining = _faded(query, key, decays)
     scores = _decayed_products(query, key, decays).tril()
     transition: Tensor | None = remaining
@@ -134,7 +134,7 @@ FORMS: Final[dict[str, Form]] = {"recurrent": recurrent, "chunked": chunked, "pa
 def whole(call: Recurrence, state: LinearState, form: str, chunk: int) -> tuple[Tensor, LinearState]:
     """A call that is not causal: every query attends to every key and the state, so all queries share one sum."""
     elements = min(call.query.numel(), call.key.numel(), call.value.numel())
-    if form in ("auto", "chunked") and elements >= _WORTH_KERNELS and native.takes(call, chunk):
+    if form in ("auto", "chunked") and elements >= WORTH_KERNELS and native.takes(call, chunk):
         return native.native_whole(call, state, chunk, _chunked)
     call = call.featured()
     # Query heads that share a key head become one axis.
@@ -166,7 +166,7 @@ def _next_power(number: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Decays:
+class Decays:
     """Running sums of log decays, each as a value and its rounding error.
 
     The decay between two tokens is a difference of sums. A sum over thousands of tokens, or one that includes a gate of
@@ -184,14 +184,14 @@ class _Decays:
     pair_gradients: Tensor | None = None
 
     @classmethod
-    def of(cls, log_decay: Tensor, *, faint: bool) -> _Decays:
+    def of(cls, log_decay: Tensor, *, faint: bool) -> Decays:
         """The sums along the tokens of each chunk; ``faint`` says that exact gradients of small decays are needed."""
         high = log_decay.cumsum(dim=-2)
         low = None if log_decay.dtype is torch.float64 else _lacking(log_decay.detach(), high.detach())
         return cls(high, low, _pair_zeros(log_decay) if faint else None)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> _Decays:
-        return _Decays(change(self.high), None if self.low is None else change(self.low))
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Decays:
+        return Decays(change(self.high), None if self.low is None else change(self.low))
 
     def pairs(self) -> Tensor:
         """Log decays of token ``j`` up to token ``i``, ``[..., i, j]``, if all channels have one decay."""
@@ -204,7 +204,7 @@ class _Decays:
         logs = self.mapped(lambda part: part[..., -1:, :]).since(self)
         return logs if self.pair_gradients is None else logs.detach() + self.pair_gradients[..., -1:, :].mT
 
-    def since(self, other: _Decays) -> Tensor:
+    def since(self, other: Decays) -> Tensor:
         """Log decays from ``other`` to here."""
         logs = self.high - other.high
         return logs if self.low is None or other.low is None else logs + (self.low - other.low)
@@ -227,20 +227,20 @@ def _lacking(log_decay: Tensor, high: Tensor) -> Tensor:
 
 
 def _pair_zeros(log_decay: Tensor) -> Tensor:
-    """``_Decays.pair_gradients``: each token gets the gradients of pairs on its two sides, without cancellation."""
+    """``Decays.pair_gradients``: each token gets the gradients of pairs on its two sides, without cancellation."""
     size = log_decay.shape[-2]
     sums = log_decay.expand(*log_decay.shape[:-1], size).tril(-1).cumsum(dim=-2)
     return sums - sums.detach()
 
 
-def _faded(query: Tensor, key: Tensor, decays: _Decays | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _faded(query: Tensor, key: Tensor, decays: Decays | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Queries decayed from the chunk's start, keys decayed to its end, and the state's decay over the chunk."""
     if decays is None:
         return query, key, None
     return query * decays.high.exp(), key * decays.to_end().exp(), decays.high[..., -1:, :].exp().mT
 
 
-def _decayed_products(left: Tensor, right: Tensor, decays: _Decays | None) -> Tensor:
+def _decayed_products(left: Tensor, right: Tensor, decays: Decays | None) -> Tensor:
     """``left_i . right_j`` with ``right_j`` decayed up to ``i``, for ``j <= i``; entries above are undefined."""
     if decays is None:
         return matmul(left, right.mT)
@@ -249,7 +249,7 @@ def _decayed_products(left: Tensor, right: Tensor, decays: _Decays | None) -> Te
     return matmul(left, right.mT) * decays.pairs().exp()
 
 
-def _split_products(left: Tensor, right: Tensor, decays: _Decays) -> Tensor:
+def _split_products(left: Tensor, right: Tensor, decays: Decays) -> Tensor:
     """The same with decays by channel, by recursive halving of the chunk.
 
     The later half of a block decays from the token in the middle, the earlier half up to it, so both exponents are at
@@ -275,7 +275,7 @@ def _half(place: int, size: int) -> Callable[[Tensor], Tensor]:
     return lambda part: part.unflatten(-2, (-1, 2, size))[..., place, :, :]
 
 
-def _corrections(key: Tensor, value: Tensor, rate: Tensor, decays: _Decays | None) -> tuple[Tensor, Tensor]:
+def _corrections(key: Tensor, value: Tensor, rate: Tensor, decays: Decays | None) -> tuple[Tensor, Tensor]:
     """``U`` and ``W`` of the delta rule: the values that tokens add are ``U - W S0``."""
     system = rate * _decayed_products(key, key, decays).tril(-1)
     faded = key if decays is None else key * decays.high.exp()

@@ -19,10 +19,10 @@ from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
 from clearhead.torch_private import has_dispatch_mode, transforms
 
-__all__ = ["Parts", "band_of", "compute_parts", "is_padding", "is_table", "parts_of"]
+__all__ = ["STRIP", "Parts", "band_of", "compute_parts", "is_padding", "is_table", "parts_of"]
 
 #: Places at which a mask is evaluated at once.
-_STRIP: Final = 2**20
+STRIP: Final = 2**20
 #: The largest tensor of a mask whose parts are cached: comparing its elements is faster than computing the parts.
 _FEW: Final = 2**16
 _CPU: Final = torch.device("cpu")
@@ -82,7 +82,7 @@ def _evaluated(part: Mask, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool
     """A mask evaluated at every place, a strip of rows at a time: int64 positions take 8 times the result's memory."""
     batch, head, q_pos, k_pos = index
     k_len = k_pos.shape[3]
-    rows = max(1, _STRIP // max(1, batch.shape[0] * head.shape[1] * k_len))
+    rows = max(1, STRIP // max(1, batch.shape[0] * head.shape[1] * k_len))
     strips = [part.allows(batch, head, strip, k_pos) for strip in q_pos.split(rows, dim=2)]
     whole = [
         strip.expand(*strip.shape[:2], positions.shape[2], k_len)

@@ -19,7 +19,7 @@ from clearhead.ops import binary
 from clearhead.ops.fakes import register
 from clearhead.tensors import has_memory
 
-__all__ = ["in_memory", "isa_index", "isa_name", "isa_names", "library", "memory_bound", "reason"]
+__all__ = ["in_memory", "isa_index", "isa_name", "isa_names", "library", "loaded_library", "memory_bound", "reason"]
 
 _KINDS: Final = (torch.Tensor, torch.nn.Parameter)
 _STRIDED: Final = torch.strided
@@ -37,7 +37,7 @@ class _Loaded:
 
 def library() -> ctypes.CDLL | None:
     """The kernels, or None where ``reason`` says why not."""
-    return _loaded().library
+    return loaded_library().library
 
 
 def reason() -> str | None:
@@ -46,7 +46,7 @@ def reason() -> str | None:
     Raises:
         UnsupportedError: an environment variable has a wrong value.
     """
-    return _loaded().reason
+    return loaded_library().reason
 
 
 def isa_names() -> list[str]:
@@ -55,17 +55,17 @@ def isa_names() -> list[str]:
     Without it the table in ``native/src/entry.cpp`` does: Intel's processors run the dot products of ``avx512bf16`` at
     half the rate of float32, so those without AMX widen bfloat16 and take ``avx512``.
     """
-    return list(_loaded().names)
+    return list(loaded_library().names)
 
 
 def isa_index() -> int:
     """The set in use, as the library counts; -1 where there is none."""
-    return _loaded().index
+    return loaded_library().index
 
 
 def isa_name() -> str | None:
     """The set in use, or None."""
-    loaded = _loaded()
+    loaded = loaded_library()
     return None if loaded.library is None else str(loaded.library.ch_isa_name(loaded.index).decode())
 
 
@@ -89,7 +89,7 @@ def memory_bound() -> int | None:
 
 
 @cache
-def _loaded() -> _Loaded:
+def loaded_library() -> _Loaded:
     _, _, isa = map(value_of, ("CLEARHEAD_NATIVE", "CLEARHEAD_KEEP_MEMORY", "CLEARHEAD_ISA"))
     handle, problem = binary.load()
     return _Loaded(None, problem) if handle is None else _chosen(handle, isa)

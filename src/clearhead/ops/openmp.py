@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["share"]
+__all__ = ["FILE", "share"]
 
 _MAPS: Final = Path("/proc/self/maps")
 #: The file of GNU's, LLVM's or Intel's, under the names that wheels give it: `libgomp-24e2ab19.so.1.0.0`.
-_FILE: Final = re.compile(r"lib(gomp|omp|iomp5)\b[^/]*\.so")
+FILE: Final = re.compile(r"lib(gomp|omp|iomp5)\b[^/]*\.so")
 
 
 def share() -> None:
@@ -44,4 +44,4 @@ def _loaded() -> list[str]:
         return []
     # The sixth column is the file, whose name may hold spaces.
     files = (line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines() if "/" in line)
-    return [path for path in dict.fromkeys(files) if _FILE.match(path.rsplit("/", 1)[-1])]
+    return [path for path in dict.fromkeys(files) if FILE.match(path.rsplit("/", 1)[-1])]

@@ -16,7 +16,19 @@ from clearhead.ops.library import library
 from clearhead.ops.packed_weight import Weight
 from clearhead.torch_private import onednn_linear
 
-__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Layer", "Path", "Term", "flat", "layers_of"]
+__all__ = [
+    "KINDS",
+    "NATIVE",
+    "ONEDNN",
+    "PATHS",
+    "TORCH",
+    "Layer",
+    "Path",
+    "Term",
+    "flat",
+    "layers_of",
+    "onednn_has_bfloat16",
+]
 
 #: The kinds of GEMM, each with its own choice of path.
 KINDS: Final = ("forward", "input gradient", "weight gradient")
@@ -73,11 +85,11 @@ def _onednn_absent(dtype: torch.dtype) -> str | None:
         return "this torch was built without oneDNN"
     if onednn_linear() is None:
         return "this torch has no operator mkldnn::_linear_pointwise"
-    return None if dtype is not torch.bfloat16 or _onednn_has_bfloat16() else "oneDNN has no bfloat16 on this processor"
+    return None if dtype is not torch.bfloat16 or onednn_has_bfloat16() else "oneDNN has no bfloat16 on this processor"
 
 
 @cache
-def _onednn_has_bfloat16() -> bool:
+def onednn_has_bfloat16() -> bool:
     """Whether oneDNN computes in bfloat16 here: without AVX-512 the operator raises."""
     one = torch.ones(1, 1, dtype=torch.bfloat16, device="cpu")
     try:

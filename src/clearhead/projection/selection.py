@@ -16,6 +16,7 @@ from clearhead.projection.paths import KINDS, NATIVE, PATHS, TORCH, Path
 
 __all__ = [
     "DTYPES",
+    "LEAST_LAYER",
     "GemmChoice",
     "check_variable",
     "choice",
@@ -36,7 +37,7 @@ DTYPES: Final = (torch.float32, torch.bfloat16)
 _RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
 #: Elements of a weight from which a linear layer of any model is replaced: choosing a path costs more than it saves on
 #: layers that are narrow.
-_LEAST_LAYER: Final = table.NARROW_WEIGHT
+LEAST_LAYER: Final = table.NARROW_WEIGHT
 #: A number of elements and of rows that is neither narrow nor few.
 _LARGE: Final = 2**20
 
@@ -133,7 +134,7 @@ def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
     """
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or not has_paths(weight.dtype) or not weight.is_cpu:
         return None
-    least = 1 if table.is_invariant() else _LEAST_LAYER
+    least = 1 if table.is_invariant() else LEAST_LAYER
     if weight.layout is not torch.strided or weight.numel() < least:
         return None
     paths = [each for each in choices(weight.dtype) if each.path != TORCH.name]

@@ -108,17 +108,17 @@ def test_a_cached_memory_is_in_int8() -> None:
 
 def test_generate_decodes_with_rows_of_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = LanguageModel(60, 64, 4, 2, max_len=64).eval(), torch.randint(0, 60, (2, 12))
-    dtypes = []
-    append = ch.KVCache._with_capacity
+    made: list[ch.KVCache] = []
+    make = ch.KVCache.__init__
 
-    def recorded(cache: ch.KVCache, *arguments: Any) -> Tensor:
-        dtypes.append(cache.dtype)
-        return append(cache, *arguments)
+    def recorded(cache: ch.KVCache, **options: Any) -> None:
+        made.append(cache)
+        make(cache, **options)
 
-    monkeypatch.setattr(ch.KVCache, "_with_capacity", recorded)
+    monkeypatch.setattr(ch.KVCache, "__init__", recorded)
     whole = model.generate(ids, 10, temperature=0.0, cache_dtype=torch.int8)
     assert whole.shape == (2, 22)
-    assert set(dtypes) == {torch.int8}
+    assert {cache.key.dtype for cache in made if cache.key is not None} == {torch.int8}
     listed = model.generate(list(ids), 10, temperature=0.0, cache_dtype=torch.int8)
     assert torch.equal(whole, torch.stack(listed))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.cache import buffers_of
 from clearhead.nn import Decoder, DecoderBlock, MultiHeadAttention
 from clearhead.testing import forbid_fused
 from tests.agreement import needs_native
@@ -179,9 +180,8 @@ def test_unused_cache_capacity_is_not_read() -> None:
     right = decoded(module, x, [1] * LENGTH, cache=ch.KVCache())
     with torch.no_grad():
         for place in range(LENGTH):
-            for buffer in (cache._key, cache._value):
-                if buffer is not None:
-                    buffer[:, :, place:] = torch.nan
+            for buffer in buffers_of(cache) or ():
+                buffer[:, :, place:] = torch.nan
             token = module(x[:, place : place + 1], cache=cache)
             assert torch.equal(token, right[:, place : place + 1])
 
@@ -213,7 +213,8 @@ def test_gradient_modes_alternate(first: Any, kinds: list[str]) -> None:
             outputs.append(token.detach().clone())
         if place % 4 == 3:
             # Keys that were appended with gradients require gradients.
-            cache._key, cache._value = (part.detach() for part in (cache._key, cache._value))  # type: ignore[union-attr]
+            for part in buffers_of(cache) or ():
+                part.detach_()
     torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-5, atol=1e-5)
     assert kinds.count("layer") == 1 + 3 * LENGTH // 4 + 1
 

@@ -28,10 +28,10 @@ from clearhead.problem import Problem
 from clearhead.scores import DenseBias
 from clearhead.statistics import Want
 
-__all__ = ["ATTENTION"]
+__all__ = ["ATTENTION", "LEAST_WORK", "LEAST_WORK_OF_TRAINING"]
 
 #: Multiplications below which torch's kernel runs, whose call costs less; with gradients, those of forward.
-_LEAST, _LEAST_TRAINING = 2**22, 2**24
+LEAST_WORK, LEAST_WORK_OF_TRAINING = 2**22, 2**24
 _FLOAT32: Final = torch.finfo(torch.float32)
 
 
@@ -53,7 +53,7 @@ class _Call:
             return False
         batch, heads, q_len, head_dim = query.shape
         k_len, value_dim = key.shape[2], value.shape[3]
-        least = _LEAST_TRAINING if gradient else _LEAST
+        least = LEAST_WORK_OF_TRAINING if gradient else LEAST_WORK
         if batch * heads * q_len * k_len * (head_dim + value_dim) < least or max(head_dim, value_dim) > MAX_HEAD_DIM:
             return False
         if not self._mask_fits(batch, heads, q_len, k_len) or not self._scale_is_normal():

@@ -13,12 +13,12 @@ from clearhead.integrations.aten.kernel import AtenKernel
 from clearhead.projection.paths import TORCH, Path
 from clearhead.projection.selection import gemm_gains_alone, gemm_path, has_paths
 
-__all__ = ["LINEAR"]
+__all__ = ["LINEAR", "choose_path"]
 
 _FORWARD, _INPUT, _WEIGHT = "forward", "input gradient", "weight gradient"
 
 
-def _choose(left: Tensor, right: Tensor) -> tuple[str, Path] | None:
+def choose_path(left: Tensor, right: Tensor) -> tuple[str, Path] | None:
     """Which of a linear layer's three GEMMs ``left @ right`` is, by the strides, and its path; None for torch's."""
     if not has_paths(left.dtype) or right.dtype is not left.dtype or left.dim() != 2 or right.dim() != 2:
         return None
@@ -40,7 +40,7 @@ def _choose(left: Tensor, right: Tensor) -> tuple[str, Path] | None:
 
 def _mm(left: Tensor, right: Tensor) -> Tensor | None:
     """``left @ right``."""
-    chosen = _choose(left, right)
+    chosen = choose_path(left, right)
     if chosen is None:
         return None
     kind, path = chosen
@@ -58,7 +58,7 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha:
     """``bias + left @ right`` for a bias of one row."""
     if beta != 1 or alpha != 1 or bias.dim() != 1 or bias.dtype is not left.dtype:
         return None
-    chosen = _choose(left, right)
+    chosen = choose_path(left, right)
     if chosen is None or chosen[0] == _WEIGHT or len(bias) != right.shape[1]:
         return None
     try:

@@ -32,12 +32,12 @@ from clearhead.statistics import Want
 from clearhead.torch_private import parameters_of
 from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 
-__all__ = ["SwappedMultiheadAttention", "mask_reader"]
+__all__ = ["LEAST_WORK", "SwappedMultiheadAttention", "mask_reader"]
 
 _NAME = "MultiheadAttention"
 #: Multiplications below which a call that is not fused costs less than the choice of a backend: without a mask it is
 #: torch's own, which has the same semantics there; with one it is the formula.
-_LEAST: Final = 2**24
+LEAST_WORK: Final = 2**24
 #: Elements of tokens whose copy to batch-first order costs less than fusing saves.
 _SOON: Final = 2**17
 
@@ -104,7 +104,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         masks = (attn_mask, key_padding_mask, is_causal)
         _check_kinds(query, key, value)
         if not is_plain(query, key, value):
-            return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
+            return self.by_torch(query, key, value, masks, need_weights, average_attn_weights)
         batched = _check_axes(query, key, value, 0 if self.batch_first else 1)
         self._check_numbers(query, key, value)
         dropout = self.dropout if self.training else 0.0
@@ -125,7 +125,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             path = NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
             masks = (meaning, None, False)
         plain = not torch.compiler.is_compiling() and not is_invariant()
-        small = path is None and plain and self._work(query, key) < _LEAST
+        small = path is None and plain and self._work(query, key) < LEAST_WORK
         square = square or small
         if square and watched():
             call = self._by_head(query, key, value, masks, look=may_look(query))
@@ -134,7 +134,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             # Observers that edit nothing see the same attention beside the call.
             attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
         if small and given == (None, None, False):
-            return self._torchs(query, key, value, given, need_weights, average_attn_weights)
+            return self.by_torch(query, key, value, given, need_weights, average_attn_weights)
         call = self._by_head(query, key, value, masks, look=not small and may_look(query), path=path)
         weights = None
         if square:
@@ -241,7 +241,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             dropout=self.dropout if self.training else 0.0,
         )
 
-    def _torchs(
+    def by_torch(
         self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
         """torch's own computation."""

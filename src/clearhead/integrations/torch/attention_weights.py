@@ -23,12 +23,12 @@ from clearhead.scores import DenseBias, ScoreRule, Sink
 from clearhead.shapes import Bool, Float
 from clearhead.statistics import Want
 
-__all__ = ["MaskTable", "WeightedCall", "with_weights"]
+__all__ = ["FEW_WEIGHTS", "STRIP", "MaskTable", "WeightedCall", "by_kernels", "with_weights"]
 
 #: Weights of a call up to which the formula costs less than choosing a backend.
-_FEW_WEIGHTS: Final = 2**17
+FEW_WEIGHTS: Final = 2**17
 #: float32 weights that are computed at a time where the result is of 16 bits.
-_STRIP: Final = 2**21
+STRIP: Final = 2**21
 #: Masks that depend on absolute positions and keys alone, and so are the same for some of a call's queries.
 _OF_POSITIONS: Final = (Causal, Window, Padding)
 
@@ -102,7 +102,7 @@ class WeightedCall:
     def takes_formula(self) -> bool:
         """Whether the formula computes the call: it is small, autograd records it, it drops weights, or its elements
         cannot be read."""
-        few = self.num_weights < _FEW_WEIGHTS
+        few = self.num_weights < FEW_WEIGHTS
         return few or self.dropout > 0.0 or self.is_recorded or not may_look(self.query)
 
     @property
@@ -157,16 +157,16 @@ def with_weights(
             then="Pass need_weights=False or output_attentions=False.",
         )
     if call.query.dtype in (torch.float32, torch.float64):
-        return _by_kernel(call)
+        return by_kernels(call)
     output = call.query.new_empty(*call.query.shape[:3], call.value.shape[3])
     weights = call.query.new_empty(*call.query.shape[:3], call.key.shape[2])
-    rows = max(1, _STRIP * call.query.shape[2] // call.num_weights)
+    rows = max(1, STRIP * call.query.shape[2] // call.num_weights)
     for place, strip in call.strips(rows):
-        output[:, :, place], weights[:, :, place] = _by_kernel(strip)
+        output[:, :, place], weights[:, :, place] = by_kernels(strip)
     return output, weights
 
 
-def _by_kernel(call: WeightedCall) -> tuple[Tensor, Tensor]:
+def by_kernels(call: WeightedCall) -> tuple[Tensor, Tensor]:
     observed = observe_attention(
         call.query,
         call.key,

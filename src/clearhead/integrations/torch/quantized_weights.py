@@ -17,7 +17,15 @@ from torch.nn import functional
 from clearhead.ops.kinds import Rounding
 from clearhead.ops.quantized_weight import QuantizedWeight
 
-__all__ = ["Unknown", "is_quantized_by_torch", "is_tensor_subclass", "parts_of", "read_module", "read_weight"]
+__all__ = [
+    "Unknown",
+    "is_quantized_by_torch",
+    "is_tensor_subclass",
+    "parts_of",
+    "per_group",
+    "read_module",
+    "read_weight",
+]
 
 _PLAIN: Final = (Tensor, nn.Parameter)
 #: Tensors that a layout may have beside integers, scales and zeros, each with what it means.
@@ -89,9 +97,9 @@ def _of_bytes(weight: Any) -> QuantizedWeight | None:
     codes, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if not isinstance(codes, Tensor) or codes.dtype is not torch.int8 or codes.shape != weight.shape or scale is None:
         return None
-    scale = _per_group(weight, scale)
+    scale = per_group(weight, scale)
     zero = getattr(weight, "zero_point", None)
-    shift = _per_group(weight, zero) if zero is not None and bool(zero.any()) else None
+    shift = per_group(weight, zero) if zero is not None and bool(zero.any()) else None
     rounding, bounds = _rounding(weight)
     if rounding is not Rounding.NONE:
         if shift is not None or scale.shape[1] != 1:
@@ -104,7 +112,7 @@ def _of_bytes(weight: Any) -> QuantizedWeight | None:
     return QuantizedWeight(codes, scale, None if shift is None else -scale * shift)
 
 
-def _per_group(weight: Any, values: Tensor) -> Tensor:
+def per_group(weight: Any, values: Tensor) -> Tensor:
     """Scales or zeros as float32 ``[out, groups]``."""
     outputs, inputs = weight.shape
     block = [*getattr(weight, "block_size", ())]

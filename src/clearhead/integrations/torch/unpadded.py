@@ -11,10 +11,10 @@ from torch import Tensor
 from clearhead.masks import Documents
 from clearhead.shapes import Bool, Float, Int
 
-__all__ = ["Packed"]
+__all__ = ["MANY", "Packed"]
 
 #: Number of tokens from which it is rounded up, and the multiple.
-_MANY, _ROWS = 1024, 32
+MANY, _ROWS = 1024, 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Packed:
         batch, length = real.shape
         places = sequence * length + position if batch_first else position * batch + sequence
         lengths, count = real.sum(dim=1), places.shape[0]
-        if count >= _MANY:
+        if count >= MANY:
             fill = -count % _ROWS
             places = torch.cat([places, places[:1].expand(fill)])
             lengths = torch.cat([lengths, lengths.new_tensor([fill])])

@@ -11,10 +11,10 @@ __all__: list[str] = []
 _OLDEST = (4, 57)
 
 
-def _check_version(version: str) -> None:
+def check_version(version: str) -> None:
     """Raise if attention and masks of this version go another way.
 
-    >>> _check_version("5.24.0")
+    >>> check_version("5.24.0")
     """
     parts = [int(part) for part in version.split(".")[:2] if part.isdigit()]
     if tuple(parts) < _OLDEST:
@@ -27,4 +27,4 @@ def _check_version(version: str) -> None:
         )
 
 
-_check_version(transformers.__version__)
+check_version(transformers.__version__)

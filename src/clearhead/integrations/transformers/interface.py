@@ -33,7 +33,7 @@ from clearhead.torch_private import (
 )
 from clearhead.watch import recognise
 
-__all__ = ["NAME", "attends", "enable", "hand_over", "is_marked", "models", "passes_by", "take_back"]
+__all__ = ["NAME", "attends", "configs_in", "enable", "hand_over", "is_marked", "models", "passes_by", "take_back"]
 
 #: Where a module that has a config keeps the attention implementations from before ``swap``, by path in the config.
 _BEFORE: Final = "_implementations_before_clearhead"
@@ -103,7 +103,7 @@ def take_back(model: nn.Module) -> None:
     """Restore the attention implementations from before ``hand_over`` of all configs in ``model``."""
     for part in model.modules():
         names = vars(part).pop(_BEFORE, {})
-        now = [(path, config, implementation_of(config)) for path, config in _configs(part.config)] if names else []
+        now = [(path, config, implementation_of(config)) for path, config in configs_in(part.config)] if names else []
         # Outer configs first: each sets those within it.
         for path, config, name in now:
             set_implementation(config, names.get(path, name) if name == NAME else name)
@@ -126,16 +126,16 @@ def _has_config(module: nn.Module) -> bool:
 
 
 def _implementations(module: Any) -> dict[str, str | None]:
-    return {path: implementation_of(config) for path, config in _configs(module.config)}
+    return {path: implementation_of(config) for path, config in configs_in(module.config)}
 
 
-def _configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def configs_in(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """A config and those within it, by path."""
     yield path, config
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if inner is not None:
-            yield from _configs(inner, f"{path}.{name}")
+            yield from configs_in(inner, f"{path}.{name}")
 
 
 def _way(kind: type[nn.Module]) -> str:

@@ -46,6 +46,7 @@ from clearhead.torch_private import implementation_of
 from clearhead.watch import watched
 
 __all__ = [
+    "LEAST_UNPADDED",
     "LayerCall",
     "attention_output",
     "call_of",
@@ -59,7 +60,7 @@ __all__ = [
 ]
 
 #: Padded tokens times width squared from which removing padding saves time.
-_LEAST_UNPADDED: Final = 2**22
+LEAST_UNPADDED: Final = 2**22
 _AXES: Final = 3
 #: Linear layers of queries, keys and values.
 _SEPARATE: Final = 3
@@ -335,7 +336,7 @@ def unpadded_of(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
         return None
     padding = x.shape[0] * x.shape[1] - len(packing[0].places)
     # A sequence that is padded to the left has the bits that it has alone only without its padding.
-    return packing if is_invariant() or padding * x.shape[2] ** 2 >= _LEAST_UNPADDED else None
+    return packing if is_invariant() or padding * x.shape[2] ** 2 >= LEAST_UNPADDED else None
 
 
 # ---- the same op by op, for observers, and for scores that learn --------------------------------------------

@@ -18,7 +18,7 @@ from clearhead.verify.law import Broken, NotApplicable
 from clearhead.verify.laws.invariance import difference, threads
 from clearhead.verify.model_under_test import ModelCall, ModelUnderTest, Piece, chunked, rows_of
 
-__all__ = ["MODEL_LAWS", "ModelLaw"]
+__all__ = ["MODEL_LAWS", "ModelLaw", "upstream"]
 
 #: Tokens that are generated, and the seed of sampling.
 _NEW_TOKENS, _SEED = 6, 3
@@ -121,7 +121,7 @@ def _check_observed(trial: BitComparison) -> None:
     _under("observed", lambda subject: observe(subject.model, Want(entropy=True)))(trial)
 
 
-def _upstream(output: Tensor, seed: int) -> Tensor:
+def upstream(output: Tensor, seed: int) -> Tensor:
     drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(output)
 
@@ -133,7 +133,7 @@ def _backward(trial: BitComparison, order: list[int]) -> None:
         output, _ = trial.subject.forward(trial.subject.batch(trial.sequences, call), call, None)
         if not output.requires_grad:
             raise NotApplicable("its output carries no gradient")
-        output.backward(torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)]))
+        output.backward(torch.stack([upstream(row, place) for row, place in zip(output, order, strict=True)]))
 
 
 def _gradients_of_states(trial: BitComparison, order: list[int]) -> dict[int, Tensor]:
@@ -156,7 +156,7 @@ def _gradients_of_states(trial: BitComparison, order: list[int]) -> dict[int, Te
         output, _ = subject.forward(batch, call, None)
         if not output.requires_grad:
             raise NotApplicable("its output carries no gradient")
-        output.backward(torch.stack([_upstream(row, place) for row, place in zip(output, order, strict=True)]))
+        output.backward(torch.stack([upstream(row, place) for row, place in zip(output, order, strict=True)]))
     if not states or states[0].grad is None:
         raise NotApplicable("its first states carry no gradient")
     parts = ((place, call.part(states[0].grad, row)) for row, place in enumerate(order))
