@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,34 @@ def left() -> list[bool]:
 
 def test_ranks_that_leave_are_not_dead_and_print_an_error_once() -> None:
     assert run_ranks(left, 3) == [[True, True], [False, True], [False, True]]
+
+
+class SlowStore:
+    """A store that the main thread waits for."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(1.0)
+        return self._store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def entered_late() -> bool:
+    """Rank 0, which has the store, leaves before the others have seen that all are there."""
+    liveness = signs_of_life()
+    if liveness.rank > 0:
+        liveness.store = SlowStore(liveness.store)
+    with liveness:
+        return True
+
+
+def test_rank_0_waits_for_ranks_that_still_enter() -> None:
+    assert run_ranks(entered_late, 3) == [True] * 3
 
 
 def handled() -> bool:

@@ -91,7 +91,8 @@ class Liveness:
         self._watched = (self.rank + 1) % self.size
         self.store, self._processes = self._connected()
         self._beats, self._last, self._changed, self._limit = 0, b"", time.monotonic(), _CONNECTING
-        self._ended, self._noticed, self._signalled = threading.Event(), threading.Event(), threading.Event()
+        self._entered, self._ended = threading.Event(), threading.Event()
+        self._noticed, self._signalled = threading.Event(), threading.Event()
         self._asking = ThreadPoolExecutor(1)
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
 
@@ -117,6 +118,7 @@ class Liveness:
         while not self.store.check([f"beat/{rank}" for rank in range(self.size)]):
             time.sleep(_EVERY / 10)
         self._changed, self._limit = time.monotonic(), self._patience
+        self._entered.set()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -188,7 +190,8 @@ class Liveness:
             self._print_death()
             self.store.set("dead", str(self._watched))
             self._exit(_DIED)
-        ends = self.rank != 0 and self.store.check(["left/0"])
+        # A rank that enters still reads the store, for which rank 0 waits.
+        ends = self.rank != 0 and self._entered.is_set() and self.store.check(["left/0"])
         if ends:
             self._part()
         return ends

@@ -1,0 +1,135 @@
+"""Where the time of a token goes in a small frozen model of transformers: what it costs beside its weights.
+
+    python benchmarks/token_parts.py
+    python benchmarks/token_parts.py --width 1024 --threads 2
+
+A Llama of 8 layers with random weights decodes with a cache. Each part is timed where it runs, within the token: in a
+loop of its own the same code takes less time, since its instructions stay in the processor's caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+import clearhead as ch
+from clearhead.nn import fused
+
+PROMPT, WARM, TOKENS, LAYERS = 8, 50, 400, 8
+MICRO = 1e6
+
+
+def frozen(width: int) -> LlamaForCausalLM:
+    """A swapped and frozen Llama."""
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    model = LlamaForCausalLM(config).eval()
+    ch.swap(model)
+    ch.freeze(model)
+    return model
+
+
+def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """The function; its times are appended to a list."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*arguments, **options)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    return call
+
+
+def decode(model: LlamaForCausalLM) -> float:
+    """The median time of a token in microseconds."""
+    cache, ids = DynamicCache(config=model.config), torch.arange(1, PROMPT + 1)[None]
+    model(ids, past_key_values=cache)
+    seconds: list[float] = []
+    step = timed(model.forward, seconds)
+    for _ in range(WARM + TOKENS):
+        step(ids[:, :1], past_key_values=cache)
+    return statistics.median(seconds[WARM:]) * MICRO
+
+
+def watch(model: LlamaForCausalLM) -> dict[str, list[float]]:
+    """Time the parts of a token from now on."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    body = model.model
+    modules: dict[str, nn.Module] = {
+        "embedding": body.embed_tokens,
+        "cosines and sines of positions": body.rotary_emb,
+        "layers": body.layers,
+        "last norm": body.norm,
+        "head": model.lm_head,
+    }
+    for name, module in modules.items():
+        module.forward = timed(module.forward, seconds[name])  # type: ignore[method-assign]
+    modeling_llama.create_causal_mask = timed(modeling_llama.create_causal_mask, seconds["mask"])
+    fused.run_blocks = timed(fused.run_blocks, seconds["the operator"])
+    return seconds
+
+
+def operator_alone(model: LlamaForCausalLM) -> float:
+    """The operator's time in a loop of its own, in microseconds."""
+    calls: list[tuple[Any, ...]] = []
+    run = fused.run_blocks
+
+    def recorded(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        return run(*arguments)
+
+    fused.run_blocks = recorded  # type: ignore[assignment]
+    cache, ids = DynamicCache(config=model.config), torch.arange(1, PROMPT + 1)[None]
+    for tokens in (ids, ids[:, :1]):
+        model(tokens, past_key_values=cache)
+    fused.run_blocks = run
+    seconds: list[float] = []
+    step = timed(run, seconds)
+    for _ in range(WARM + TOKENS):
+        step(*calls[-1])
+    return statistics.median(seconds[WARM:]) * MICRO
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=128, help="of the model (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = frozen(options.width)
+    decode(model)
+    whole, alone = decode(model), operator_alone(model)
+    seconds = watch(model)
+    decode(model)
+    parts = {name: statistics.median(times[WARM:]) * MICRO for name, times in seconds.items()}
+    operator, layers = parts.pop("the operator"), parts.pop("layers")
+    parts["layers, in Python"] = layers - operator
+    parts["layers, the operator"] = operator
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {LAYERS} layers {options.width} wide, medians\n")
+    print("| part of a token | us |\n|---|---|")
+    for name, part in parts.items():
+        print(f"| {name} | {part:.0f} |")
+    print(f"| the rest of transformers' code | {whole - sum(parts.values()):.0f} |")
+    print(f"| all | {whole:.0f} |\n\nThe operator takes {alone:.0f} us in a loop of its own.")
+
+
+if __name__ == "__main__":
+    main()
