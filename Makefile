@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 NATIVE := $(PYTHON) tools/build_native.py
 # Code 3 is a machine with nothing to build with; a build that fails must not leave the tests with an old library.
 NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
+# Without bytecode each process of the tests compiles clearhead and rewrites every test again: 10 s of 14.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native test-native test-emulated test-arm demo test test-slow test-all matrix lint format bench docs fuzz \
@@ -97,3 +99,4 @@ wheel: $(READY) ## build wheels with the CPU kernels into dist/, audit them, and
 clean: ## remove the environment, the caches and what was built
 	rm -rf $(VENV) build dist docs/_build src/clearhead/_native .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find native/editable -mindepth 1 ! -name CMakeLists.txt -delete
+	find src tests tools -name __pycache__ -prune -exec rm -r {} +

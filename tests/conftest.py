@@ -64,8 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
             opened.add(item.path)
     for combinations in functions.values():
+        rows = list(map(_options, combinations))
         marker = combinations[0].get_closest_marker("covering")
-        covered = set(covering(list(map(_options, combinations)), *(marker.args if marker is not None else ())))
+        # Every pair of two options is the full product.
+        strength = 2 if len(rows[0]) > 2 else 1
+        covered = set(covering(rows, *(marker.args if marker is not None else (strength,))))
         for index, item in enumerate(combinations):
             if index not in covered:
                 item.add_marker("slow")

@@ -94,6 +94,7 @@ def test_missing_name_raises_attribute_error() -> None:
         ch.attend  # noqa: B018
 
 
+@pytest.mark.slow
 def test_compiled_code_imports_what_it_reads() -> None:
     statement = (
         "import clearhead as ch; x = torch.ones(1, 1, 4, 8); "

@@ -360,6 +360,7 @@ def test_token_of_transformers_behind_left_padding_has_the_bits_that_it_has_alon
         assert isinstance(masks.mask_of_tensor(real[:, None, None].clone(), 1099), ch.Dense)
 
 
+@pytest.mark.slow
 def test_modules_of_many_kinds_can_be_compiled_in_one_process() -> None:
     """torch.compile bounds the recompilations of a code object, which decorated forwards must not share."""
     torch.compiler.reset()

@@ -115,6 +115,7 @@ def test_empty_row_gives_zero_output() -> None:
     assert bool(result.isfinite().all())
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_empty_are_not_guarded() -> None:
     assert "Where" not in operators(export(Call(mask=ch.Causal() & ch.Window(2)), draw()))
     assert "Where" in operators(export(Call(mask=ch.Window(1), query_offset=6), draw()))
@@ -187,6 +188,7 @@ def test_leading_axes_may_be_missing() -> None:
     assert same_values(Call(mask=ch.Causal()), (query[0, 0], key[0, 0], key[1, 0]))["Attention"] == 1
 
 
+@pytest.mark.slow
 def test_default_opset_needs_no_arguments() -> None:
     program = torch.onnx.export(Call(mask=ch.Causal()), draw(), dynamo=True, verbose=False)
     (result,) = run(program, draw())
@@ -282,11 +284,9 @@ FLEX: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
 }
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @OPSETS
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "causal" else pytest.mark.slow) for name in FLEX]
-)
+@pytest.mark.parametrize("name", FLEX)
 def test_flex_attention_gives_the_same_values(name: str, opset: int) -> None:
     options, expressed = FLEX[name]
     counts = same_values(Flex(**options()), draw(40, 40), opset=opset)
@@ -313,6 +313,7 @@ def test_block_mask_in_a_call_of_attention_gives_the_same_values() -> None:
     assert same_values(Call(mask=mask & ch.Window(3)), draw(40, 40))["Attention"] == 1
 
 
+@pytest.mark.slow
 def test_flex_attention_for_the_log_sum_exp_is_refused() -> None:
     assert "flex_attention: return_lse must be left out under torch.onnx.export; got True" in refusal(
         Flex(return_lse=True), *draw()

@@ -111,13 +111,16 @@ def _is_private(path: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
 
 
-def names_of_ours(source: str, private: frozenset[str]) -> list[str]:
-    """The names among ``private`` that a test takes from another module or object, one for each place.
+def underscored(source: str) -> tuple[set[str], list[str]]:
+    """Underscored names that a file defines, and those that it takes from another module or object.
 
-    >>> names_of_ours("from clearhead.cache import _f; a._key; self._key; patch.setattr(g, '_f', 1)", {"_f", "_key"})
-    ['_f', '_f', '_key']
+    >>> underscored("_g = 1; self._mine = 2; from clearhead.cache import _f; a._key; patch.setattr(g, '_h', 1)")[1]
+    ['_f', '_h', '_key']
     """
-    return sorted(name for node in ast.walk(ast.parse(source)) for name in _names_in(node) if name in private)
+    nodes = [*ast.walk(ast.parse(source))]
+    defined = (name for node in nodes for name in (*_defined(node), *_assigned(node)))
+    used = (name for node in nodes for name in _names_in(node))
+    return {name for name in defined if re.match("_[^_]", name)}, sorted(filter(re.compile("_[^_]").match, used))
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
@@ -130,27 +133,23 @@ def _names_in(node: ast.AST) -> Iterator[str]:
         yield from (word.rpartition(".")[2] for word in words if isinstance(word, str))
 
 
-def _private_of_ours() -> frozenset[str]:
-    """The underscored names that clearhead, its tests and its tools define, and torch's layers and Python do not."""
-    others = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, os, namedtuple("Any", ()))
-    theirs = {name for kind in others for name in dir(kind)}
-    files = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py"), *TOOLS.glob("*.py")]
-    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-    names = {name for node in nodes for name in (*_defined(node), *_assigned(node))}
-    return frozenset(name for name in names - theirs - UNDERSCORED if re.match("_[^_]", name) and name != "_repr_html_")
-
-
 def _assigned(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Assign):
         yield from (part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name))
 
 
 def test_tests_use_no_private_names_of_ours() -> None:
-    private = _private_of_ours()
+    files = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py"), *TOOLS.glob("*.py")]
+    names = {file: underscored(file.read_text(encoding="utf-8")) for file in files}
+    others = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, os, namedtuple("Any", ()))
+    theirs = UNDERSCORED | {"_repr_html_"} | {name for kind in others for name in dir(kind)}
+    ours = {name for defined, _ in names.values() for name in defined} - theirs
     uses = {
-        file.relative_to(TESTS).as_posix(): names_of_ours(file.read_text(), private) for file in TESTS.rglob("*.py")
+        file.relative_to(TESTS).as_posix(): [name for name in used if name in ours]
+        for file, (_, used) in names.items()
+        if file.is_relative_to(TESTS)
     }
-    assert {file: names for file, names in uses.items() if names} == {}
+    assert {file: used for file, used in uses.items() if used} == {}
 
 
 def test_private_names_are_used_in_one_file() -> None:

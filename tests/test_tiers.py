@@ -18,10 +18,15 @@ import pytest
 def test_pairs(a, b, c):
     pass
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("b", "xyz")
 @pytest.mark.parametrize("a", "xyz")
 def test_each(a, b):
+    pass
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("b", "xyz")
+@pytest.mark.parametrize("a", "xyz")
+def test_all(a, b):
     pass
 
 @pytest.mark.covering(0)
@@ -66,15 +71,17 @@ def run(suite: Path, *arguments: str) -> str:
 
 def test_covering_arrays_one_page_and_what_is_not_slow_run(suite: Path) -> None:
     collected = run(suite, "--collect-only", "-m", "not slow")
-    counts = {name: collected.count(f"::test_{name}") for name in ("pairs", "each", "one", "table", "page", "long")}
+    counts = {
+        name: collected.count(f"::test_{name}") for name in ("pairs", "each", "all", "one", "table", "page", "long")
+    }
     assert 9 <= counts.pop("pairs") <= 12
-    assert counts == {"each": 3, "one": 1, "table": 5, "page": 1, "long": 0}
+    assert counts == {"each": 3, "all": 9, "one": 1, "table": 5, "page": 1, "long": 0}
     assert "test_one[y]" in collected
 
 
 @pytest.mark.slow
 def test_run_without_time_skips_every_test_and_says_so(suite: Path) -> None:
     said = run(suite, "--until", "0")
-    assert "47 tests left out, as the time was up" in said
-    assert "   47 of test_suite.py" in said
-    assert "47 skipped" in said
+    assert "56 tests left out, as the time was up" in said
+    assert "   56 of test_suite.py" in said
+    assert "56 skipped" in said

@@ -90,6 +90,7 @@ def test_every_thread_is_served() -> None:
     assert all(attention for attention, _ in threads_served)
 
 
+@pytest.mark.slow
 def test_no_warning() -> None:
     code = "import warnings; warnings.simplefilter('error'); import clearhead as ch; ch.accelerate(); print('quiet')"
     done = with_torch_alone(code)
@@ -110,6 +111,7 @@ def test_kernels_of_another_package_get_the_calls_that_are_passed_on() -> None:
     assert float((large @ large).max()) == 600.0
 
 
+@pytest.mark.slow
 def test_without_kernels_it_raises_one_line() -> None:
     code = "import clearhead as ch\ntry: ch.accelerate()\nexcept ch.UnsupportedError as error: print(error)"
     done = reported(code, environment={"CLEARHEAD_NATIVE": "0"})

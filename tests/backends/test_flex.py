@@ -19,7 +19,7 @@ def _flex(*arguments: Any, **options: Any) -> Any:
     return flex_attention(*arguments, **options)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:.*return_lse")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

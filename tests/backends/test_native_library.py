@@ -138,6 +138,7 @@ class TestLoaded:
         is_intel = choices.processor().vendor == choices.INTEL
         assert native_library.isa_name() == (intel if is_intel else other)
 
+    @pytest.mark.slow
     def test_every_process_takes_the_same_set(self, fresh: None) -> None:
         printed = {in_a_new_process("print(n.isa_name())").strip() for _ in range(5)}
         assert printed == {native_library.isa_name()}

@@ -41,12 +41,14 @@ def _in_strips(inputs: tuple[Tensor, ...], slope: Tensor, causal: bool, dtype: t
 
 
 class TestLongRows:
+    @pytest.mark.slow
     @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(20_000)], ids=repr)
     def test_32k_keys_keep_the_budget(self, mask: ch.Mask | None) -> None:
         inputs = tensors(batch=1, heads=2, kv_heads=1, q_len=3, k_len=2**15, head_dim=64, value_dim=64)
         compare("native", inputs, mask=mask, query_offset=2**15 - 3)
 
-    @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("causal", [True, False])
     def test_8k_tokens_keep_the_budget(self, causal: bool) -> None:
         inputs = tuple(draw(1, 1, 8192, 16, seed=seed) for seed in range(3))
         slope = draw(1, 1, 8192, 16, seed=3, grad=False)
@@ -56,6 +58,7 @@ class TestLongRows:
         for name, *three in zip(("output", "dquery", "dkey", "dvalue"), results, textbook, exact, strict=True):
             within_budget(name, *three, terms=8192)
 
+    @pytest.mark.covering(0)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("q_len", [97, 200, 17_000])
     def test_several_tiles_of_keys_read_the_same_queries(self, q_len: int, dtype: torch.dtype) -> None:
@@ -68,6 +71,7 @@ class TestLongRows:
         for name, *three in zip(("output", "dquery", "dkey", "dvalue"), results, textbook, exact, strict=True):
             within_budget(name, *three, terms=max(q_len, 600))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("q_len", "k_len", "summed"), [(256, 16384, ("dquery",)), (16384, 256, ("dkey", "dvalue"))]
     )

@@ -87,6 +87,7 @@ class TestCallers:
         names = ("whole heads", "shared keys", "decode 1", "decode 7", "chunks", "dropout", "documents", "relative")
         return [(_shape(*DIVIDED[name][0]), DIVIDED[name][1]) for name in names]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("threads", [1, 2])
     def test_eight_at_once(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -167,6 +168,7 @@ print("parent")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_children_forked_after_use_compute_the_same() -> None:
     done = subprocess.run(
@@ -188,6 +190,7 @@ def resident() -> int:
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATM.exists(), reason="this system does not say how much memory is in use")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_thread_frees_its_workspace_at_its_end(threads: int) -> None:

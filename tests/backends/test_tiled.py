@@ -47,6 +47,7 @@ print(high_water() - before)
 )
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize(
     ("direction", "by"),

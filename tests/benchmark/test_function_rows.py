@@ -21,6 +21,7 @@ def test_all_contenders_do_the_same_work(kind: str) -> None:
         assert comparison.backend() == "native"
 
 
+@pytest.mark.slow
 def test_dense_bias_counts_in_peak_memory() -> None:
     line = measure_row(FunctionRow(kind=ALIBI, shape=(1, 8, 1024, 16)), repeats=3, seconds=None)
     assert line.memory[MADE] > 4 * 8 * 1024**2 > 2 * line.memory[OURS]

@@ -54,7 +54,7 @@ def test_peak_extra_bytes_equals_the_allocation() -> None:
     assert 2**26 - _NOISE <= peak < 1.1 * 2**26
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("happened", [_BEHIND_A_CLOSED_HEAP, _IN_ANOTHER_HEAP], ids=["closed heap", "another heap"])
 def test_free_heap_memory_does_not_hide_allocations(happened: str) -> None:

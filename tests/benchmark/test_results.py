@@ -93,6 +93,7 @@ def test_peak_extra_bytes_is_none_without_proc(monkeypatch: pytest.MonkeyPatch) 
     assert peak_extra_bytes(lambda: None) is None
 
 
+@pytest.mark.slow
 def test_plot_is_svg_with_all_names_and_no_external_resources() -> None:
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     from clearhead.benchmark.plot import plot_svg

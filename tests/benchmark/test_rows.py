@@ -63,7 +63,7 @@ MODEL_ROWS: dict[str, SuiteRow] = {
 }
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_ROWS)
 def test_transformers_models_do_the_same_work(name: str) -> None:
     pytest.importorskip("transformers", reason="models come from transformers")

@@ -309,6 +309,7 @@ def test_concurrent_threads_match_the_original(model: Model) -> None:
     assert failures == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"])
 def test_a_compiled_model_matches_the_original(model: Model, training: bool) -> None:
     expected = model.train(training)(X, PADDING)
@@ -326,6 +327,7 @@ def test_a_compiled_model_matches_the_original(model: Model, training: bool) -> 
         torch.testing.assert_close(one, parameter.grad, **EXACT)
 
 
+@pytest.mark.slow
 def test_compiled_attention_with_causal_and_float_masks_and_weights() -> None:
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(8, 2, batch_first=True).double()

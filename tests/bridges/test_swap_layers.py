@@ -283,6 +283,7 @@ def test_unbatched_stacks_match_torch() -> None:
     assert (ours(x, src_key_padding_mask=RIGHT[1])[~real] == 0).all()
 
 
+@pytest.mark.slow
 def test_dropout_draws_new_masks_with_torchs_mean() -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerEncoder(_layer(dropout=0.2), 1, enable_nested_tensor=False)

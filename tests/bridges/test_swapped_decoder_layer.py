@@ -231,6 +231,7 @@ def test_a_hook_on_the_attention_gets_the_callers_masks(name: str) -> None:
         assert calls[0][shown] is call.get(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["dropout1", "dropout2", "dropout", "dropout3", "self_attn", "multihead_attn"])
 def test_each_dropout_matches_torchs_mean_and_variance(which: str) -> None:
     """With p = 0.9, mean and variance over draws match torch's."""

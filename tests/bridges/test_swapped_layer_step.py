@@ -201,6 +201,7 @@ def test_dropouts_draw_new_independent_masks() -> None:
     assert bool((ours(x) == 2.0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("which", ["dropout", "dropout1", "dropout2", "attention"])
 def test_each_dropout_matches_torchs_mean_and_variance(which: str, norm_first: bool) -> None:

@@ -118,6 +118,7 @@ def _errors(actual: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, fl
     return errors
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_match_eager(name: str) -> None:
     """The geometric mean of the errors over six batches is at most twice eager's: rounding in later layers reaches
@@ -232,6 +233,7 @@ def test_user_masks_match_eager() -> None:
             within_budget("llama", model(input_ids=ids, attention_mask=mask).logits, textbook, truth, terms=TERMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_observed_rows_match_eagers_weights(name: str) -> None:
     _needs_interface(name)

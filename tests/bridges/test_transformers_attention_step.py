@@ -172,6 +172,7 @@ def test_a_second_swap_fuses_layers_that_match_now(fused_kinds: list[str]) -> No
     assert attending(fused_kinds) == ["layer"] * LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["granite", "qwen3 moe"])
 def test_concurrent_threads_give_the_same_bits(name: str) -> None:
     model, ids = distinct(KINDS[name]), ids_of()

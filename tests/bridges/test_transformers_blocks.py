@@ -340,7 +340,7 @@ def _drop(model: Any) -> None:
             part.p = 0.2
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_dropout_matches_the_originals_mean_and_deviation(name: str) -> None:
     """Over many draws, mean and deviation of the outputs match transformers."""

@@ -155,6 +155,7 @@ def test_continuous_batching_says_in_one_line_which_implementations_it_takes() -
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_continuous_batching_runs_by_sdpa_when_swapped_and_accelerated() -> None:
     """What the refusal names: the implementation "sdpa", whose calls ``accelerate`` serves."""
     model = llama()

@@ -428,6 +428,7 @@ def test_padding_is_removed_without_a_cache(
 CACHED = ["llama", "mistral, windows"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("window", [2, 3, 5, 9, 17, 40])
 def test_a_sliding_cache_matches_transformers(window: int, fused_kinds: list[str]) -> None:
     torch.manual_seed(0)

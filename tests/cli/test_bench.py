@@ -21,6 +21,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return texts_of("bench", *arguments)
 
 
+@pytest.mark.slow
 def test_bench_prints_tables_and_writes_json_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     folder = tmp_path / "new" / "place"

@@ -67,6 +67,7 @@ def test_unwritable_outputs_are_refused_before_the_work(films: Path) -> None:
     assert texts_of("predict", run, "--text", "a film", "--out", films / "NEW.CSV")[0] == 0
 
 
+@pytest.mark.slow
 def test_full_disk_is_one_line() -> None:
     script = "from clearhead.cli.app import main; main()"
     with Path("/dev/full").open("w") as full:

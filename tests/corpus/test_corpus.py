@@ -50,6 +50,7 @@ def alone(model: Path, data: Path) -> dict[str, Any]:
     return observe_corpus(model, data).to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_gives_the_same_bits(
     model: Path, data: Path, alone: dict[str, Any], tmp_path: Path, ranks: int
@@ -98,6 +99,7 @@ def test_figures_are_those_of_observe_and_head_scores(model: Path, tmp_path: Pat
     assert all(error is not None and error >= 0 for error in head.errors.values())
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_with_other_ranks(model: Path, data: Path, alone: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(RankError, match=r"rank [01] died"):

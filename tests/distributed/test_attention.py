@@ -68,12 +68,14 @@ def _compare(
     return complaints
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_output_and_gradients_are_those_of_one_process(layout: str, ranks: int) -> None:
     assert run_ranks(_compare, ranks, METHODS, layout, 66, list(CASES), torch.float32, HEADS) == [[]] * ranks
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     names = ["causal", "rules", "dropout"]
@@ -87,12 +89,14 @@ def test_blocks_longer_than_a_tile_and_a_piece(layout: str) -> None:
     assert run_ranks(_compare, 2, METHODS, layout, 1_301, names, torch.float32, HEADS, timeout=400) == [[], []]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("length", [97, 2 * 96 + 66])
 def test_parts_that_end_within_a_block_of_queries(length: int) -> None:
     names = ["full", "causal", "window", "dropout", "rules"]
     assert run_ranks(_compare, 3, ("gather",), "zigzag", length, names, torch.float32, HEADS) == [[]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1_100, 1_301])
 def test_chunks_that_read_some_tiles_of_keys(length: int) -> None:
     assert run_ranks(_compare, 3, ("gather",), "contiguous", length, ["window"], torch.float32, HEADS) == [[]] * 3
@@ -102,6 +106,7 @@ def test_grouped_heads() -> None:
     assert run_ranks(_compare, 4, ("gather", "ring"), "zigzag", 37, ["causal", "rules"], torch.float32, 2) == [[]] * 4
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("length", [3, 5])
 def test_ranks_without_tokens(length: int) -> None:
     names = ["full", "causal", "padding"]

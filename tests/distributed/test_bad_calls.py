@@ -49,6 +49,7 @@ def _said(name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_call_raises_on_every_rank(name: str) -> None:
     said = run_ranks(_said, 2, name, timeout=30)
@@ -83,6 +84,7 @@ def _absent() -> None:
         ch.distributed.attention(*[torch.zeros(2, 4)] * 3)
 
 
+@pytest.mark.slow
 def test_rank_that_never_calls_ends_in_a_time_out() -> None:
     with pytest.raises(RuntimeError, match=r"rank \d"):
         run_ranks(_absent, 2, timeout=3)

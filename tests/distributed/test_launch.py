@@ -56,6 +56,7 @@ def test_reason_of_an_exception_without_text_is_its_place() -> None:
     assert "test_launch.py:" in caught.value.reason
 
 
+@pytest.mark.slow
 def test_late_rank_is_ended_in_time() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 did not end within 2 s"):

@@ -48,6 +48,7 @@ def lost(said: Path, rank: int, how: str, collective: bool) -> None:
         time.sleep(50.0)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("ranks", "rank", "how", "collective"),
     [
@@ -87,6 +88,7 @@ def left() -> list[bool]:
     return prints
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_are_not_dead_and_print_an_error_once() -> None:
     assert run_ranks(left, 3) == [[True, True], [False, True], [False, True]]
 

@@ -56,8 +56,11 @@ BOUNDED: dict[str, Callable[[], Mask]] = {
 PLACES = [(name, 4) for name in LAYOUTS] + [("zigzag", 1), ("contiguous", 64)]
 
 
-def _layouts() -> list[ShardLayout]:
-    return [layout_of(LENGTH, ranks, name) for name, ranks in PLACES] + [_cut()]
+every_layout = pytest.mark.parametrize(
+    "layout",
+    [*(layout_of(LENGTH, ranks, name) for name, ranks in PLACES), _cut()],
+    ids=[*(f"{name}, {ranks} ranks" for name, ranks in PLACES), "cut"],
+)
 
 
 def _dense(mask: Mask | None) -> Tensor:
@@ -71,73 +74,79 @@ def _positions(chunks: tuple[range, ...]) -> list[int]:
     return [position for chunk in chunks for position in chunk]
 
 
+@pytest.mark.covering(1)
+@every_layout
 @pytest.mark.parametrize("name", EXACT)
-def test_plan_equals_the_dense_mask(name: str) -> None:
+def test_plan_equals_the_dense_mask(name: str, layout: ShardLayout) -> None:
     mask = EXACT[name]()
     allowed = _dense(mask)
-    for layout in _layouts():
-        plan = plan_attention(mask, LENGTH, ranks=layout.ranks, layout=layout)
-        assert plan.exact
-        assert plan.variants % allowed.shape[0] == 0
-        places = [torch.tensor(_positions(chunks), dtype=torch.int64) for chunks in layout.chunks]
-        for query_rank, queries in enumerate(places):
-            rows = allowed[:, queries]
-            for key_rank, keys in enumerate(places):
-                block = rows[:, :, keys]
-                needed = keys[block.any(dim=0).any(dim=0)]
-                assert _positions(plan.needs(query_rank, key_rank)) == needed.tolist()
-                assert plan.tokens[query_rank, key_rank] == len(needed)
-                assert plan.work[query_rank, key_rank] == block.sum() * (plan.variants // allowed.shape[0])
+    plan = plan_attention(mask, LENGTH, ranks=layout.ranks, layout=layout)
+    assert plan.exact
+    assert plan.variants % allowed.shape[0] == 0
+    places = [torch.tensor(_positions(chunks), dtype=torch.int64) for chunks in layout.chunks]
+    for query_rank, queries in enumerate(places):
+        rows = allowed[:, queries]
+        for key_rank, keys in enumerate(places):
+            block = rows[:, :, keys]
+            needed = keys[block.any(dim=0).any(dim=0)]
+            assert _positions(plan.needs(query_rank, key_rank)) == needed.tolist()
+            assert plan.tokens[query_rank, key_rank] == len(needed)
+            assert plan.work[query_rank, key_rank] == block.sum() * (plan.variants // allowed.shape[0])
 
 
+@pytest.mark.covering(1)
+@every_layout
 @pytest.mark.parametrize("name", EXACT)
-def test_queries_that_keys_need_are_whole_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_that_keys_need_are_whole_blocks(
+    name: str, layout: ShardLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("clearhead.distributed.plan.QUERY_BLOCK", 8)
     mask = EXACT[name]()
     allowed = _dense(mask).any(dim=0)
-    for layout in _layouts():
-        # A plan of another block size must not be cached.
-        plan = computed(None if mask is None else mask.to(torch.device("cpu")).placed(0), layout)
-        for key_rank, keys in enumerate(layout.chunks):
-            attends = allowed[:, _positions(keys)].any(dim=1).tolist()
-            needed = {place for place in range(LENGTH) if any(attends[place // 8 * 8 : place // 8 * 8 + 8])}
-            for query_rank, queries in enumerate(layout.chunks):
-                asked = [place for place in _positions(queries) if place in needed]
-                assert _positions(plan.asked_by(key_rank, query_rank)) == asked
-                assert plan.rows[key_rank, query_rank] == len(asked)
-            for chunk in keys:
-                rows = allowed[:, chunk.start : chunk.stop].any(dim=1).nonzero().flatten().tolist()
-                span = range(rows[0] // 8 * 8, min(rows[-1] // 8 * 8 + 8, LENGTH)) if rows else range(0)
-                assert not len(chunk) or plan.queries_of(chunk) == span
+    # A plan of another block size must not be cached.
+    plan = computed(None if mask is None else mask.to(torch.device("cpu")).placed(0), layout)
+    for key_rank, keys in enumerate(layout.chunks):
+        attends = allowed[:, _positions(keys)].any(dim=1).tolist()
+        needed = {place for place in range(LENGTH) if any(attends[place // 8 * 8 : place // 8 * 8 + 8])}
+        for query_rank, queries in enumerate(layout.chunks):
+            asked = [place for place in _positions(queries) if place in needed]
+            assert _positions(plan.asked_by(key_rank, query_rank)) == asked
+            assert plan.rows[key_rank, query_rank] == len(asked)
+        for chunk in keys:
+            rows = allowed[:, chunk.start : chunk.stop].any(dim=1).nonzero().flatten().tolist()
+            span = range(rows[0] // 8 * 8, min(rows[-1] // 8 * 8 + 8, LENGTH)) if rows else range(0)
+            assert not len(chunk) or plan.queries_of(chunk) == span
 
 
+@pytest.mark.covering(1)
+@every_layout
 @pytest.mark.parametrize("name", EXACT)
-def test_chunks_that_meet_are_those_of_the_dense_mask(name: str) -> None:
+def test_chunks_that_meet_are_those_of_the_dense_mask(name: str, layout: ShardLayout) -> None:
     mask = EXACT[name]()
     allowed = _dense(mask).any(dim=0)
-    for layout in _layouts():
-        plan = plan_attention(mask, LENGTH, ranks=layout.ranks, layout=layout)
-        chunks = sorted((chunk for part in layout.chunks for chunk in part if len(chunk)), key=lambda one: one.start)
-        assert plan.chunk_sizes.tolist() == [len(chunk) for chunk in chunks]
-        assert all(chunk in layout.chunks[rank] for chunk, rank in zip(chunks, plan.chunk_ranks, strict=True))
-        meeting = [[bool(allowed[q.start : q.stop, k.start : k.stop].any()) for k in chunks] for q in chunks]
-        assert plan.meeting.tolist() == meeting
+    plan = plan_attention(mask, LENGTH, ranks=layout.ranks, layout=layout)
+    chunks = sorted((chunk for part in layout.chunks for chunk in part if len(chunk)), key=lambda one: one.start)
+    assert plan.chunk_sizes.tolist() == [len(chunk) for chunk in chunks]
+    assert all(chunk in layout.chunks[rank] for chunk, rank in zip(chunks, plan.chunk_ranks, strict=True))
+    meeting = [[bool(allowed[q.start : q.stop, k.start : k.stop].any()) for k in chunks] for q in chunks]
+    assert plan.meeting.tolist() == meeting
 
 
+@pytest.mark.covering(1)
+@every_layout
 @pytest.mark.parametrize("name", BOUNDED)
-def test_plan_of_a_mask_without_intervals_contains_the_dense_mask(name: str) -> None:
+def test_plan_of_a_mask_without_intervals_contains_the_dense_mask(name: str, layout: ShardLayout) -> None:
     mask = BOUNDED[name]()
     allowed = _dense(mask)
-    for layout in _layouts():
-        plan = plan_attention(mask, LENGTH, ranks=layout.ranks, layout=layout)
-        assert not plan.exact
-        assert "upper bounds" in str(plan)
-        for query_rank, queries in enumerate(layout.chunks):
-            for key_rank, keys in enumerate(layout.chunks):
-                block = allowed[:, _positions(queries)][:, :, _positions(keys)]
-                needed = torch.tensor(_positions(keys), dtype=torch.int64)[block.any(dim=0).any(dim=0)]
-                assert set(needed.tolist()) <= set(_positions(plan.needs(query_rank, key_rank)))
-                assert plan.work[query_rank, key_rank] >= block.sum()
+    plan = plan_attention(mask, LENGTH, ranks=layout.ranks, layout=layout)
+    assert not plan.exact
+    assert "upper bounds" in str(plan)
+    for query_rank, queries in enumerate(layout.chunks):
+        for key_rank, keys in enumerate(layout.chunks):
+            block = allowed[:, _positions(queries)][:, :, _positions(keys)]
+            needed = torch.tensor(_positions(keys), dtype=torch.int64)[block.any(dim=0).any(dim=0)]
+            assert set(needed.tolist()) <= set(_positions(plan.needs(query_rank, key_rank)))
+            assert plan.work[query_rank, key_rank] >= block.sum()
 
 
 def test_parts_with_intervals_bound_a_mask_without_intervals() -> None:

@@ -332,6 +332,7 @@ def _counted(method: str, plan: Plan, sizes: AttentionSizes, backward: bool) -> 
     return sum((one.moved.expand(plan.ranks) for one in work), torch.zeros(plan.ranks, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_counted_copies_are_those_that_operators_make() -> None:
     length, ranks, sizes = 2304, 2, AttentionSizes(heads=4, head_dim=32, dtype=torch.float32)
     masks = {"contiguous": ch.Causal() & ch.Window(143), "zigzag": ch.Causal()}
@@ -361,6 +362,7 @@ def test_measured_machine_is_the_same_on_all_ranks() -> None:
     assert machine.link.latency > 0
 
 
+@pytest.mark.slow
 def test_machine_is_not_measured_with_wrong_arguments() -> None:
     sizes = AttentionSizes(heads=2, head_dim=8, dtype=torch.float32)
     wrong: list[tuple[tuple[Any, ...], str]] = [

@@ -26,6 +26,7 @@ def test_cells_are_found_without_their_options() -> None:
     assert [cell.strip() for cell in cells(page)] == ["a = 1", "b = a"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

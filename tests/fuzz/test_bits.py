@@ -1,4 +1,4 @@
-"""Random comparisons bit by bit: 2,000 in ``make test``, 20,000 in ``make test-all``, four times CLEARHEAD_FUZZ in
+"""Random comparisons bit by bit: 1,000 in ``make test``, 20,000 in ``make test-all``, four times CLEARHEAD_FUZZ in
 ``make fuzz``."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.agreement import needs_native
 from tests.fuzz import bits
 
 _DRAWN = 4 * int(os.environ["CLEARHEAD_FUZZ"]) if "CLEARHEAD_FUZZ" in os.environ else None
-_COUNTS = [2_000, pytest.param(20_000, marks=pytest.mark.slow)] if _DRAWN is None else [_DRAWN]
+_COUNTS = [1_000, pytest.param(20_000, marks=pytest.mark.slow)] if _DRAWN is None else [_DRAWN]
 #: Failures that are described; the others are counted.
 _SHOWN = 5
 

@@ -1,4 +1,4 @@
-"""Random problems across all backends: 200 in ``make test``, 2,000 in ``make test-all``, CLEARHEAD_FUZZ of them in
+"""Random problems across all backends: 100 in ``make test``, 2,000 in ``make test-all``, CLEARHEAD_FUZZ of them in
 ``make fuzz``."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.fuzz.problems import Meant, problems
 _DRAWN = int(os.environ["CLEARHEAD_FUZZ"]) if "CLEARHEAD_FUZZ" in os.environ else None
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.slow)] if _DRAWN is None else [_DRAWN])
+@pytest.mark.parametrize("count", [100, pytest.param(2_000, marks=pytest.mark.slow)] if _DRAWN is None else [_DRAWN])
 def test_every_backend_equals_the_formula(count: int) -> None:
     @settings(
         max_examples=count,

@@ -362,6 +362,7 @@ def test_the_sum_of_weighted_values_is_the_output(name: str) -> None:
         assert np.abs(unpack(layer["norms"][head["key"]]) - norms).max() <= norms.max() / 65535
 
 
+@pytest.mark.slow
 def test_values_are_stored_if_few_or_requested() -> None:
     query = torch.randn(1, 8, 513, 130, generator=torch.Generator().manual_seed(0))
     carried = {
@@ -374,7 +375,7 @@ def test_values_are_stored_if_few_or_requested() -> None:
     assert ch.view(query, query, query, heads=[2, 3]).data["layers"][0]["values"] != []
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharp", [2.5, 40.0, 1000.0])
 def test_sharp_heads_fit_into_5_mb(sharp: float) -> None:
     query, key, value = torch.randn(3, 1, 144, 128, 64, generator=torch.Generator().manual_seed(0))

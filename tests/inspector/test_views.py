@@ -53,6 +53,7 @@ def _together(named: dict[str, Case]) -> Page:
     return Page({**PAGE.data, **whole})
 
 
+@pytest.mark.slow
 def test_weights_in_the_browser_equal_the_library(open_page: Open) -> None:
     named = cases()
     opened = open_page(_together(named))

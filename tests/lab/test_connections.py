@@ -78,6 +78,7 @@ OWED: dict[str, tuple[Callable[[Lab], bytes], bytes]] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("owed", OWED)
 def test_connection_ends_that_owes_a_request(lab: Lab, owed: str) -> None:
     first, drip = OWED[owed]
@@ -87,6 +88,7 @@ def test_connection_ends_that_owes_a_request(lab: Lab, owed: str) -> None:
     assert sent(lab, "GET", f"/{lab.token}/").status == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_of", [_large, lambda lab: _large(lab) * 2], ids=["one", "pipelined"])
 def test_connection_ends_whose_response_is_not_read(lab: Lab, request_of: Callable[[Lab], bytes]) -> None:
     with socket.socket() as made:
@@ -120,6 +122,7 @@ def test_half_closed_connection_ends_at_once(lab: Lab, first: bytes) -> None:
     until(lambda: not _connections(lab))
 
 
+@pytest.mark.slow
 def test_long_job_is_not_ended(lab: Lab) -> None:
     def slow(params: object, ticket: Any) -> str:
         for step in range(20):

@@ -52,6 +52,7 @@ def _exact(play: Path, text: str, head: int) -> float:
     return float((moved - plain).abs().sum() / 2)
 
 
+@pytest.mark.slow
 def test_fifty_clients_get_the_answer_of_the_library_or_busy(lab: Lab, play: Path) -> None:
     exact = {(text, head): _exact(play, text, head) for text in TEXTS for head in range(2)}
 

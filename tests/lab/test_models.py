@@ -225,6 +225,7 @@ def test_text_beyond_the_context_is_truncated_with_a_note(ask: Asking) -> None:
     assert answer["note"] == "the first 24 of 70 tokens, the model's context length"
 
 
+@pytest.mark.slow
 def test_example_has_learned_agreement(ready_example: Reader) -> None:
     ask = Asking([])
     one, many = {"sleeps", "sings", "waits", "runs"}, {"sleep", "sing", "wait", "run"}
@@ -246,6 +247,7 @@ def test_example_has_learned_agreement(ready_example: Reader) -> None:
     assert max(losses) > 0.4
 
 
+@pytest.mark.slow
 def test_example_lists_its_vocabulary(ready_example: Reader) -> None:
     with pytest.raises(
         ClearheadError, match=r"must have only words in the vocabulary of the small example .*got 'zebra'\."

@@ -67,6 +67,7 @@ def python(tab: Tab) -> str:
     return str(tab.root.locator(".python").text_content())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [each.name for each in STARTS])
 def test_each_preset_is_shown(tab: Tab, name: str) -> None:
     if name != "Causal":

@@ -74,6 +74,7 @@ def fill(tab: Tab, place: str, text: str) -> None:
     tab.until_shown(lambda: cell(tab, place).fill(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_initial_worksheet_has_the_numbers_of_the_documents(tab: Tab, name: str) -> None:
     if name != "lesson-0":

@@ -37,6 +37,7 @@ def test_elu_is_exact_for_small_features() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_performers_estimate_is_unbiased(orthogonal: bool) -> None:
     generator = torch.Generator().manual_seed(1)

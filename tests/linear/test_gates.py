@@ -30,6 +30,7 @@ def test_strong_gates_neither_overflow_nor_lose_the_last_token() -> None:
             torch.testing.assert_close(output, last_alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -108,7 +109,7 @@ def test_a_module_can_be_checkpointed(kind: Any, use_native: bool, monkeypatch: 
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["parallel", "chunked", "chunked, kernels"])
 @pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token"])
 def test_sum_of_many_decays_keeps_precision(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ def test_padding_is_one_graph_under_compile() -> None:
         torch.testing.assert_close(compiled(x, lengths), call(x, lengths), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

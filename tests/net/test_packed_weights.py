@@ -182,6 +182,7 @@ def test_states_between_layers_are_those_of_packed_layers(name: str) -> None:
         equal({"output": states[0]}, {"output": model(**call.arguments)[0]})
 
 
+@pytest.mark.slow
 def test_a_compiled_packed_model_computes_the_same() -> None:
     model, plain, x = packed_encoder(), encoder(), torch.randn(2, 5, 64)
     with torch.no_grad():
@@ -226,6 +227,7 @@ def test_a_layer_alone_reads_panels_with_the_bits_of_the_invariant_order(rows: i
         assert project(x, packed, bias).dtype is torch.bfloat16
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("pack", [False, True])
 def test_threads_that_stay_awake_change_no_bit(threads: int, pack: bool) -> None:

@@ -72,6 +72,7 @@ def test_compiles_with_the_default_backend() -> None:
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["attention", "rotary, grouped, rules", "block"])
 def test_exports_for_any_batch_and_length(kind: str) -> None:
     module = Masked(_modules()[kind].eval(), ch.Causal() & ch.Window(3))
@@ -83,6 +84,7 @@ def test_exports_for_any_batch_and_length(kind: str) -> None:
         torch.testing.assert_close(exported.module()(x), module(x), **NEAR)
 
 
+@pytest.mark.slow
 def test_models_compile_and_export_without_padding() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

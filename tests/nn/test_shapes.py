@@ -57,6 +57,7 @@ except TypeCheckError:
 """
 
 
+@pytest.mark.slow
 def test_signatures_hold_and_are_checked() -> None:
     pytest.importorskip("jaxtyping")
     pytest.importorskip("beartype")

@@ -88,6 +88,7 @@ def test_quantized_linear_operator_passes_opcheck(layout: str, dtype: torch.dtyp
         _check("linear_quantized", x, codes, scale[:, :1], None, None, int(rounding))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("shape", [(8,), (2, 5, 8), (2, 0, 8), (2, 3, 4, 8)])
 def test_row_operators_pass_opcheck_with_any_number_of_axes(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(8)
@@ -111,6 +112,7 @@ def test_norm_operators_pass_opcheck(layout: str, dtype: torch.dtype, kind: Norm
         _check("norm_gradients", *arguments)
 
 
+@pytest.mark.covering(0)
 @every_dtype
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_rotary_passes_opcheck(dtype: torch.dtype, heads_first: bool) -> None:
@@ -128,6 +130,7 @@ def test_dropout_add_passes_opcheck(layout: str, dtype: torch.dtype, levels: int
     _check("dropout_add", x, None, levels, 7, 0, torch.arange(x.shape[:-1].numel()) << 31)
 
 
+@pytest.mark.covering(0)
 @every_dtype
 @pytest.mark.parametrize("strided", [False, True])
 def test_cache_append_passes_opcheck(dtype: torch.dtype, strided: bool) -> None:
@@ -137,6 +140,7 @@ def test_cache_append_passes_opcheck(dtype: torch.dtype, strided: bool) -> None:
     _check("cache_append", rows[:, :, ::2] if strided else rows, new, 3)
 
 
+@pytest.mark.covering(0)
 @every_dtype
 def test_paged_operators_pass_opcheck(dtype: torch.dtype) -> None:
     pages, new = torch.zeros(3, 16, 2, 8, dtype=dtype), torch.randn(2, 2, 3, 8).to(dtype)
@@ -385,6 +389,7 @@ def test_block_backward_passes_opcheck(name: str, dtype: torch.dtype) -> None:
     _check("block_backward", *arguments)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("first", [1, 4])
 def test_block_backward_passes_opcheck_where_some_gradients_are_needed(first: int) -> None:
     arguments = _backward_call("pre-norm", torch.float32, lambda place: place >= first)

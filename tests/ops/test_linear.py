@@ -247,6 +247,7 @@ print(isa_name())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", isa_names())
 def test_every_instruction_set_is_within_the_error_budget(name: str) -> None:
     done = reported(ON_A_SET, environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
@@ -254,6 +255,7 @@ def test_every_instruction_set_is_within_the_error_budget(name: str) -> None:
     assert done.stdout.split() == [name]
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_bits() -> None:
     code = "from tests.ops.test_linear import digest\nprint(digest())"
     done = reported(code, environment={"CLEARHEAD_NATIVE": ""})

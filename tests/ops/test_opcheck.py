@@ -129,6 +129,7 @@ def test_attention_forward_passes_opcheck(name: str, returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), OPTIONS[name]())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("returns", [0, LSE | OUTPUT32])
 def test_attention_forward_passes_opcheck_with_int8_rows(returns: int, dtype: torch.dtype) -> None:
@@ -141,6 +142,7 @@ def test_attention_forward_passes_opcheck_in_every_layout_and_dtype(layout: str,
     _check("attention_forward", (*_qkv(layout, dtype=dtype, requires_grad=True), 0.3, OUTPUT32 | SOFTMAX), {})
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("returns", [ALL, MAX_SCORE | TIES, 1 << 8, 1 << 10 | 1 << 12])
 def test_attention_forward_passes_opcheck_with_statistics(returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), _statistics())
@@ -173,6 +175,7 @@ _SIDES = [
 ]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "side"), _SIDES)
 def test_gradients_of_one_side_pass_opcheck(name: str, side: Side) -> None:
     arguments, options = _gradient_call(name, "contiguous", torch.float32)
@@ -237,6 +240,7 @@ def _linear_gradient_call(member: str, layout: str = "contiguous", length: int =
     return [*grads, *tensors[:5], read, shares, states, sums, *_numbers(member)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("member", "for_backward", "layout"), _covering([*MEMBERS] * 2, [False] * 6 + [True] * 6, LAYOUTS)
 )
@@ -246,6 +250,7 @@ def test_linear_attention_forward_passes_opcheck(layout: str, member: str, for_b
     _check("linear_attention_forward", (*tensors, *_numbers(member), member == "normalized", for_backward), {})
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("member", "layout"), _covering([*MEMBERS], LAYOUTS))
 def test_linear_attention_gradients_pass_opcheck(layout: str, member: str) -> None:
     arguments = _linear_gradient_call(member, layout)
@@ -253,6 +258,7 @@ def test_linear_attention_gradients_pass_opcheck(layout: str, member: str) -> No
     _check("linear_attention_gradients", arguments, {})
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("member", MEMBERS)
 def test_linear_attention_of_no_tokens_returns_the_state(member: str) -> None:
     tensors = _linear_call(member, length=0)

@@ -103,6 +103,7 @@ def _check(task: str, meshes: list[ParallelOptions], changes: dict[str, Any], to
         )
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one() -> None:
     _check("lm", [_mesh(data=2), _mesh(tensor=2)], {"steps": 9})
 

@@ -103,6 +103,7 @@ def test_quadratic_memory_is_reported_with_its_sizes() -> None:
     assert claimed["memory"].detail.startswith("memory grows as length **")
 
 
+@pytest.mark.slow
 def test_memory_is_only_measured_without_a_claim() -> None:
     measured = ch.verify(RIGHT, laws=["memory"], examples=0)["memory"]
     assert measured.status == "does not apply"
@@ -119,6 +120,7 @@ SMALLEST = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_the_failing_example_is_the_smallest(name: str) -> None:
     law, example = SMALLEST[name]

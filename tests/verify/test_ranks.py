@@ -43,6 +43,7 @@ def test_broken_function_fails_its_law(name: str) -> None:
         assert not detail.startswith("raises"), "caught because it does not run"
 
 
+@pytest.mark.slow
 def test_correct_function_breaks_no_law() -> None:
     report = report_on(RIGHT_ON_RANKS, QUICK, layout="zigzag")
     assert report.ok, report
@@ -131,6 +132,7 @@ def ours(method: str) -> Callable[..., Any]:
     return partial(ch.distributed.observe_attention, method=method, want=ch.Want(lse=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_distributed_attention_breaks_no_law_of_a_few(method: str) -> None:
     report = report_on(ours(method), ["documents across ranks", "sink", "NaN on one rank"], layout="zigzag")

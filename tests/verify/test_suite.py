@@ -38,6 +38,7 @@ def through(backend: str) -> Callable[..., ch.Observation | Tensor]:
     return attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     [
@@ -53,6 +54,7 @@ def test_backends_break_no_law(backend: str) -> None:
     assert report["log-sum-exp"].status == ("holds" if STATISTICS[backend] else "does not apply")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [

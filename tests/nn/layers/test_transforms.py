@@ -105,6 +105,7 @@ def test_forward_mode_matches_the_formula(warm: Any) -> None:
         within_budget("tangent", forward_ad.unpack_dual(dual).tangent, textbook, exact, terms=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_block_matches_the_formula(kind: type[Block]) -> None:
     module, x = block(kind), tokens()
