@@ -98,7 +98,6 @@ def case(name: str) -> Any:
     return pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.covering(1)
 @OPSETS
 @pytest.mark.parametrize("name", [case(name) for name in (*EXPRESSED, *PLAINLY)])
 def test_call_gives_the_same_values(name: str, opset: int) -> None:

@@ -247,22 +247,38 @@ def _with_fault(copy: Copy, fault: Fault) -> Iterator[None]:
             copy.restore_library()
 
 
-def _tried(copy: Copy, fault: Fault) -> tuple[str, str]:
-    """``caught``, ``missed`` or ``not tried``, with the failed test or the reason."""
-    try:
-        with _with_fault(copy, fault):
-            code, said, line = next(
-                (result for line in fault.tests if (result := (*copy.tested(line), line))[0] != PASSED),
-                (PASSED, "all tests passed", ""),
-            )
-    except ValueError as failure:
-        return "not tried", str(failure)
+def judged(runs: Sequence[tuple[int | None, str]]) -> tuple[str, str]:
+    """``caught``, ``missed`` or ``not tried``, with the reason.
+
+    Args:
+        runs: of each run of a fault's tests, pytest's exit code and what it said; all but the last passed.
+    """
+    code, said = runs[-1]
     if code == PASSED:
-        return "missed", said
+        said = "; ".join(said for _, said in runs)
+        # A test that this processor skips may be the one that catches the fault.
+        return ("not tried" if "skipped" in said else "missed"), said
     if code is not None and code > FAILED:
         return "not tried", f"pytest ended with {code}: {said}"
+    return "caught", said
+
+
+def _tried(copy: Copy, fault: Fault) -> tuple[str, str]:
+    """As ``judged``, of one fault."""
+    runs = list[tuple[int | None, str]]()
+    try:
+        with _with_fault(copy, fault):
+            for line in fault.tests:
+                runs.append(copy.tested(line))
+                if runs[-1][0] != PASSED:
+                    break
+    except ValueError as failure:
+        return "not tried", str(failure)
+    result, said = judged(runs)
     # Tests that fail without the fault do not catch it.
-    return ("caught", said) if copy.passes(line) else ("not tried", f"without the fault {line} fails too")
+    if result == "caught" and not copy.passes(line):
+        return "not tried", f"without the fault {line} fails too"
+    return result, said
 
 
 def _try_all(chosen: Sequence[Fault]) -> list[str]:

@@ -221,10 +221,28 @@ def check_padding(seed: int) -> None:
     whole = sequence.part(0, length, observed=observed)
     left, right = rng.choice([(0, 9), (5, 0), (16, 0), (301, 0), (3, 4), (512, 0)])
     total = left + length + right
-    query, key, value = (padded(tensor, left, right) for tensor in (sequence.query, sequence.key, sequence.value))
+    tensors = [padded(tensor, left, right) for tensor in (sequence.query, sequence.key, sequence.value)]
     first = rng.choice([0, left, left + length - 1, left + length // 2])
     last = left + length if right == 0 or rng.random() < 0.5 else total
-    stop = last if sequence.mask in ("causal", "window") and right == 0 else total
+    for asked in (range(first, last), range(left + length - 1, left + length)):
+        result = padded_part(sequence, tensors, left, asked, observed)
+        low, high = max(asked.start, left), min(asked.stop, left + length)
+        # The first keys of the call are padding, and keys are counted with it.
+        counted = (5, 6, 7) if length < TOP else (5, 7) if left else ()
+        compared = [
+            [part for index, part in enumerate(each) if not observed or index not in counted]
+            for each in (result, whole)
+        ]
+        real = [part[:1, :, low - asked.start : high - asked.start] for part in compared[0]]
+        same(real, compared[1], slice(low - left, high - left))
+
+
+def padded_part(sequence: Sequence, tensors: list[Tensor], left: int, asked: range, observed: bool) -> list[Tensor]:
+    """Queries ``asked`` of a padded batch."""
+    query, key, value = tensors
+    length, total = sequence.length, query.shape[2]
+    first, last = asked.start, asked.stop
+    stop = last if sequence.mask in ("causal", "window") and left + length == total else total
     options = sequence.options(0, length, slice(0, length))
     rows = torch.tensor([left, 0], dtype=torch.int32), torch.tensor([left + length, total], dtype=torch.int32)
     shaped = [bound.clamp(max=stop)[:, None, None, None].expand(2, 1, last - first, 1).contiguous() for bound in rows]
@@ -237,13 +255,7 @@ def check_padding(seed: int) -> None:
         bias = torch.zeros(1, 1, total, total)
         bias[:, :, left : left + length, left : left + length] = options["rule_tables"][0]
         options["rule_tables"] = [bias[:, :, first:last, :stop]]
-    result = call(query[:, :, first:last], key[:, :, :stop], value[:, :, :stop], observed=observed, **options)
-    low, high = max(first, left), min(last, left + length)
-    if observed:
-        # The first keys of the call are padding, and keys are counted with it.
-        counted = (5, 6, 7) if length < TOP else (5, 7) if left else ()
-        result, whole = ([part for index, part in enumerate(each) if index not in counted] for each in (result, whole))
-    same([part[:1, :, low - first : high - first] for part in result], whole, slice(low - left, high - left))
+    return call(query[:, :, first:last], key[:, :, :stop], value[:, :, :stop], observed=observed, **options)
 
 
 def check_packed(seed: int) -> None:

@@ -40,7 +40,6 @@ def a_mib(count: int = 1) -> Tensor:
     return result_of(torch.zeros(count, 2**18))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 0, 5), (7,), (1024, 1024), (2, 3, 512, 512), (2, 2, 2, 512, 256)])
 def test_a_result_is_a_plain_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:

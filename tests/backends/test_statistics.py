@@ -130,7 +130,6 @@ def test_keys_of_weight_zero_come_last_in_order(backend: str) -> None:
     assert bool((observation.top_weights == 0).all())
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [[1] * 9, [300, 1, 2, 290, 7, 40, 40], [513], [0, 5, 0, 6]], ids=str)
 @each_backend
 def test_statistics_of_packed_documents(backend: str, lengths: list[int]) -> None:

@@ -85,7 +85,6 @@ def test_half_of_a_half_filled_batch_is_padding() -> None:
     assert abs(float(work.padding_mask.float().mean()) - 0.5) < 0.01
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("row", WORKS)
 @pytest.mark.parametrize("peer", ADAPTERS)
 def test_peer_reproduces_float64_within_its_budget(peer: Peer, row: ModelRow) -> None:

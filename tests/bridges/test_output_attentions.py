@@ -196,7 +196,6 @@ def _loss(output: Any) -> Tensor:
     return sum(((part * torch.arange(part.numel()).view(part.shape).cos()).sum() for part in parts), torch.zeros(()))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("name", ["bert", "gemma2", "gpt-oss", "t5", "bart"])
 def test_gradients_flow_through_the_weights(name: str, road: Road) -> None:

@@ -69,7 +69,6 @@ def symbolic(monkeypatch: pytest.MonkeyPatch) -> list[MaskTensor]:
     return made
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("padding", ["left", "right", "none"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_match_eager(name: str, padding: Padding, symbolic: list[MaskTensor]) -> None:
@@ -137,7 +136,6 @@ def test_gradients_match_eager(name: str) -> None:
     assert max(ratios.values()) <= 2.0, ratios
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 @pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.generates])
 def test_generate_gives_the_same_tokens(name: str, cache: str, symbolic: list[MaskTensor]) -> None:

@@ -152,7 +152,6 @@ def _called(model: Any, name: str, **more: Any) -> Tensor:
 # ---- values -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_outputs_are_within_the_error_budget(name: str, dtype: torch.dtype, fused_kinds: list[str]) -> None:

@@ -95,7 +95,6 @@ def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
 # ---- values -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_prefill_and_decoding_are_fused_within_the_error_budget(
@@ -118,7 +117,6 @@ def test_prefill_and_decoding_are_fused_within_the_error_budget(
         within_budget("values", layer.values, other.values, right.values, terms=3 * 72, dtype=dtype)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_observation_gives_the_same_bits(name: str, dtype: torch.dtype, fused_kinds: list[str]) -> None:
@@ -351,7 +349,6 @@ def test_generation_with_padding_anywhere_is_fused(padding: slice) -> None:
     assert attending(calls) == ["layer"] * layers * steps
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_decoding_after_padding_is_fused_within_the_error_budget(

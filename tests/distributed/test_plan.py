@@ -74,7 +74,6 @@ def _positions(chunks: tuple[range, ...]) -> list[int]:
     return [position for chunk in chunks for position in chunk]
 
 
-@pytest.mark.covering(1)
 @every_layout
 @pytest.mark.parametrize("name", EXACT)
 def test_plan_equals_the_dense_mask(name: str, layout: ShardLayout) -> None:
@@ -94,7 +93,6 @@ def test_plan_equals_the_dense_mask(name: str, layout: ShardLayout) -> None:
             assert plan.work[query_rank, key_rank] == block.sum() * (plan.variants // allowed.shape[0])
 
 
-@pytest.mark.covering(1)
 @every_layout
 @pytest.mark.parametrize("name", EXACT)
 def test_queries_that_keys_need_are_whole_blocks(
@@ -118,7 +116,6 @@ def test_queries_that_keys_need_are_whole_blocks(
             assert not len(chunk) or plan.queries_of(chunk) == span
 
 
-@pytest.mark.covering(1)
 @every_layout
 @pytest.mark.parametrize("name", EXACT)
 def test_chunks_that_meet_are_those_of_the_dense_mask(name: str, layout: ShardLayout) -> None:
@@ -132,7 +129,6 @@ def test_chunks_that_meet_are_those_of_the_dense_mask(name: str, layout: ShardLa
     assert plan.meeting.tolist() == meeting
 
 
-@pytest.mark.covering(1)
 @every_layout
 @pytest.mark.parametrize("name", BOUNDED)
 def test_plan_of_a_mask_without_intervals_contains_the_dense_mask(name: str, layout: ShardLayout) -> None:

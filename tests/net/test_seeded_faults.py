@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.seeded_faults import SETS, Fault, complaint, faults, sets_left_out
+from tools.seeded_faults import SETS, Fault, complaint, faults, judged, sets_left_out
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "seeded_faults.py"
@@ -63,6 +63,21 @@ def test_kernels_are_built_for_the_set_that_the_processor_uses(cpuinfo: str, use
 
 def test_kernels_are_built_for_every_set_where_the_processor_has_none_of_them() -> None:
     assert sets_left_out("CPU implementer : 0x41") == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "result"),
+    [
+        ([(0, "3 passed in 1 s"), (1, "FAILED tests/a.py::test_b")], "caught"),
+        ([(-11, "the tests ended by signal 11")], "caught"),
+        ([(None, "no end after 600 s")], "caught"),
+        ([(0, "3 passed in 1 s"), (0, "1 passed in 1 s")], "missed"),
+        ([(0, "2 passed, 1 skipped in 1 s"), (0, "1 passed in 1 s")], "not tried"),
+        ([(4, "ERROR: not found: tests/a.py")], "not tried"),
+    ],
+)
+def test_fault_is_missed_where_every_test_ran_and_passed(runs: list[tuple[int | None, str]], result: str) -> None:
+    assert judged(runs)[0] == result
 
 
 def test_tool_lists_the_faults_and_names_an_unknown_one() -> None:

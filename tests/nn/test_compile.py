@@ -43,7 +43,6 @@ def _modules() -> dict[str, nn.Module]:
     }
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["attention", "rotary, grouped, rules", "block"])
 @pytest.mark.parametrize("mask", [None, ch.Causal() & ch.Window(3), ch.Padding([7, 4])], ids=repr)
 def test_compiles_as_one_graph_forward_and_backward(kind: str, mask: ch.Mask | None) -> None:

@@ -60,7 +60,6 @@ WEIGHTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dense_first", [True, False])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_strides_of_parameters_match_the_formula(name: str, dense_first: bool) -> None:
