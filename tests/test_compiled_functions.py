@@ -61,7 +61,6 @@ def tensors(length: int = 40) -> list[Tensor]:
     return [torch.randn(2, 4, length, 8, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "verb",
     [pytest.param(verb, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, verb in VERBS.items()],

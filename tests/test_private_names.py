@@ -120,7 +120,8 @@ def underscored(source: str) -> tuple[set[str], list[str]]:
     nodes = [*ast.walk(ast.parse(source))]
     defined = (name for node in nodes for name in (*_defined(node), *_assigned(node)))
     used = (name for node in nodes for name in _names_in(node))
-    return {name for name in defined if re.match("_[^_]", name)}, sorted(filter(re.compile("_[^_]").match, used))
+    is_private = re.compile("_[^_]").match
+    return {*filter(is_private, defined)}, sorted(filter(is_private, used))
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:

@@ -256,8 +256,8 @@ def judged(runs: Sequence[tuple[int | None, str]]) -> tuple[str, str]:
     code, said = runs[-1]
     if code == PASSED:
         said = "; ".join(said for _, said in runs)
-        # A test that this processor skips may be the one that catches the fault.
-        return ("not tried" if "skipped" in said else "missed"), said
+        # Where this processor skips all of the tests, none could have caught it.
+        return ("missed" if " passed" in said else "not tried"), said
     if code is not None and code > FAILED:
         return "not tried", f"pytest ended with {code}: {said}"
     return "caught", said

@@ -310,7 +310,7 @@ def test_concurrent_threads_match_the_original(model: Model) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_compiled_model_matches_the_original(model: Model, training: bool) -> None:
     expected = model.train(training)(X, PADDING)
     swap(model)

@@ -367,7 +367,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("tensor", "shard"), pytest.param(("data", "tensor"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [("tensor", "shard"), ("data", "tensor")])
 def test_checkpoint_loads_on_another_mesh(names: tuple[str, str], tmp_path: Path) -> None:
     assert all(run_ranks(_saved_on_one_mesh_and_loaded_on_another, 2, str(tmp_path), names))
 
@@ -407,7 +407,7 @@ def test_ranks_learn_as_one_process(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", [pytest.param("shard", marks=pytest.mark.slow), "tensor", "context"])
+@pytest.mark.parametrize("axis", ["shard", "tensor", "context"])
 def test_llama_blocks_with_learned_rules_learn_as_in_one_process(axis: str) -> None:
     _check(Run((axis,), (2,), "zigzag", options=LLAMA, scores="learned", dropout=0.2, attention_dropout=0.2))
 

@@ -76,15 +76,7 @@ def test_padding_is_one_graph_under_compile() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "elu",
-        pytest.param("performer", marks=pytest.mark.slow),
-        pytest.param("retention", marks=pytest.mark.slow),
-        "delta, gate per token",
-    ],
-)
+@pytest.mark.parametrize("name", ["elu", "performer", "retention", "delta, gate per token"])
 def test_documents_are_one_graph_under_compile(name: str) -> None:
     member = MEMBERS[name]
     inputs = member.draw((1, 3, 12, 6))

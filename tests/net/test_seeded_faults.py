@@ -72,11 +72,12 @@ def test_kernels_are_built_for_every_set_where_the_processor_has_none_of_them() 
         ([(-11, "the tests ended by signal 11")], "caught"),
         ([(None, "no end after 600 s")], "caught"),
         ([(0, "3 passed in 1 s"), (0, "1 passed in 1 s")], "missed"),
-        ([(0, "2 passed, 1 skipped in 1 s"), (0, "1 passed in 1 s")], "not tried"),
+        ([(0, "2 passed, 1 skipped in 1 s"), (0, "1 skipped in 1 s")], "missed"),
+        ([(0, "1 skipped, 5 deselected in 1 s"), (0, "1 skipped in 1 s")], "not tried"),
         ([(4, "ERROR: not found: tests/a.py")], "not tried"),
     ],
 )
-def test_fault_is_missed_where_every_test_ran_and_passed(runs: list[tuple[int | None, str]], result: str) -> None:
+def test_fault_is_missed_where_a_test_ran_and_all_passed(runs: list[tuple[int | None, str]], result: str) -> None:
     assert judged(runs)[0] == result
 
 

@@ -39,13 +39,7 @@ def through(backend: str) -> Callable[..., ch.Observation | Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("auto", "reference", "sdpa") else name
-        for name in STATISTICS
-    ],
-)
+@pytest.mark.parametrize("backend", STATISTICS)
 def test_backends_break_no_law(backend: str) -> None:
     if backend == "native" and native_library.reason() is not None:
         pytest.skip(str(native_library.reason()))
@@ -55,23 +49,14 @@ def test_backends_break_no_law(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bfloat16,
-        pytest.param(torch.float16, marks=pytest.mark.slow),
-        pytest.param(torch.float64, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_attention_breaks_no_law_in_other_dtypes(dtype: torch.dtype) -> None:
     report = ch.verify(ch.attention, signature="clearhead", dtype=dtype, examples=0)
     assert report.ok, report
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("backend", ["auto", "tiled"])
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
 def test_linear_memory_holds_for_the_kernels_and_the_tiles(backend: str) -> None:
     attention = partial(ch.attention, backend=backend)
     report = ch.verify(attention, signature="clearhead", laws=["memory"], linear_memory=True, examples=0)
