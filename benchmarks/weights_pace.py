@@ -94,6 +94,12 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", default=KINDS, choices=KINDS, help="how weights are stored (default: all)"
     )
+    parser.add_argument(
+        "--integers-by",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="dtype of what integers are multiplied by (default: float32)",
+    )
     options = parser.parse_args()
     if library() is None:
         parser.error("the CPU kernels are not installed; run make native")
@@ -105,7 +111,7 @@ def main() -> None:
     for kind in options.kinds:
         for out, steps in SHAPES:
             some = weights(kind, out, steps)
-            dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
+            dtype = getattr(torch, options.integers_by if kind.startswith("int") else kind.split()[0])
             for rows in options.rows:
                 x = torch.randn(rows, steps).to(dtype)
                 calls = [lambda one, x=x: multiply(x, one), *READS.values()]

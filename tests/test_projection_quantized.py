@@ -72,12 +72,44 @@ def test_output_is_that_of_the_dequantised_weight(
 ) -> None:
     weight = _weight(*sizes, bits, offset=offset)
     x = torch.randn(max(ROWS), sizes[0], generator=torch.Generator().manual_seed(1)).to(dtype)
-    bias = torch.randn(sizes[1]).to(dtype)
+    bias = torch.randn(sizes[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     for rows in ROWS:
         output = project_stored(x[:rows], weight, bias)
         assert output.shape == (rows, sizes[1])
         assert output.dtype is dtype
         assert rows == 0 or _error(output, _exact(x[:rows], weight, bias)) < BUDGETS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(8, 1024), (4, 32), (4, 64), (4, 128), (4, 256), (4, 1024)])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8])
+def test_large_elements_take_no_digits_of_small_ones(
+    isa: str, rows: int, bits: int, group: int, dtype: torch.dtype
+) -> None:
+    """Rows that become integers have a scale for each block of steps."""
+    weight = _weight(1024, 21, group, bits)
+    weight.codes[:, : weight.codes.shape[1] // 4] = 0
+    x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(3))
+    x[:, :256] *= 300
+    x[:, 512:] *= 0.01
+    weight.codes[:, weight.codes.shape[1] // 4 : weight.codes.shape[1] // 2] = 0
+    x = x.to(dtype)
+    assert _error(project_stored(x, weight), _exact(x, weight)) < BUDGETS[dtype]
+
+
+@pytest.mark.skipif(
+    not {"amx", "avx512bf16", "neonbf16"} & {*isa_names()}, reason="no instruction here adds products of bytes"
+)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 8])
+def test_rows_of_small_integers_are_exact(rows: int, bits: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    plain = _weight(192, 13, 192 if bits == 8 else 32, bits)
+    weight = QuantizedWeight(plain.codes, torch.full_like(plain.scale, 0.25), None)
+    x = torch.randint(-9, 99, (rows, 192), generator=generator).to(torch.bfloat16)
+    x[:, 128:] = (x[:, 128:] / 16).round()
+    assert torch.equal(project_stored(x, weight), _exact(x, weight).float().to(torch.bfloat16))
+    assert not project_stored(0 * x, weight).any()
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(8, torch.float32), (8, torch.bfloat16), (4, torch.float32)])
@@ -161,11 +193,14 @@ def _rounded(x: Tensor, rounding: Rounding, low: int, high: int) -> Tensor:
 
 @pytest.mark.parametrize(("bits", "rounding"), [(8, 0), (4, 0), (8, 1), (8, 2)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_infinity_stay_in_their_row(isa: str, value: float, bits: int, rounding: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_and_infinity_stay_in_their_row(
+    isa: str, dtype: torch.dtype, value: float, bits: int, rounding: int
+) -> None:
     plain = _weight(128, 9, 128 if rounding else 32, bits, offset=not rounding)
     weight = QuantizedWeight(plain.codes, plain.scale, plain.offset, Rounding(rounding))
     for rows, row in product((3, 17), (0, 2)):
-        x = torch.randn(rows, 128)
+        x = torch.randn(rows, 128).to(dtype)
         clean = project_stored(x, weight)
         x[row, 5] = value
         output = project_stored(x, weight)

@@ -21,6 +21,7 @@ struct IntegerDot {
   static CH_INLINE Vector load_weight(const int8_t* w) {
     return _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8((char)0x80));
   }
+  static CH_INLINE Vector unsigned_bytes(vu bytes) { return (Vector)bytes; }
   static CH_INLINE Vector madd(Vector sum, Vector weight, const Left* x) {
     return _mm512_dpbusd_epi32(sum, weight, _mm512_loadu_si512(x));
   }
@@ -50,6 +51,7 @@ struct IntegerDot {
   static constexpr int STEPS = 16, ROWS = 4, SHIFT = 0;
   static CH_INLINE Vector zero() { return vdupq_n_s32(0); }
   static CH_INLINE int8x16_t load_weight(const int8_t* w) { return vld1q_s8(w); }
+  static CH_INLINE int8x16_t unsigned_bytes(vu bytes) { return (int8x16_t)bytes; }
   static CH_INLINE Vector madd(Vector sum, int8x16_t weight, const Left* x) {
     const int8x16_t left = vld1q_s8(x);
 #if defined(CH_DOTPROD)

@@ -1,7 +1,7 @@
 // Few rows of x by a weight of integers (GEMV): dot products with four rows of the weight at a time, where they lie.
 //
-// The integers become floats in registers, and each group of a row is scaled once. Sums along a row have the lanes of a
-// vector, so their order is not that of the panels: in invariant mode these dot products do not run.
+// `Inputs` has the rows of x, and multiplies them: as floats here, as integers in `integer_inputs.h`. Sums along a row have
+// the lanes of a vector, so their order is not that of the panels: in invariant mode these dot products do not run.
 #pragma once
 
 #include "gemv.h"
@@ -10,67 +10,77 @@
 
 namespace CH_NS {
 
-template <class IO, class Codes> class QuantizedGemv {
-  typedef typename IO::type type;
+// The first `count` floats, fewer than a vector, and zeros.
+CH_INLINE vf load_first(const float* from, int64_t count) {
+#if defined(CH_AVX512)
+  return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+#else
+  float some[VL] = {};
+  memcpy(some, from, (size_t)count * sizeof(float));
+  return load(some);
+#endif
+}
 
-  static constexpr int64_t BLOCK = 2 * VL, COLUMNS = 4;
-  // Rows that read the weight once more; measured on AVX2, 4,096 by 4,096: beyond, panels are as fast.
-  static constexpr int64_t MAX_ROWS = 8;
+// Four rows of a weight of integers that are multiplied together.
+struct FourRows {
+  static constexpr int64_t COUNT = 4;
+  // Rows of x that multiply them; measured on AVX2, 4,096 by 4,096: beyond, panels are as fast.
+  static constexpr int64_t MAX_OF_X = 8;
+  // Bytes ahead that are prefetched, at least; measured on Zen 5, rows of 512 to 4,096 bytes.
+  static constexpr int64_t DISTANCE = 16 << 10;
+  const uint8_t* weight[COUNT];
+  const float* scale[COUNT];  // one a group
+  int64_t rows_ahead, next;  // rows, and bytes, from these rows to the ones to prefetch; 0 for none
+
+  // The rows [column, column + 4), the last of which are the weight's last row if there are fewer.
+  FourRows(const ch_quantized& w, int64_t groups, int64_t column) {
+    const int64_t last = w.columns - 1 - column;
+    for (int64_t c = 0; c < COUNT; c++) {
+      weight[c] = (const uint8_t*)w.weight + (column + minimum(c, last)) * w.weight_row;
+      scale[c] = w.scale + (column + minimum(c, last)) * groups;
+    }
+    const int64_t distance = maximum(COUNT, DISTANCE / maximum(w.weight_row, (int64_t)1) / COUNT * COUNT);
+    rows_ahead = minimum(distance, last / COUNT * COUNT);
+    next = rows_ahead * w.weight_row;
+  }
+
+  // Prefetches what is `at` bytes into the next row of one of them.
+  CH_INLINE void prefetch(int64_t c, int64_t at) const { __builtin_prefetch(weight[c] + next + at, 0, 2); }
+
+  // Prefetches scales and offsets of the next rows from a group on.
+  CH_INLINE void prefetch_scales(const ch_quantized& w, int64_t groups, int64_t group) const {
+    const int64_t floats = rows_ahead * groups;
+#pragma GCC unroll 4
+    for (int64_t c = 0; c < COUNT; c++) {
+      const float* place = scale[c] + floats + group;
+      __builtin_prefetch(place, 0, 3);
+      if (w.offset != nullptr) __builtin_prefetch(w.offset + (place - w.scale), 0, 3);
+    }
+  }
+};
+
+// Rows of x as floats: the integers of the weight become floats in registers, and each group of a row is scaled once.
+template <class IO, class Codes> class FloatInputs {
+  typedef typename IO::type type;
+  static constexpr int64_t BLOCK = 2 * VL, COLUMNS = FourRows::COUNT;
 
   const ch_quantized& w;
   const int64_t groups, padded;
-  int threads;
   float* left;  // [rows][padded], in the order in which `get_half` reads
-  float* group_sums;  // [rows][groups] of x; null without offsets
 
  public:
-  static bool takes(const ch_quantized& w) {
-    const bool whole_blocks = w.group == w.steps || w.group % BLOCK == 0;
-    return w.rows <= MAX_ROWS && w.steps > 0 && whole_blocks && !clearhead::is_invariant();
-  }
+  static bool takes(const ch_quantized& w) { return w.group == w.steps || w.group % BLOCK == 0; }
 
-  explicit QuantizedGemv(const ch_quantized& work)
-      : w(work), groups(work.steps / work.group), padded(round_up(work.steps, BLOCK)), left(nullptr), group_sums(nullptr) {
-    threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * (double)w.steps);
-  }
+  explicit FloatInputs(const ch_quantized& work)
+      : w(work), groups(work.steps / work.group), padded(round_up(work.steps, BLOCK)), left(nullptr) {}
 
-  int run() {
-    BumpAllocator parts = {nullptr};
-    for (int pass = 0; pass < 2; pass++) {
-      left = parts.take<float>(w.rows * padded);
-      group_sums = parts.take<float>(w.rows * groups);
-      if (pass == 0) parts.next = (char*)scratch(clearhead::SLOT_SHARED, (size_t)(parts.next - (char*)nullptr));
-      if (parts.next == nullptr) return CH_NO_MEMORY;
-    }
-    for (int64_t r = 0; r < w.rows; r++) read_row(r);
-    const int64_t fours = (w.columns + COLUMNS - 1) / COLUMNS, units = minimum(fours, (int64_t)4 * threads);
-    const int64_t per_unit = (fours + units - 1) / units;
-    parallel(threads, units, [&](int64_t unit) {
-      for (int64_t four = unit * per_unit; four < minimum(fours, (unit + 1) * per_unit); four++)
-        for (int64_t r = 0; r < w.rows; r += DOT_ROWS)
-          multiply_four((int)minimum((int64_t)DOT_ROWS, w.rows - r), r, four * COLUMNS);
-    });
-    clearhead::trim_scratch();
-    return CH_OK;
-  }
+  void allocate(BumpAllocator& parts) { left = parts.take<float>(w.rows * padded); }
 
- private:
-  void multiply_four(int rows, int64_t row, int64_t column) const {
-    if (w.group == 2 * BLOCK) return multiply<DOT_ROWS, 2>(rows, row, column);
-    if (w.group == BLOCK) return multiply<DOT_ROWS, 1>(rows, row, column);
-    return multiply<DOT_ROWS, 0>(rows, row, column);
-  }
-
-  // A row of x as floats, zero-padded; and the sums of its groups.
-  void read_row(int64_t r) {
-    const type* row = (const type*)w.x + r * w.x_row;
+  // Reads a row of x, and calls `with` with its values.
+  template <class With> void read_row(int64_t r, const With& with) {
     float* to = left + r * padded;
-    get_row<IO>(row, (int)w.steps, to, (int)padded);
-    for (int64_t g = 0; g < groups && w.offset != nullptr; g++) {
-      float sum = 0.0f;
-      for (int64_t s = g * w.group; s < (g + 1) * w.group; s++) sum += to[s];
-      group_sums[r * groups + g] = sum;
-    }
+    get_row<IO>((const type*)w.x + r * w.x_row, (int)w.steps, to, (int)padded);
+    with(to);
     for (int64_t s = 0; s < padded && Codes::ALTERNATE; s += BLOCK) {
       float odd[VL];
       for (int i = 0; i < VL; i++) odd[i] = to[s + 2 * i + 1];
@@ -79,57 +89,60 @@ template <class IO, class Codes> class QuantizedGemv {
     }
   }
 
-  // ROWS rows by the weight's rows [column, column + 4), or those there are. A group has BLOCKS blocks; 0 for any number.
-  template <int ROWS, int BLOCKS> void multiply(int rows, int64_t row, int64_t column) const {
-    if constexpr (ROWS > 1)
-      if (rows < ROWS) return multiply<ROWS - 1, BLOCKS>(rows, row, column);
-    const int64_t last = w.columns - 1 - column;
-    const uint8_t* weight[COLUMNS];
-    const float* scale[COLUMNS];
-    for (int64_t c = 0; c < COLUMNS; c++) {
-      weight[c] = (const uint8_t*)w.weight + (column + minimum(c, last)) * w.weight_row;
-      scale[c] = w.scale + (column + minimum(c, last)) * groups;
+  // Adds to the lanes of the sums of all rows.
+  void multiply(FourRows four, vf total[][COLUMNS]) const {
+    for (int64_t r = 0; r < w.rows; r += DOT_ROWS) {
+      multiply_rows<DOT_ROWS>((int)minimum((int64_t)DOT_ROWS, w.rows - r), r, four, total + r);
+      four.next = 0;
     }
-    const int64_t next = row == 0 && last >= 2 * COLUMNS ? COLUMNS * w.weight_row : 0;
+  }
+
+ private:
+  // ROWS rows, from `row` on.
+  template <int ROWS> void multiply_rows(int rows, int64_t row, const FourRows& four, vf total[][COLUMNS]) const {
+    if constexpr (ROWS > 1)
+      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, row, four, total);
+    if (w.group == 2 * BLOCK) return multiply_groups<ROWS, 2>(row, four, total);
+    if (w.group == BLOCK) return multiply_groups<ROWS, 1>(row, four, total);
+    multiply_groups<ROWS, 0>(row, four, total);
+  }
+
+  // A group has BLOCKS blocks; 0 for any number.
+  template <int ROWS, int BLOCKS> void multiply_groups(int64_t row, const FourRows& four, vf total[][COLUMNS]) const {
     const float* x = left + row * padded;
-    vf total[ROWS][COLUMNS] = {};
     for (int64_t g = 0; g < groups; g++) {
       vf sum[ROWS][COLUMNS] = {};
       if constexpr (BLOCKS > 0) {
 #pragma GCC unroll 4
-        for (int block = 0; block < BLOCKS; block++) add_whole<ROWS>(sum, x, weight, next, (g * BLOCKS + block) * BLOCK);
+        for (int block = 0; block < BLOCKS; block++) add_whole<ROWS>(sum, x, four, (g * BLOCKS + block) * BLOCK);
       } else {
         const int64_t end = (g + 1) * w.group, whole = end / BLOCK * BLOCK;
-        for (int64_t s = g * w.group; s < whole; s += BLOCK) add_whole<ROWS>(sum, x, weight, next, s);
-        if (whole < end) add_rest<ROWS>(sum, x, weight, whole);
+        for (int64_t s = g * w.group; s < whole; s += BLOCK) add_whole<ROWS>(sum, x, four, s);
+        if (whole < end) add_rest<ROWS>(sum, x, four, whole);
       }
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; c++) {
-        const vf factor = all(scale[c][g]);
+        const vf factor = all(four.scale[c][g]);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) total[r][c] = fused(factor, sum[r][c], total[r][c]);
       }
     }
-    for (int r = 0; r < ROWS; r++) finish(total[r], row + r, column, minimum(COLUMNS, last + 1));
   }
 
   // Adds the block of steps from `s` on, and prefetches the next rows of the weight.
-  template <int ROWS>
-  CH_INLINE void add_whole(vf sum[ROWS][COLUMNS], const float* x, const uint8_t* const weight[COLUMNS], int64_t next,
-                           int64_t s) const {
+  template <int ROWS> CH_INLINE void add_whole(vf sum[ROWS][COLUMNS], const float* x, const FourRows& four, int64_t s) const {
     const int64_t at = s * Codes::BITS / 8;
     if (at % 64 == 0)
 #pragma GCC unroll 4
-      for (int c = 0; c < COLUMNS; c++) __builtin_prefetch(weight[c] + next + at, 0, 2);
-    add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return weight[c] + at; });
+      for (int c = 0; c < COLUMNS; c++) four.prefetch(c, at);
+    add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return four.weight[c] + at; });
   }
 
   // Adds the last steps, fewer than a block, from `s` on.
-  template <int ROWS>
-  void add_rest(vf sum[ROWS][COLUMNS], const float* x, const uint8_t* const weight[COLUMNS], int64_t s) const {
+  template <int ROWS> void add_rest(vf sum[ROWS][COLUMNS], const float* x, const FourRows& four, int64_t s) const {
     const int64_t at = s * Codes::BITS / 8, bytes = w.steps * Codes::BITS / 8 - at;
     uint8_t rest[COLUMNS][BLOCK] = {};
-    for (int c = 0; c < COLUMNS; c++) memcpy(rest[c], weight[c] + at, (size_t)bytes);
+    for (int c = 0; c < COLUMNS; c++) memcpy(rest[c], four.weight[c] + at, (size_t)bytes);
     add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return rest[c]; });
   }
 
@@ -144,26 +157,91 @@ template <class IO, class Codes> class QuantizedGemv {
       for (int r = 0; r < ROWS; r++) sum[r][c] = fused(load(x + r * padded + VL), second, sum[r][c]);
     }
   }
+};
 
-  // Adds offsets, and stores through the epilogue.
-  void finish(const vf total[COLUMNS], int64_t row, int64_t column, int64_t columns) const {
-    static_assert(COLUMNS <= VL);
-    float sums[VL] = {}, ones[VL], bias[VL] = {};
-    store(ones, all(1.0f));
-    horizontal_sums(total, sums);
-    for (int64_t c = 0; c < columns && w.offset != nullptr; c++) sums[c] += offsets(row, column + c);
-    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, (int)columns, bias, VL);
-    put_scaled<IO>(w, row, column, (int)columns, sums, ones, bias);
+template <class IO, class Inputs> class QuantizedGemv {
+  typedef typename IO::type type;
+
+  static constexpr int64_t COLUMNS = FourRows::COUNT, MAX_ROWS = FourRows::MAX_OF_X;
+  static_assert(VL % COLUMNS == 0);
+
+  const ch_quantized& w;
+  const int64_t groups, padded_groups;
+  int threads;
+  Inputs inputs;
+  float* group_sums;  // [rows][padded_groups] of x, where there are offsets
+
+ public:
+  static bool takes(const ch_quantized& w) {
+    return w.rows <= MAX_ROWS && w.steps > 0 && !clearhead::is_invariant() && Inputs::takes(w);
   }
 
-  float offsets(int64_t row, int64_t column) const {
-    const float *offset = w.offset + column * groups, *x = group_sums + row * groups;
-    vf sum = {};
-    int64_t g = 0;
-    for (; g + VL <= groups; g += VL) sum = fused(load(offset + g), load(x + g), sum);
-    float all_groups = sum_of(sum);
-    for (; g < groups; g++) all_groups += offset[g] * x[g];
-    return all_groups;
+  explicit QuantizedGemv(const ch_quantized& work)
+      : w(work), groups(work.steps / work.group), padded_groups(round_up(groups, VL)), inputs(work), group_sums(nullptr) {
+    threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * (double)w.steps);
+  }
+
+  int run() {
+    BumpAllocator parts = {nullptr};
+    for (int pass = 0; pass < 2; pass++) {
+      inputs.allocate(parts);
+      group_sums = parts.take<float>(w.offset == nullptr ? 0 : w.rows * padded_groups);
+      if (pass == 0) parts.next = (char*)scratch(clearhead::SLOT_SHARED, (size_t)(parts.next - (char*)nullptr));
+      if (parts.next == nullptr) return CH_NO_MEMORY;
+    }
+    for (int64_t r = 0; r < w.rows; r++)
+      inputs.read_row(r, [&](const float* row) CH_INLINED { sum_groups(row, group_sums + r * padded_groups); });
+    const int64_t vectors = (w.columns + VL - 1) / VL, units = minimum(vectors, (int64_t)4 * threads);
+    const int64_t per_unit = (vectors + units - 1) / units;
+    parallel(threads, units, [&](int64_t unit) {
+      for (int64_t v = unit * per_unit; v < minimum(vectors, (unit + 1) * per_unit); v++) multiply_vector(v * VL);
+    });
+    clearhead::trim_scratch();
+    return CH_OK;
+  }
+
+ private:
+  // The sums of the groups of a row of x, which has its values in order.
+  void sum_groups(const float* row, float* sums) const {
+    if (w.offset == nullptr) return;
+    for (int64_t g = 0; g < padded_groups; g++) {
+      const int64_t end = minimum(g + 1, groups) * w.group;
+      int64_t s = g * w.group;
+      vf lanes = {};
+      for (; s + VL <= end; s += VL) lanes += load(row + s);
+      float sum = sum_of(lanes);
+      for (; s < end; s++) sum += row[s];
+      sums[g] = sum;
+    }
+  }
+
+  // All rows of x by the weight's rows [column, column + VL), or those there are.
+  void multiply_vector(int64_t column) const {
+    const int columns = (int)minimum((int64_t)VL, w.columns - column);
+    float sums[MAX_ROWS * VL] = {}, ones[VL], bias[VL] = {};
+    for (int64_t c = 0; c < columns; c += COLUMNS) multiply_four(FourRows(w, groups, column + c), sums + c);
+    store(ones, all(1.0f));
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, VL);
+    for (int64_t r = 0; r < w.rows; r++) put_scaled<IO>(w, r, column, columns, sums + r * VL, ones, bias);
+  }
+
+  // The sums of all rows by four rows of the weight.
+  void multiply_four(const FourRows& four, float* sums) const {
+    vf total[MAX_ROWS][COLUMNS] = {};
+    inputs.multiply(four, total);
+    for (int64_t r = 0; r < w.rows; r++) {
+      if (w.offset != nullptr) add_offsets(four, group_sums + r * padded_groups, total[r]);
+      horizontal_sums(total[r], sums + r * VL);
+    }
+  }
+
+  void add_offsets(const FourRows& four, const float* x, vf total[COLUMNS]) const {
+    for (int64_t c = 0; c < COLUMNS; c++) {
+      const float* offset = w.offset + (four.scale[c] - w.scale);
+      int64_t g = 0;
+      for (; g + VL <= groups; g += VL) total[c] = fused(load(offset + g), load(x + g), total[c]);
+      if (g < groups) total[c] = fused(load_first(offset + g, groups - g), load(x + g), total[c]);
+    }
   }
 };
 

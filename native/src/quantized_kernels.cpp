@@ -1,4 +1,7 @@
 // The kernels of quantised linear layers for one instruction set: compiled once for each, beside kernels.cpp.
+#if defined(CH_VNNI) || defined(CH_DOTPROD)
+#include "integer_inputs.h"
+#endif
 #include "quantized_gemv.h"
 #include "quantized_rows.h"
 
@@ -6,7 +9,14 @@ namespace CH_NS {
 namespace {
 
 template <class M, class IO, class Codes, bool DEQUANTIZES> int run_weight_only(const ch_quantized& w) {
-  if (QuantizedGemv<IO, Codes>::takes(w)) return QuantizedGemv<IO, Codes>(w).run();
+#if defined(CH_VNNI) || defined(CH_DOTPROD)
+  if constexpr (!__is_same(IO, Float32)) {
+    typedef QuantizedGemv<IO, IntegerInputs<IO, Codes>> OfIntegers;
+    if (OfIntegers::takes(w)) return OfIntegers(w).run();
+  }
+#endif
+  typedef QuantizedGemv<IO, FloatInputs<IO, Codes>> OfFloats;
+  if (OfFloats::takes(w)) return OfFloats(w).run();
   return WeightOnly<M, IO, Codes, DEQUANTIZES>(w).run();
 }
 

@@ -25,26 +25,26 @@ struct Extent {
 };
 
 template <class IO> Extent extent_of(const typename IO::type* row, int64_t count) {
-  vf low = {}, high = {}, zero = {};
-  int64_t c = 0;
-  const auto add = [&](vf x) CH_INLINED {
-    low = x < low ? x : low;
-    high = x > high ? x : high;
-    zero += x * (vf){};
+  constexpr int AT_ONCE = 4;  // chains of dependent operations
+  vf low[AT_ONCE] = {}, high[AT_ONCE] = {}, zero[AT_ONCE] = {};
+  const auto add = [&](int i, vf x) CH_INLINED {
+    low[i] = vmin(low[i], x), high[i] = vmax(high[i], x);
+    zero[i] += x * (vf){};
   };
-  for (; c + VL <= count; c += VL) add(get_vector<IO>(row + c));
-  if (c < count) {
+  int64_t c = 0;
+  for (; c + AT_ONCE * VL <= count; c += AT_ONCE * VL)
+#pragma GCC unroll 4
+    for (int i = 0; i < AT_ONCE; i++) add(i, get_vector<IO>(row + c + i * VL));
+  for (; c < count; c += VL) {
     float rest[VL];
-    get_row<IO>(row + c, (int)(count - c), rest, VL);
-    add(load(rest));
+    get_row<IO>(row + c, (int)minimum((int64_t)VL, count - c), rest, VL);
+    add(0, load(rest));
   }
-  const float nan = sum_of(zero);
-  Extent extent = {nan, nan};
-  for (int i = 0; i < VL; i++) {
-    extent.low = minimum(extent.low, low[i] + nan);
-    extent.high = maximum(extent.high, high[i] + nan);
-  }
-  return extent;
+#pragma GCC unroll 4
+  for (int i = 1; i < AT_ONCE; i++)
+    low[0] = vmin(low[0], low[i]), high[0] = vmax(high[0], high[i]), zero[0] += zero[i];
+  const float nan = sum_of(zero[0]);
+  return {-max_of(-low[0]) + nan, max_of(high[0]) + nan};
 }
 
 // Rounds to nearest, ties to even: below 2**22 the addition drops the fraction; larger ones are out of every range.
@@ -98,9 +98,10 @@ template <class IO> class RoundedRows {
   typedef Dot::Left Codes __attribute__((vector_size(sizeof(Dot::Left) * VL)));
 
   // Columns of a unit of work, operands of a stretch of a panel, and rows for which a panel is made once.
-  static constexpr int64_t WIDTH = 64, DEPTH = 512, MAX_ROWS = 48 * MR;
+  static constexpr int64_t WIDTH = 64, DEPTH = 512, MAX_ROWS = 192 * MR;
   // Rows by which the weight is multiplied where it lies; measured on AVX2: beyond, panels are faster.
   static constexpr int64_t FEW_ROWS = 4;
+  static constexpr int64_t ROWS_AT_ONCE = 8;  // that a thread rounds
   static_assert(WIDTH % PW == 0);
 
   const ch_quantized& w;
@@ -123,7 +124,10 @@ template <class IO> class RoundedRows {
     for (int64_t row = 0; row < w.rows; row += MAX_ROWS) {
       const int64_t rows = minimum(MAX_ROWS, w.rows - row);
       if (!allocate(rows)) return CH_NO_MEMORY;
-      parallel(threads, rows + 1, [&](int64_t r) { round_row(row, r, rows, all_rows); });
+      parallel(threads, (rows + ROWS_AT_ONCE) / ROWS_AT_ONCE, [&](int64_t unit) {
+        for (int64_t r = unit * ROWS_AT_ONCE; r < minimum(rows + 1, (unit + 1) * ROWS_AT_ONCE); r++)
+          round_row(row, r, rows, all_rows);
+      });
       parallel(threads, (w.columns + WIDTH - 1) / WIDTH, [&](int64_t unit) {
         const int64_t size = (rows + 1) * WIDTH;
         int32_t* sums = (int32_t*)scratch(clearhead::SLOT_WORK, (size_t)size * sizeof(int32_t));
@@ -179,16 +183,14 @@ template <class IO> class RoundedRows {
     }
     const type* row = (const type*)w.x + (first + r) * w.x_row;
     scales[r] = scale_of(w.rounding == CH_ROUND_TENSOR ? all_rows : extent_of<IO>(row, w.steps));
-    const vf inverse = all(1.0f / scales[r].scale), zero = all((float)scales[r].zero);
-    const vf low = all((float)w.low), high = all((float)w.high);
+    const float zero = (float)scales[r].zero;
+    const vf inverse = all(1.0f / scales[r].scale), low = all((float)w.low - zero), high = all((float)w.high - zero);
     int32_t sum = 0;
     vi sums = {};
-    const auto codes_of = [&](vf x) CH_INLINED {
-      vf value = nearest(x * inverse) + zero;
-      value = value > low ? value : low;
-      value = value < high ? value : high;
-      return __builtin_convertvector(value, vi);
-    };
+    // Adding 1.5 * 2^23 leaves the nearest integer in the lower bits.
+    const vf shift = all(12582912.0f);
+    const vi of_shift = (vi)shift - scales[r].zero;
+    const auto codes_of = [&](vf x) CH_INLINED { return (vi)(vmin(vmax(x * inverse, low), high) + shift) - of_shift; };
     int64_t c = 0;
     for (; c + VL <= w.steps; c += VL) {
       const vi codes = codes_of(get_vector<IO>(row + c));
@@ -209,31 +211,66 @@ template <class IO> class RoundedRows {
   // All rows by WIDTH rows of the weight.
   void multiply(int64_t row, int64_t rows, int64_t column, uint32_t* panel, int32_t* sums) const {
     const int64_t columns = minimum(WIDTH, w.columns - column);
-    // Symmetric rows need no sums of the weight.
-    const int64_t all_rows = rows + (w.rounding == CH_ROUND_SYMMETRIC && w.low + w.high == -1 ? 0 : 1);
-    if (rows <= FEW_ROWS) multiply_few(all_rows, column, columns, sums);
-    else multiply_many(all_rows, column, columns, panel, sums);
-    finish(row, rows, column, (int)columns, all_rows > rows ? sums + rows * WIDTH : nullptr, sums);
+    if (rows > FEW_ROWS) return multiply_many(row, rows, column, columns, panel, sums);
+    multiply_few(rows + (needs_weight_sums() ? 1 : 0), column, columns, sums);
+    const int32_t* of_ones = needs_weight_sums() ? sums + rows * WIDTH : nullptr;
+    finish(row, 0, rows, columns_of(column, (int)columns, of_ones), sums, WIDTH);
   }
 
-  void multiply_many(int64_t rows, int64_t column, int64_t columns, uint32_t* panel, int32_t* sums) const {
+  // Symmetric rows need no sums of the weight.
+  bool needs_weight_sums() const { return w.rounding != CH_ROUND_SYMMETRIC || w.low + w.high != -1; }
+
+  // A panel at a time: a tile of sums leaves while the next one is multiplied. The weight of the panels after the other
+  // threads' next ones is prefetched meanwhile, or filling a panel would wait for memory.
+  void multiply_many(int64_t row, int64_t rows, int64_t column, int64_t columns, uint32_t* panel, int32_t* sums) const {
     typedef IntegerGemm M;
-    const int64_t operands = padded / M::PACK;
+    const int64_t operands = padded / M::PACK, stretches = maximum((int64_t)1, (operands + DEPTH - 1) / DEPTH);
     const uint32_t* words = (const uint32_t*)left;
-    if (operands == 0) memset(sums, 0, (size_t)(rows * WIDTH) * sizeof(int32_t));
+    int32_t* of_ones = needs_weight_sums() ? sums + rows * PW : nullptr;
+    const int64_t upcoming = minimum(column + threads * WIDTH, w.columns), rows_ahead = minimum(WIDTH, w.columns - upcoming);
+    Lines upcoming_lines = {(const char*)w.weight + upcoming * w.weight_row, w.weight_row, w.steps, rows_ahead};
+    const int64_t tiles = (columns + PW - 1) / PW * stretches * ((rows + MR - 1) / MR);
+    const int64_t lines_per_tile = (rows_ahead * ((w.steps + 63) / 64) + tiles - 1) / tiles;
     for (int64_t c = 0; c < columns; c += PW) {
       const int count = (int)minimum((int64_t)PW, columns - c), vecs = (count + VL - 1) / VL;
-      for (int64_t s = 0; s < operands; s += DEPTH) {
-        const int64_t depth = minimum(DEPTH, operands - s);
+      for (int64_t stretch = 0; stretch < stretches; stretch++) {
+        const int64_t s = stretch * DEPTH, depth = minimum(DEPTH, operands - s);
         fill_panel(column + c, count, s * M::PACK, depth * M::PACK, panel);
-        for (int64_t r = 0; r < rows; r += MR) {
+        const auto add = [&](int height, int64_t r, int32_t* to) CH_INLINED {
           const uint32_t* a = words + r * operands + s;
-          float* to = (float*)(sums + r * WIDTH + c);
+          if (s == 0) gemm<M, SET>(height, vecs, depth, a, operands, 1, panel, PW, (float*)to, PW);
+          else gemm<M, CONTINUE>(height, vecs, depth, a, operands, 1, panel, PW, (float*)to, PW);
+        };
+        if (of_ones != nullptr) add(1, rows, of_ones);
+        const bool last = stretch == stretches - 1;
+        const Columns these = last ? columns_of(column + c, count, of_ones) : Columns{};
+        for (int64_t r = 0; r < rows; r += MR) {
           const int height = (int)minimum((int64_t)MR, rows - r);
-          if (s == 0) gemm<M, SET>(height, vecs, depth, a, operands, 1, panel, PW, to, WIDTH);
-          else gemm<M, CONTINUE>(height, vecs, depth, a, operands, 1, panel, PW, to, WIDTH);
+          if (last) prefetch_output(row + r, height, column + c);
+          for (int64_t line = 0; line < lines_per_tile; line++) upcoming_lines.prefetch_next();
+          add(height, r, sums + r * PW);
+          if (last) finish(row, r, height, these, sums + r * PW, PW);
         }
       }
+    }
+  }
+
+  // Rows of the weight, prefetched line by line.
+  struct Lines {
+    const char* row;
+    int64_t stride, bytes, rows, at = 0;
+    CH_INLINE void prefetch_next() {
+      if (rows <= 0) return;
+      __builtin_prefetch(row + at, 0, 2);
+      at += 64;
+      if (at >= bytes) at = 0, row += stride, rows--;
+    }
+  };
+
+  void prefetch_output(int64_t row, int height, int64_t column) const {
+    for (int r = 0; r < height; r++) {
+      const char* place = (const char*)((const type*)w.output + (row + r) * w.output_row + column);
+      for (int64_t byte = 0; byte < PW * (int64_t)sizeof(type); byte += 64) __builtin_prefetch(place + byte, 1, 3);
     }
   }
 
@@ -312,23 +349,36 @@ template <class IO> class RoundedRows {
       for (int c = 0; c < Dot::COLUMNS; c++) block[r * Dot::COLUMNS + c] = Dot::total(sum[r][c]);
   }
 
-  void finish(int64_t row, int64_t rows, int64_t column, int columns, const int32_t* weight_sums,
-              const int32_t* sums) const {
-    float scale[WIDTH], bias[WIDTH] = {};
-    // The sums of the weight's rows.
-    uint32_t of_weight[WIDTH] = {};
-    for (int c = 0; c < WIDTH; c++) scale[c] = c < columns ? w.scale[column + c] : 1.0f;
-    for (int c = 0; c < columns && weight_sums != nullptr; c += VL)
-      *(vu_any*)(of_weight + c) = *(const vu_any*)(weight_sums + c) - (uint32_t)Dot::SHIFT * (uint32_t)row_sums[rows];
-    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, WIDTH);
-    for (int64_t r = 0; r < rows; r++) {
+  // What WIDTH columns of sums have in common.
+  struct Columns {
+    int64_t first;
+    int count;
+    bool shifted;  // whether the integer of 0 is not 0
+    float scale[WIDTH], bias[WIDTH];
+    uint32_t weight_sums[WIDTH];
+  };
+
+  // `of_ones`: the sums of a row of ones, or null.
+  Columns columns_of(int64_t column, int count, const int32_t* of_ones) const {
+    Columns columns = {column, count, of_ones != nullptr, {}, {}, {}};
+    for (int c = 0; c < count; c++) columns.scale[c] = w.scale[column + c];
+    for (int c = 0; c < count && of_ones != nullptr; c += VL)
+      *(vu_any*)(columns.weight_sums + c) = *(const vu_any*)(of_ones + c) - (uint32_t)Dot::SHIFT * (uint32_t)w.steps;
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, count, columns.bias, WIDTH);
+    return columns;
+  }
+
+  // Scales the sums of rows [row, row + count) of those from `first` on, and stores them through the epilogue.
+  void finish(int64_t first, int64_t row, int64_t count, const Columns& columns, const int32_t* sums, int64_t sums_row) const {
+    for (int64_t r = row; r < row + count; r++, sums += sums_row) {
       float scaled[WIDTH];
       const vu shift = (uint32_t)Dot::SHIFT * (uint32_t)row_sums[r] + (vu){}, zero = (uint32_t)scales[r].zero + (vu){};
-      for (int c = 0; c < columns; c += VL) {
-        const vu sum = *(const vu_any*)(sums + r * WIDTH + c) - shift - zero * *(const vu_any*)(of_weight + c);
+      for (int c = 0; c < columns.count; c += VL) {
+        vu sum = *(const vu_any*)(sums + c) - shift;
+        if (columns.shifted) sum -= zero * *(const vu_any*)(columns.weight_sums + c);
         store(scaled + c, __builtin_convertvector((vi)sum, vf) * all(scales[r].scale));
       }
-      put_scaled<IO>(w, row + r, column, columns, scaled, scale, bias);
+      put_scaled<IO>(w, first + r, columns.first, columns.count, scaled, columns.scale, columns.bias);
     }
   }
 };

@@ -93,6 +93,16 @@ CH_INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
+CH_INLINE vf vmin(vf a, vf b) {
+#if defined(CH_AVX512)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(CH_AVX2)
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // What a row has, and a tile's sum, each with its factor of the online softmax.
 CH_INLINE vf merged(vf before, vf shrink, vf tile, vf factor) { return fused(before, shrink, tile * factor); }
 

@@ -8,8 +8,8 @@
 namespace clearhead::torch {
 namespace {
 
-// Elements of the tokens up to which a call is short, and operations from which two threads share a layer.
-constexpr int64_t most_short = int64_t{1} << 17, least_shared = 200000;
+// Operations from which two threads share a layer.
+constexpr int64_t least_shared = 200000;
 
 // Forward of one block: tensors that backward reads are newly allocated while training, and workspace memory otherwise.
 class Forward {
@@ -183,10 +183,9 @@ class Forward {
   Workspace workspace_;
 };
 
-// Whether a call has few tokens, and layers that are worth several threads: waking these for each layer would take as long.
-bool is_short(const BlockCall& call) {
+// Whether a layer of a call is worth several threads.
+bool is_worth_a_team(const BlockCall& call) {
   const int64_t rows = call.batch * call.length;
-  if (rows * call.width > most_short) return false;
   int64_t largest = 0;
   const auto add = [&](const LinearSpec& spec) { largest = std::max(largest, spec.layer.out * spec.layer.in); };
   for (const LinearSpec& spec : call.blocks[0].feedforward.layers) add(spec);
@@ -250,7 +249,7 @@ void block(StableIValue* stack, uint64_t, uint64_t) {
       stream = target;
     }
   };
-  if (is_short(call)) in_team(run);
+  if (is_worth_a_team(call)) in_team(run);
   else run();
   Results(stack).tensor(std::move(result));
 }

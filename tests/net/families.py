@@ -21,7 +21,7 @@ __all__ = ["FAMILIES", "TOKENS", "TRANSFORMERS_4", "Family"]
 
 TRANSFORMERS_4: Final = transformers.__version__.startswith("4.")
 
-BATCH, TOKENS, PAD, VOCAB, WIDTH, HEADS = 2, 13, 4, 41, 32, 4
+BATCH, TOKENS, PAD, VOCAB, WIDTH, HEADS = 2, 13, 4, 41, 64, 4
 
 
 @dataclass(frozen=True)

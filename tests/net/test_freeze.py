@@ -179,7 +179,7 @@ def test_frozen_models_generate_the_same_tokens(name: str, options: dict[str, in
     call = FAMILIES[name].call(TOKENS, FAMILIES[name].paddings[0])
     rows = slice(0, 1) if "prompt_lookup_num_tokens" in options else slice(None)
     prompt = {key: call.arguments[key][rows] for key in ("input_ids", "attention_mask")}
-    given = {"max_new_tokens": 9, "do_sample": False, **options}
+    given = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, **options}
     model = FAMILIES[name].swapped()
     before = model.generate(**prompt, **given)
     ch.freeze(model)

@@ -88,6 +88,13 @@ CH_EMULATED __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* from) {
   return (__m512i)v;
 }
 
+CH_EMULATED __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const void* from) {
+  __m512 v = {};
+  for (int i = 0; i < 16; i++)
+    if (mask >> i & 1) v[i] = emulated::read<float>((const char*)from + 4 * i);
+  return v;
+}
+
 CH_EMULATED __m512 _mm512_set1_ps(float x) { return x - (__m512){}; }
 CH_EMULATED __m512i _mm512_set1_epi32(int x) { return (__m512i)((uint32_t)x + (emulated::Words){}); }
 CH_EMULATED __m512i _mm512_set1_epi16(short x) { return (__m512i)((uint16_t)x + (emulated::Halves){}); }
