@@ -89,7 +89,7 @@ template <class IO, class Codes> class FloatInputs {
     }
   }
 
-  // Adds to the lanes of the sums of all rows.
+  // The lanes of the sums of all rows.
   void multiply(FourRows four, vf total[][COLUMNS]) const {
     for (int64_t r = 0; r < w.rows; r += DOT_ROWS) {
       multiply_rows<DOT_ROWS>((int)minimum((int64_t)DOT_ROWS, w.rows - r), r, four, total + r);
@@ -108,8 +108,9 @@ template <class IO, class Codes> class FloatInputs {
   }
 
   // A group has BLOCKS blocks; 0 for any number.
-  template <int ROWS, int BLOCKS> void multiply_groups(int64_t row, const FourRows& four, vf total[][COLUMNS]) const {
+  template <int ROWS, int BLOCKS> void multiply_groups(int64_t row, const FourRows& four, vf output[][COLUMNS]) const {
     const float* x = left + row * padded;
+    vf total[ROWS][COLUMNS] = {};
     for (int64_t g = 0; g < groups; g++) {
       vf sum[ROWS][COLUMNS] = {};
       if constexpr (BLOCKS > 0) {
@@ -127,6 +128,7 @@ template <class IO, class Codes> class FloatInputs {
         for (int r = 0; r < ROWS; r++) total[r][c] = fused(factor, sum[r][c], total[r][c]);
       }
     }
+    memcpy(output, total, sizeof(total));
   }
 
   // Adds the block of steps from `s` on, and prefetches the next rows of the weight.
