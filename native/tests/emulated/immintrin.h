@@ -237,6 +237,7 @@ CH_EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   return c;
 }
 CH_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
+CH_EMULATED __m512 _mm512_min_ps(__m512 a, __m512 b) { return a < b ? a : b; }
 
 // Halves first, then their halves, as compilers do it: no single instruction.
 CH_EMULATED float _mm512_reduce_max_ps(__m512 v) {
