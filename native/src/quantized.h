@@ -68,6 +68,18 @@ struct Codes4 {
   static CH_INLINE float get(const uint8_t* row, int64_t step) { return (float)(row[step / 2] >> step % 2 * 4 & 15); }
 };
 
+// Rows of a weight that are read later, prefetched line by line.
+struct Lines {
+  const uint8_t* row;
+  int64_t stride, bytes, rows = INT64_MAX, at = 0;
+  CH_INLINE void prefetch_next() {
+    if (rows <= 0) return;
+    __builtin_prefetch(row + at, 0, 2);
+    at += 64;
+    if (at >= bytes) at = 0, row += stride, rows--;
+  }
+};
+
 // The epilogue of a part of a row, whole vectors of sums: activation(sums * scale + bias) or (sums * scale + bias) * gate,
 // rounded once.
 template <class IO>
@@ -203,17 +215,6 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
       fill_rest(column + c, rows, whole, until, from, round_up(count, M::BLOCK), panel + c);
     }
   }
-
-  // Rows that are read later, prefetched line by line.
-  struct Lines {
-    const uint8_t* row;
-    int64_t stride, bytes, at = 0;
-    CH_INLINE void prefetch_next() {
-      __builtin_prefetch(row + at, 0, 2);
-      at += 64;
-      if (at >= bytes) at = 0, row += stride;
-    }
-  };
 
   // Steps [from, until), whole blocks, of at most VL rows, group by group.
   template <bool ALL>

@@ -228,7 +228,7 @@ template <class IO> class RoundedRows {
     const uint32_t* words = (const uint32_t*)left;
     int32_t* of_ones = needs_weight_sums() ? sums + rows * PW : nullptr;
     const int64_t upcoming = minimum(column + threads * WIDTH, w.columns), rows_ahead = minimum(WIDTH, w.columns - upcoming);
-    Lines upcoming_lines = {(const char*)w.weight + upcoming * w.weight_row, w.weight_row, w.steps, rows_ahead};
+    Lines upcoming_lines = {(const uint8_t*)w.weight + upcoming * w.weight_row, w.weight_row, w.steps, rows_ahead};
     const int64_t tiles = (columns + PW - 1) / PW * stretches * ((rows + MR - 1) / MR);
     const int64_t lines_per_tile = (rows_ahead * ((w.steps + 63) / 64) + tiles - 1) / tiles;
     for (int64_t c = 0; c < columns; c += PW) {
@@ -254,18 +254,6 @@ template <class IO> class RoundedRows {
       }
     }
   }
-
-  // Rows of the weight, prefetched line by line.
-  struct Lines {
-    const char* row;
-    int64_t stride, bytes, rows, at = 0;
-    CH_INLINE void prefetch_next() {
-      if (rows <= 0) return;
-      __builtin_prefetch(row + at, 0, 2);
-      at += 64;
-      if (at >= bytes) at = 0, row += stride, rows--;
-    }
-  };
 
   void prefetch_output(int64_t row, int height, int64_t column) const {
     for (int r = 0; r < height; r++) {
