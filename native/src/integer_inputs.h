@@ -70,7 +70,7 @@ template <class IO, class Codes> class IntegerInputs {
     with(values);
   }
 
-  // Adds to the lanes of the sums of all rows.
+  // Adds the lanes of the sums of all rows to `total`.
   void multiply(const FourRows& four, vf total[][COLUMNS]) const {
     if (w.rows > DOT_ROWS) return multiply_tiles<DOT_ROWS, 2>(four, total);
     multiply_rows<DOT_ROWS>(four, total);

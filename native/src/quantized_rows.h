@@ -220,8 +220,8 @@ template <class IO> class RoundedRows {
   // Symmetric rows need no sums of the weight.
   bool needs_weight_sums() const { return w.rounding != CH_ROUND_SYMMETRIC || w.low + w.high != -1; }
 
-  // A panel at a time: a tile of sums leaves while the next one is multiplied. The weight of the panels after the other
-  // threads' next ones is prefetched meanwhile, or filling a panel would wait for memory.
+  // A panel at a time: a tile of sums leaves while the next one is multiplied. The weight of the columns that this thread is
+  // likely to take next is prefetched meanwhile, or filling a panel would wait for memory.
   void multiply_many(int64_t row, int64_t rows, int64_t column, int64_t columns, uint32_t* panel, int32_t* sums) const {
     typedef IntegerGemm M;
     const int64_t operands = padded / M::PACK, stretches = maximum((int64_t)1, (operands + DEPTH - 1) / DEPTH);
