@@ -26,7 +26,7 @@ struct LinePrefetch {
       : at((const char*)first), end((const char*)first + row_bytes), bytes(row_bytes), stride(row_stride) {}
   CH_INLINE void step(int lines) {
     for (int line = 0; line < lines; line++) {
-      __builtin_prefetch(at, 0, 2);
+      prefetch_line(at);
       at += 64;
       if (at < end) continue;
       at = end - bytes + stride;

@@ -41,7 +41,7 @@ CH_INLINE void prefetch_after(const char*& block, int line, [[maybe_unused]] vf 
 #elif defined(CH_NEON)
   asm("" : "+r"(block) : "w"(value));
 #endif
-  __builtin_prefetch(block + line * 64, 0, 2);
+  prefetch_line(block + line * 64);
 }
 
 // Operands of A that one vector of words of a row of the matrix is multiplied by.
@@ -184,7 +184,7 @@ CH_INLINE void axpy_steps(Operands operands, int64_t steps, const typename M::op
       const typename IO::type* from = b + o * M::PACK * ldb + c;
       if (more && c / VL % LINE == 0)
 #pragma GCC unroll 2
-        for (int s = 0; s < M::PACK; s++) __builtin_prefetch(from + (AXPY_STEPS + s) * ldb, 0, 2);
+        for (int s = 0; s < M::PACK; s++) prefetch_line(from + (AXPY_STEPS + s) * ldb);
       const bool two = (o + 1) * M::PACK <= steps;
       const vf value = c < whole ? load_operand<M, IO>(from, ldb, two)
                                  : load_last_operand<M, IO>(from, ldb, two, columns - c);

@@ -25,9 +25,9 @@ CH_INLINE void prefetch_rows(const void* from, int64_t rows, int64_t stride, int
   for (int64_t r = 0; r < rows; r++) {
     const char* row = (const char*)from + r * stride;
     if (far)
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_line(row + byte);
     else
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 3);
+      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_line<3>(row + byte);
   }
 }
 
@@ -94,7 +94,7 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a
   constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors per cache line
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
-    if (PREFETCHES && x % LINE == 0) __builtin_prefetch(next + (x / LINE * 4 + k) * 64, 0, 2);
+    if (PREFETCHES && x % LINE == 0) prefetch_line(next + (x / LINE * 4 + k) * 64);
     vf b[AT];
     if constexpr (AT == 2) M::get_two(key + k * key_row + x * VL, b[0], b[1]);
     else b[0] = M::get(key + k * key_row + x * VL);

@@ -206,7 +206,7 @@ template <class IO, class Codes> class IntegerInputs {
       for (int v = 0; v < VECTORS; v++) {
         if (piece == 0 && v * Dot::STEPS % 64 == 0)
 #pragma GCC unroll 4
-          for (int c = 0; c < COLUMNS; c++) __builtin_prefetch(weight[c] + at + next + v * Dot::STEPS, 0, 2);
+          for (int c = 0; c < COLUMNS; c++) prefetch_line(weight[c] + at + next + v * Dot::STEPS);
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
           decltype(codes_of(nullptr, 0)) codes[COLUMNS];

@@ -605,8 +605,8 @@ template <class M, class IO> class Projection {
       const int64_t bytes = position.columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
       const auto prefetch = [&](const void* line, int written) CH_INLINED {
         for (int64_t byte = 0; byte < bytes; byte += 64)
-          if (written) __builtin_prefetch((const char*)line + byte, 1);
-          else __builtin_prefetch((const char*)line + byte);
+          if (written) prefetch_line<3, true>((const char*)line + byte);
+          else prefetch_line<3>((const char*)line + byte);
       };
       if (!group.last) {
         prefetch(sums + r * sums_row + position.column, 1);
@@ -727,7 +727,7 @@ template <class M, class IO> class Projection {
   static CH_INLINE void prefetch_steps(const type* from, int64_t stride, int64_t step, int64_t count, int rows) {
     for (int64_t last = minimum(count, step + M::PACK); step < last; step++)
       for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += 64)
-        __builtin_prefetch((const char*)(from + step * stride) + byte);
+        prefetch_line<3>((const char*)(from + step * stride) + byte);
   }
 
   // The operand 1: a pair of ones for bf16.

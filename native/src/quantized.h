@@ -74,7 +74,7 @@ struct Lines {
   int64_t stride, bytes, rows = INT64_MAX, at = 0;
   CH_INLINE void prefetch_next() {
     if (rows <= 0) return;
-    __builtin_prefetch(row + at, 0, 2);
+    prefetch_line(row + at);
     at += 64;
     if (at >= bytes) at = 0, row += stride, rows--;
   }

@@ -45,7 +45,7 @@ struct FourRows {
   }
 
   // Prefetches what is `at` bytes into the next row of one of them.
-  CH_INLINE void prefetch(int64_t c, int64_t at) const { __builtin_prefetch(weight[c] + next + at, 0, 2); }
+  CH_INLINE void prefetch(int64_t c, int64_t at) const { prefetch_line(weight[c] + next + at); }
 
   // Prefetches scales and offsets of the next rows from a group on.
   CH_INLINE void prefetch_scales(const ch_quantized& w, int64_t groups, int64_t group) const {
@@ -53,8 +53,8 @@ struct FourRows {
 #pragma GCC unroll 4
     for (int64_t c = 0; c < COUNT; c++) {
       const float* place = scale[c] + floats + group;
-      __builtin_prefetch(place, 0, 3);
-      if (w.offset != nullptr) __builtin_prefetch(w.offset + (place - w.scale), 0, 3);
+      prefetch_line<3>(place);
+      if (w.offset != nullptr) prefetch_line<3>(w.offset + (place - w.scale));
     }
   }
 };

@@ -258,7 +258,7 @@ template <class IO> class RoundedRows {
   void prefetch_output(int64_t row, int height, int64_t column) const {
     for (int r = 0; r < height; r++) {
       const char* place = (const char*)((const type*)w.output + (row + r) * w.output_row + column);
-      for (int64_t byte = 0; byte < PW * (int64_t)sizeof(type); byte += 64) __builtin_prefetch(place + byte, 1, 3);
+      for (int64_t byte = 0; byte < PW * (int64_t)sizeof(type); byte += 64) prefetch_line<3, true>(place + byte);
     }
   }
 
@@ -325,7 +325,7 @@ template <class IO> class RoundedRows {
     for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) {
       if (next > 0 && s % 64 == 0)
 #pragma GCC unroll 4
-        for (int c = 0; c < Dot::COLUMNS; c++) __builtin_prefetch(weight[c] + next + s, 0, 2);
+        for (int c = 0; c < Dot::COLUMNS; c++) prefetch_line(weight[c] + next + s);
       add(x + s, [&](int c) CH_INLINED { return weight[c] + s; });
     }
     if (s < w.steps) {
