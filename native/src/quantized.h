@@ -80,33 +80,38 @@ struct Lines {
   }
 };
 
-// The epilogue of a part of a row, whole vectors of sums: activation(sums * scale + bias) or (sums * scale + bias) * gate,
-// rounded once.
-template <class IO>
-CH_INLINE void put_scaled(const ch_quantized& w, int64_t row, int64_t column, int columns, const float* sums,
+// The epilogue of a part of a row: activation(sums * scale + bias) or (sums * scale + bias) * gate, rounded once.
+// `sums_at(c)`: the vector of sums from column c on. Each kind has a loop of its own: in one loop with branches the
+// compiler has no registers for the addresses.
+template <class IO, class Sums>
+CH_INLINE void put_scaled(const ch_quantized& w, int64_t row, int64_t column, int columns, const Sums& sums_at,
                           const float* scale, const float* bias) {
   typedef typename IO::type type;
   type* output = (type*)w.output + row * w.output_row + column;
   const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + row * w.gate_row + column;
-  for (int c = 0; c < columns; c += VL) {
-    const bool whole = columns - c >= VL;
-    float rest[VL];
-    vf value = fused(load(sums + c), load(scale + c), load(bias + c)), slope;
-    if (gate != nullptr && whole) {
-      value *= get_vector<IO>(gate + c);
-    } else if (gate != nullptr) {
-      get_row<IO>(gate + c, columns - c, rest, VL);
-      value *= load(rest);
-    } else if (w.activation != CH_PLAIN) {
-      value = activation_of(w.activation, value, slope);
-    }
-    if (whole) {
-      put_vector<IO>(output + c, value);
-    } else {
-      store(rest, value);
-      put_row<IO>(output + c, columns - c, rest, 1.0f);
-    }
+  const int whole = columns / VL * VL;
+  const auto scaled = [&](int c) CH_INLINED { return fused(sums_at(c), load(scale + c), load(bias + c)); };
+  const auto activated = [&](int c) CH_INLINED {
+    vf slope;
+    return activation_of(w.activation, scaled(c), slope);
+  };
+  if (gate != nullptr)
+    for (int c = 0; c < whole; c += VL) put_vector<IO>(output + c, scaled(c) * get_vector<IO>(gate + c));
+  else if (w.activation == CH_PLAIN)
+    for (int c = 0; c < whole; c += VL) put_vector<IO>(output + c, scaled(c));
+  else
+    for (int c = 0; c < whole; c += VL) put_vector<IO>(output + c, activated(c));
+  if (whole == columns) return;
+  float rest[VL];
+  vf value;
+  if (gate != nullptr) {
+    get_row<IO>(gate + whole, columns - whole, rest, VL);
+    value = scaled(whole) * load(rest);
+  } else {
+    value = w.activation == CH_PLAIN ? scaled(whole) : activated(whole);
   }
+  store(rest, value);
+  put_row<IO>(output + whole, columns - whole, rest, 1.0f);
 }
 
 // M multiplies operands; IO is the dtype of x, bias and output; Codes is Codes8 or Codes4.
@@ -298,7 +303,8 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
     float scale[PW], bias[PW] = {};
     for (int c = 0; c < PW; c++) scale[c] = DEQUANTIZES || c >= columns ? 1.0f : w.scale[column + c];
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    for (int64_t r = 0; r < rows; r++) put_scaled<IO>(w, row + r, column, columns, tile + r * PW, scale, bias);
+    for (int64_t r = 0; r < rows; r++, tile += PW)
+      put_scaled<IO>(w, row + r, column, columns, [&](int c) CH_INLINED { return load(tile + c); }, scale, bias);
   }
 };
 

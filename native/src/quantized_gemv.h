@@ -224,7 +224,8 @@ template <class IO, class Inputs> class QuantizedGemv {
     for (int64_t c = 0; c < columns; c += COLUMNS) multiply_four(FourRows(w, groups, column + c), sums + c);
     store(ones, all(1.0f));
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, VL);
-    for (int64_t r = 0; r < w.rows; r++) put_scaled<IO>(w, r, column, columns, sums + r * VL, ones, bias);
+    for (int64_t r = 0; r < w.rows; r++)
+      put_scaled<IO>(w, r, column, columns, [&](int) CH_INLINED { return load(sums + r * VL); }, ones, bias);
   }
 
   // The sums of all rows by four rows of the weight.

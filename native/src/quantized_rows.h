@@ -358,15 +358,16 @@ template <class IO> class RoundedRows {
 
   // Scales the sums of rows [row, row + count) of those from `first` on, and stores them through the epilogue.
   void finish(int64_t first, int64_t row, int64_t count, const Columns& columns, const int32_t* sums, int64_t sums_row) const {
+    const bool shifted = columns.shifted;
     for (int64_t r = row; r < row + count; r++, sums += sums_row) {
-      float scaled[WIDTH];
       const vu shift = (uint32_t)Dot::SHIFT * (uint32_t)row_sums[r] + (vu){}, zero = (uint32_t)scales[r].zero + (vu){};
-      for (int c = 0; c < columns.count; c += VL) {
+      const vf scale = all(scales[r].scale);
+      const auto sums_at = [&](int c) CH_INLINED {
         vu sum = *(const vu_any*)(sums + c) - shift;
-        if (columns.shifted) sum -= zero * *(const vu_any*)(columns.weight_sums + c);
-        store(scaled + c, __builtin_convertvector((vi)sum, vf) * all(scales[r].scale));
-      }
-      put_scaled<IO>(w, first + r, columns.first, columns.count, scaled, columns.scale, columns.bias);
+        if (shifted) sum -= zero * *(const vu_any*)(columns.weight_sums + c);
+        return __builtin_convertvector((vi)sum, vf) * scale;
+      };
+      put_scaled<IO>(w, first + r, columns.first, columns.count, sums_at, columns.scale, columns.bias);
     }
   }
 };
