@@ -285,8 +285,11 @@ class TestFuzz:
         meant = torch.zeros_like(score) + eval(text, {"score": score, **places})
         # 3 % (3 / 5) is 0 or 0.6 by how 3 / 5 is rounded, which for positions is in float32.
         narrow = {name: each.float() for name, each in {"score": score, **places}.items()}
-        from_python = (torch.zeros_like(score).float() + eval(text, narrow)).double()
-        sure = torch.isclose(from_python, meant, rtol=1e-4, atol=1e-4, equal_nan=True) | ("%" not in text)
+        otherwise = [eval(text, narrow)]
+        for off in ("1.000001", "0.999999"):
+            otherwise += [eval(text.replace("/", f"/ {off} /"), {"score": score, **places})]
+        close = [torch.isclose(meant, (torch.zeros_like(score) + each), 1e-4, 1e-4, True) for each in otherwise]
+        sure = torch.stack(close).all(dim=0) | ("%" not in text)
         for rule in (expression.rule(), ch.ScoreFunction(written(expression))):
             result = rule.apply(score, *indices()).expand(meant.shape)
             torch.testing.assert_close(result[sure], meant[sure], rtol=1e-9, atol=1e-9, equal_nan=True)
