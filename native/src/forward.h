@@ -154,8 +154,8 @@ template <class M, class IO, class KV = IO> struct Forward {
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     in_place = blocks == 1 && can_read_in_place();
-    // Backward recomputes scores, and compares bits of the row maximum where that is observed. In 16 bits, and with more
-    // rows, transposing costs nothing.
+    // Backward recomputes scores, and compares bits of the row maximum where that is observed. In 16 bits transposing costs
+    // little where keys come from memory, and with more rows nothing.
     along_rows = __is_same(cached, float) && in_place && rows <= COLUMN_DOT_ROWS && w.head_dim % VL == 0 &&
                  w.softmax == nullptr && !clearhead::is_invariant();
     in_lanes = TILES && in_place && rows <= LANE_ROWS && flushes_subnormals(w) &&
