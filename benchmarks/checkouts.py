@@ -131,14 +131,16 @@ class Checkout:
         if isa:
             chosen["CLEARHEAD_ISA"] = isa
         pipe, command = subprocess.PIPE, [sys.executable, "-c", PROGRAM, str(folder / "src"), __file__, suites]
+        self._folder = folder
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **chosen})
         self.names = self._read().rstrip("\n").split("\t")
-        if not any(self.names):
-            raise SystemExit(f"checkouts: {folder} must be a checkout that runs these calls; its error is above")
 
     def _read(self) -> str:
         assert self._process.stdout is not None
-        return self._process.stdout.readline()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"checkouts: {self._folder} must be a checkout that runs these calls; its error is above")
+        return line
 
     def seconds(self, name: str) -> float:
         """Process time of one call, from a sample."""
@@ -161,6 +163,9 @@ def main() -> None:
     parser.add_argument("--suite", default="", help="suites of clearhead bench, separated by commas")
     options = parser.parse_args()
     folders = [options.before.resolve(), options.after.resolve()]
+    for folder in folders:
+        if not (folder / "src" / "clearhead").is_dir():
+            parser.error(f"before and after must be checkouts of clearhead; got {folder}")
     checkouts = [Checkout(folder, options.isa, options.suite) for folder in folders]
     print("| call | before | after | ratio |\n|---|---|---|---|")
     for name in (each for each in checkouts[0].names if options.only in each and each in checkouts[1].names):

@@ -14,16 +14,16 @@ PROGRAM = """
 #define CH_NS baseline
 #include "vector.h"
 namespace baseline {
-__attribute__((noinline)) static void prefetch_lines(const char* at, long count) {
+__attribute__((noinline)) static void lines(const char* at, long count) {
   for (long line = 0; line < count; line++) prefetch_line(at + 64 * line);
 }
 }
-void call(const char* at, long count) { baseline::prefetch_lines(at, count); }
+void call(const char* at, long count) { baseline::lines(at, count); }
 """
 
 
 def test_kernels_prefetch_by_the_function_that_compilers_keep() -> None:
-    files = [path for kind in ("*.h", "*.cpp") for path in (NATIVE / "src").glob(kind)]
+    files = [path for kind in ("*.h", "*.cpp") for path in NATIVE.rglob(kind)]
     counts = {path.name: path.read_text("utf-8").count("__builtin_prefetch") for path in files}
     assert {name: count for name, count in counts.items() if count} == {"vector.h": 1}
 
