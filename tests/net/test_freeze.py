@@ -408,6 +408,28 @@ def test_unfrozen_and_unswapped_models_are_the_originals() -> None:
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+class Wrapped(nn.Module):
+    """An attention within another module, which has none of its names."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 looks for an attribute of each attention")
+def test_a_copy_whose_attention_was_replaced_runs_its_layers_one_by_one() -> None:
+    model, call = frozen("bert"), FAMILIES["bert"].call(TOKENS, "none")
+    before = results(model, call, gradients=False)
+    copied = copy.deepcopy(model)
+    for _ in range(2):
+        (layers,) = (each for each in copied.modules() if isinstance(each, nn.ModuleList))
+        layers[1].attention = Wrapped(layers[1].attention)
+        torch.testing.assert_close(results(copied, call, gradients=False), before, rtol=FAR, atol=FAR)
+
+
 def test_loops_over_the_layers_outside_the_model_get_each_of_them() -> None:
     model = frozen("llama")
     layers = model.model.layers

@@ -268,7 +268,9 @@ class MultiHeadAttention(nn.Module):
 
     def projections(self) -> Projections | None:
         """Weights and options; None if a linear layer is of another class, hooked or compiled."""
-        return None if torch.compiler.is_compiling() else cached_reading(self, None, self._read, may_be_hooked=(self,))
+        if torch.compiler.is_compiling():
+            return None
+        return cached_reading(self, None, self._read, may_be_hooked=lambda: (self,))
 
     def _read(self) -> Projections | None:
         """Weights and options, if the linear layers are plain, and no part of a larger attention."""

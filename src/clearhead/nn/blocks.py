@@ -125,7 +125,7 @@ class Block(FromSpec, nn.Module):
             return None if layer is None else Stack([layer])
 
         key = len(names), x.shape[-1], x.dtype
-        return cached_reading(self, key, read, may_be_hooked=(self, *parts))
+        return cached_reading(self, key, read, may_be_hooked=lambda: (self, *parts))
 
     def parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
         """The block's weights and options, if its parts are plain."""

@@ -88,7 +88,7 @@ def same_view(view: CacheView, cache: KVCache) -> CacheView | None:
     for buffer, like in zip(buffers, (view.key, view.value), strict=True):
         if buffer.shape != like.shape or buffer.dtype is not like.dtype or buffer.is_inference() != like.is_inference():
             return None
-    return view._replace(key=buffers[0], value=buffers[1])
+    return CacheView(*buffers, view.length, view.grows, dropped=view.dropped)
 
 
 def cached_memory(

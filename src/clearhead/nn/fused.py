@@ -7,6 +7,7 @@ observed, hooked or edited: the caller then runs op by op, with bitwise identica
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -301,14 +302,14 @@ def _calls_of(
 ) -> list[list[_AttentionCall]]:
     """What the attentions of each layer read; of the first layer alone if it is the same for all, besides tensors of
     caches."""
-    count, depth = len(masks), len(stack.layers)
-    views = [caches[start : start + count] for start in range(0, len(caches), count)] or [(None,) * count]
-    first, *others = ([None if view is None else view.traits for view in layer] for layer in views)
-    if stack.repeats and all(traits == first for traits in others):
-        views = views[:1]
-    elif len(views) < depth:
-        views *= depth
-    return [[_AttentionCall(mask, None, view) for mask, view in zip(masks, layer, strict=True)] for layer in views]
+    count, views = len(masks), [*caches] or [None] * len(masks)
+    traits = [None if view is None else view.traits for view in views]
+    if stack.repeats and traits == traits[:count] * (len(views) // count):
+        views = views[:count]
+    elif len(views) == count:
+        views *= len(stack.layers)
+    calls = [_AttentionCall(mask, None, view) for mask, view in zip(cycle(masks), views, strict=False)]
+    return [calls[start : start + count] for start in range(0, len(calls), count)]
 
 
 def _attended_by_layers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import is_, itemgetter
@@ -26,7 +26,7 @@ def cached_reading(
     key: Hashable,
     read: Callable[[], Record | None],
     *,
-    may_be_hooked: Sequence[nn.Module] = (),
+    may_be_hooked: Callable[[], Collection[nn.Module]] = tuple,
     views: bool = False,
 ) -> Record | None:
     """``read()``, or its cached result if it would return the same now; None if a submodule is hooked.
@@ -37,8 +37,9 @@ def cached_reading(
     Args:
         module: whose tree ``read`` reads.
         key: what else the record depends on.
-        read: makes the record. Where it raises AttributeError, something else stands in the place of a part: None.
-        may_be_hooked: modules of the tree whose hooks and ``forward`` the caller looks at.
+        read: makes the record.
+        may_be_hooked: gives the modules of the tree whose hooks and ``forward`` the caller looks at. Where this or
+            ``read`` raises AttributeError, something else stands in the place of a part: None.
         views: whether the record has views of parameters. It is read again when a parameter has other storage; where
             gradients are enabled views are part of a graph, and are made for each call. That of a module with
             quantised weights is also read again when one was written to.
@@ -54,7 +55,10 @@ def cached_reading(
     reading = _READINGS.get(module) if keep else None
     if reading is not None and reading.is_current(key):
         return reading.record  # type: ignore[return-value]
-    state = (_FrozenState if is_frozen(module) else _State)(module, may_be_hooked)
+    try:
+        state = (_FrozenState if is_frozen(module) else _State)(module, may_be_hooked())
+    except AttributeError:
+        return None
     if state.is_hooked():
         return None
     viewed: list[_Viewed | _ViewedParts] = []
@@ -100,7 +104,7 @@ class _FrozenState:
         may_be_hooked: modules of the tree whose hooks do not count.
     """
 
-    def __init__(self, module: nn.Module, may_be_hooked: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, may_be_hooked: Collection[nn.Module]) -> None:
         parts = [*module.modules()]
         self._attributes = [*map(vars, parts)]
         self._plain = [vars(part) for part in parts if part not in may_be_hooked]
@@ -143,7 +147,7 @@ class _State:
         may_be_hooked: modules of the tree whose hooks do not count.
     """
 
-    def __init__(self, module: nn.Module, may_be_hooked: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, may_be_hooked: Collection[nn.Module]) -> None:
         parts = [*module.modules()]
         self._parts = [ref(part) for part in parts]
         self._plain = [ref(part) for part in parts if part not in may_be_hooked]

@@ -226,10 +226,10 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
 
     def projections(self) -> Projections:
         """Weights and options: one layer for queries, keys and values, and the output projection."""
-        may_be_hooked = (self, self.out_proj)
+        parts = (self, self.out_proj)
         # A parametrization computes the weights anew for each call.
-        keep = not torch.compiler.is_compiling() and not any(map(is_parametrized, may_be_hooked))
-        projections = cached_reading(self, None, self._read, may_be_hooked=may_be_hooked) if keep else None
+        keep = not torch.compiler.is_compiling() and not any(map(is_parametrized, parts))
+        projections = cached_reading(self, None, self._read, may_be_hooked=lambda: parts) if keep else None
         return self._read() if projections is None else projections
 
     def _read(self) -> Projections:

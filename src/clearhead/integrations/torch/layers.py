@@ -210,8 +210,8 @@ def _fused(
             return None
         return Stack([parts for parts in read_layers if parts is not None])
 
-    may_be_hooked, key = (owner, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
-    stack = cached_reading(owner, key, read, may_be_hooked=may_be_hooked)
+    key = len(said), tokens[0].shape[-1], tokens[0].dtype
+    stack = cached_reading(owner, key, read, may_be_hooked=lambda: (owner, *attentions))
     if stack is None:
         return None
     meanings = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
@@ -69,11 +68,11 @@ class _AppendedSlidingLayer(DynamicSlidingWindowLayer, _InKVCache):  # type: ign
 #: transformers' layers that the kernels can append to, and what they become then.
 _IN_KV_CACHE: Final = {DynamicLayer: _AppendedLayer, DynamicSlidingWindowLayer: _AppendedSlidingLayer}
 _INT8: Final = {Int8Layer, Int8SlidingLayer}
+_SLIDING: Final = {DynamicSlidingWindowLayer, _AppendedSlidingLayer, Int8SlidingLayer}
 _KINDS: Final = {*_IN_KV_CACHE, *_IN_KV_CACHE.values(), *_INT8}
 
 
-@dataclass(frozen=True)
-class CacheLayer:
+class CacheLayer(NamedTuple):
     """One layer of a model's cache.
 
     Attributes:
@@ -170,11 +169,13 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     layer = past.layers[place]
     if type(layer) not in _KINDS:
         return None
-    most = _most_kept(layer)
-    if most is None and isinstance(layer, DynamicSlidingWindowLayer):
-        return None
-    if type(layer) in _INT8 or (isinstance(layer, _InKVCache) and layer.kv_cache is not None):
-        return CacheLayer(layer, layer.kv_cache, most)
+    most = None
+    if type(layer) in _SLIDING:
+        most = _most_kept(layer)
+        if most is None:
+            return None
+    if (cache := getattr(layer, "kv_cache", None)) is not None:
+        return CacheLayer(layer, cache, most)
     cache = KVCache()
     if layer.is_initialized and layer.keys is not None and layer.values is not None and layer.keys.numel() > 0:
         cache.append(layer.keys, layer.values)
@@ -192,8 +193,6 @@ def _is_plain(cache: Any) -> bool:
 
 
 def _most_kept(layer: Any) -> int | None:
-    """Number of tokens that a sliding layer keeps, if the others are never read again; None of other layers."""
-    if not isinstance(layer, DynamicSlidingWindowLayer):
-        return None
+    """Number of tokens that a sliding layer keeps, if the others are never read again."""
     window: int = layer.sliding_window
     return None if getattr(layer, "record_past", False) or window < _LEAST_WINDOW else window - 1

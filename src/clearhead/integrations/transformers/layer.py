@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,8 +69,7 @@ _SEPARATE: Final = 3
 # ---- what a call reads --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """What a fused call reads, besides weights.
 
     Attributes:
@@ -179,7 +178,7 @@ def with_memory(call: LayerCall, core: Any, projections: Projections, given: Arg
     elif is_causal_alone(core):
         return None
     tokens = call.tokens if view is not None else (*call.tokens, states)
-    return replace(call, tokens=tokens, masks=(*call.masks, allowed), caches=(*call.caches, view))
+    return call._replace(tokens=tokens, masks=(*call.masks, allowed), caches=(*call.caches, view))
 
 
 def _cached_memory(past: Any, place: Any, projections: Projections, states: Tensor) -> CacheView | None:
@@ -208,7 +207,7 @@ def attention_output(
         module,
         (x.shape[-1], x.dtype, rotary),
         lambda: attention_of(row, module, x, rotary, formulas),
-        may_be_hooked=(module, core),
+        may_be_hooked=lambda: (module, core),
         views=len(row.projections) == 1,
     )
     call = None if reading is None else call_of(core, reading[0], given, interface)
@@ -250,7 +249,7 @@ def layer_output(
         layer,
         (x.shape[-1], x.dtype, rotary),
         lambda: layer_of(match, layer, x, rotary, formulas),
-        may_be_hooked=(layer, *modules, *cores),
+        may_be_hooked=lambda: (layer, *modules, *cores),
         views=match.has_views,
     )
     if match.is_disentangled:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -207,8 +207,7 @@ class _Unreadable(Exception):
     """A mask function that is unknown, or cannot be read in this call."""
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """The sizes of a call, and where in the sequence its queries and keys begin."""
 
     batch: int

@@ -10,7 +10,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from clearhead.integrations.torch.parts import is_plain
 from clearhead.shapes import Float
 from clearhead.torch_private import version_of
 
@@ -47,15 +46,13 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"]
     if not isinstance(given, tuple) or len(given) != 2 or torch.is_autocast_enabled("cpu"):
         return None
     cosine, sine = given
-    if not isinstance(cosine, Tensor) or not isinstance(sine, Tensor) or cosine.dtype is not dtype:
+    if type(cosine) is not Tensor or type(sine) is not Tensor or cosine.dtype is not dtype:
         return None
     last: tuple[_LastAngles, ...] = getattr(_LAST, "entries", ())
     versions = version_of(cosine), version_of(sine)
     for entry in last:
         if entry.cosine() is cosine and entry.sine() is sine and entry.versions == versions:
             return entry.angles
-    if not is_plain(cosine, sine):
-        return None
     angles = _made(cosine, sine)
     _LAST.entries = (_LastAngles(ref(cosine), ref(sine), versions, angles), *last[: _KINDS - 1])
     return angles
@@ -76,5 +73,6 @@ def _made(cosine: Tensor, sine: Tensor) -> Tensor | None:
         first, second = torch.cat((cosine, sine), -1).view(*cosine.shape[:2], 2, 2, -1).unbind(-2)
         if not torch.equal(first, second):
             return None
-        same_for_all = len(first) == 1 or torch.equal(first, first[:1].expand_as(first))
-        return (first[0] if same_for_all else first).reshape(-1, cosine.shape[-1]).float()
+        if len(first) > 1 and torch.equal(first, first[:1].expand_as(first)):
+            first = first[:1]
+        return first.reshape(-1, cosine.shape[-1]).float()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from clearhead.integrations.transformers.layer import (
     unpadded_of,
     with_memory,
 )
-from clearhead.integrations.transformers.match import at
+from clearhead.integrations.transformers.match import LayerMatch, at
 from clearhead.integrations.transformers.specs import hooked, layer_of
 from clearhead.nn.cache_view import CacheView, same_view
 from clearhead.nn.fused import takes_parts
@@ -125,36 +126,57 @@ def forward_of_layers(owner: nn.Module, layers: Sequence[Any], args: tuple[Any, 
     return output if output is None or fast.length == 0 else (output, *(None,) * (fast.length - 1))
 
 
-def _stack_output(owner: nn.Module, layers: Sequence[Any], fast: LayerForward, given: Arguments) -> Tensor | None:
-    match, x, rotary = fast.match, given.tokens, bool(given.rotary)
-    try:
-        attentions = [[at(layer, path) for path in match.row.attentions] for layer in layers]
-        cores = [
-            [at(module, row.core) for module, row in zip(modules, match.attentions, strict=True)]
-            for modules in attentions
-        ]
-    except AttributeError:
-        return None
-    outer = [*layers, *(each for each in (*attentions, *cores) for each in each)]
-    if (any_hooks(map(vars, outer)) and any(map(hooked, outer))) or (fast.interface and not is_ours(cores[0][0])):
-        return None
+class _LayersRead(NamedTuple):
+    """What was read from a list of layers.
 
-    def read() -> Stack | None:
-        stacks = [layer_of(match, layer, x, rotary, fast.formulas) for layer in layers]
+    Attributes:
+        stack: weights and options.
+        cores: what computes each attention of each layer.
+        outer: the layers, their attentions and cores.
+    """
+
+    stack: Stack
+    cores: Sequence[Sequence[Any]]
+    outer: Sequence[nn.Module]
+
+
+def _stack_output(owner: nn.Module, layers: Sequence[Any], fast: LayerForward, given: Arguments) -> Tensor | None:
+    x, rotary = given.tokens, bool(given.rotary)
+
+    def read() -> _LayersRead | None:
+        stacks = [layer_of(fast.match, layer, x, rotary, fast.formulas) for layer in layers]
         if None in stacks:
             return None
-        return Stack([each.layers[0] for each in stacks if each is not None])
+        stack = Stack([each.layers[0] for each in stacks if each is not None])
+        return _LayersRead(stack, *_attending_parts(layers, fast.match))
+
+    def may_be_hooked() -> Sequence[nn.Module]:
+        return owner, *_attending_parts(layers, fast.match)[1]
 
     key = (x.shape[-1], x.dtype, rotary)
-    stack = cached_reading(owner, key, read, may_be_hooked=(owner, *outer), views=match.has_views)
-    call = None if stack is None else call_of(cores[0][0], stack.attentions[0], given, fast.interface)
-    if call is not None and stack is not None and len(cores[0]) > 1:
+    reading = cached_reading(owner, key, read, may_be_hooked=may_be_hooked, views=fast.match.has_views)
+    if reading is None or (any_hooks(map(vars, reading.outer)) and any(map(hooked, reading.outer))):
+        return None
+    stack, cores, _ = reading
+    if fast.interface and not is_ours(cores[0][0]):
+        return None
+    call = call_of(cores[0][0], stack.attentions[0], given, fast.interface)
+    if call is not None and len(cores[0]) > 1:
         call = with_memory(call, cores[0][1], stack.attentions[1], given)
-    call = None if stack is None or call is None else _call_of_all(call, cores, stack, given)
-    if stack is None or call is None:
+    call = None if call is None else _call_of_all(call, cores, stack, given)
+    if call is None:
         return None
     unpadded = unpadded_of(layers[0], given) if given.memory is None and given.cache is None else None
     return run_fused(stack, call, unpadded)
+
+
+def _attending_parts(layers: Sequence[Any], match: LayerMatch) -> tuple[Sequence[Sequence[Any]], Sequence[nn.Module]]:
+    """What computes each attention of each layer; and the same with the attentions and the layers, as one list."""
+    attentions = [[at(layer, path) for path in match.row.attentions] for layer in layers]
+    cores = [
+        [at(module, row.core) for module, row in zip(modules, match.attentions, strict=True)] for modules in attentions
+    ]
+    return cores, [*layers, *chain.from_iterable((*attentions, *cores))]
 
 
 def _call_of_all(call: LayerCall, cores: Sequence[Sequence[Any]], stack: Stack, given: Arguments) -> LayerCall | None:
@@ -167,12 +189,12 @@ def _call_of_all(call: LayerCall, cores: Sequence[Sequence[Any]], stack: Stack, 
     assert view is not None
     for place, core in enumerate(cores):
         layer = cache_layer_of(past, getattr(core[0], "layer_idx", None)) if place else of_first
-        if layer is None or layer.length != of_first.length or layer.most != of_first.most:
+        if layer is None or layer.most != of_first.most:
             return None
         other = (same_view(view, layer.cache) if layer.most is None else None) if place else view
         if other is None:
             other = layer.view(given.tokens, first.num_kv_heads, first.head_dim)
-        if other is None:
+        if other is None or other.length != view.length:
             return None
         growing.append(layer)
         caches.append(other)
@@ -181,4 +203,4 @@ def _call_of_all(call: LayerCall, cores: Sequence[Sequence[Any]], stack: Stack, 
             if (memory is None) != (call.caches[1] is None):
                 return None
             caches.append(memory)
-    return replace(call, caches=tuple(caches), growing=tuple(growing))
+    return call._replace(caches=tuple(caches), growing=tuple(growing))
