@@ -423,11 +423,16 @@ class Wrapped(nn.Module):
 def test_a_copy_whose_attention_was_replaced_runs_its_layers_one_by_one() -> None:
     model, call = frozen("bert"), FAMILIES["bert"].call(TOKENS, "none")
     before = results(model, call, gradients=False)
-    copied = copy.deepcopy(model)
-    for _ in range(2):
+    for is_read in (False, True):
+        copied = copy.deepcopy(model)
+        if is_read:
+            equal(results(copied, call, gradients=False), before)
         (layers,) = (each for each in copied.modules() if isinstance(each, nn.ModuleList))
         layers[1].attention = Wrapped(layers[1].attention)
-        torch.testing.assert_close(results(copied, call, gradients=False), before, rtol=FAR, atol=FAR)
+        with fused_calls() as kinds:
+            torch.testing.assert_close(results(copied, call, gradients=False), before, rtol=FAR, atol=FAR)
+        assert "stack" not in kinds
+        assert "layer" in kinds
 
 
 def test_loops_over_the_layers_outside_the_model_get_each_of_them() -> None:

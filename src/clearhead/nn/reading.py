@@ -56,9 +56,10 @@ def cached_reading(
     if reading is not None and reading.is_current(key):
         return reading.record  # type: ignore[return-value]
     try:
-        state = (_FrozenState if is_frozen(module) else _State)(module, may_be_hooked())
+        outer = may_be_hooked()
     except AttributeError:
         return None
+    state = (_FrozenState if is_frozen(module) else _State)(module, outer)
     if state.is_hooked():
         return None
     viewed: list[_Viewed | _ViewedParts] = []

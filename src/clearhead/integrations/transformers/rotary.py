@@ -33,7 +33,7 @@ _KINDS: Final = 2
 
 def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"] | None:
     """Cosines and then sines of each token's angles, if they need no gradient; None otherwise. All layers of a kind
-    are given the same two tensors, which are read once.
+    are given the same two tensors, which are read once. For calls without tracers, modes and transforms.
 
     Args:
         given: a model's ``position_embeddings``: cosines and sines, ``[batch | 1, len, head_dim]`` each, whose second
