@@ -283,6 +283,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_same_bits_and_time_nothing() -> None:
     environment = {"CLEARHEAD_ISA": "", "CLEARHEAD_PROJECTION": "", "CLEARHEAD_NATIVE": ""}
     done = [reported(CHOSEN, environment=environment) for _ in range(2)]

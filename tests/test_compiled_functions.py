@@ -48,7 +48,7 @@ VERBS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "entropy": lambda q, k, v: ch.observe_attention(q, k, v, want=ch.Want(entropy=True)).entropy,  # type: ignore[dict-item, return-value]
 }
 #: One of each way in which a verb runs; the others are slow together.
-QUICK = ("attention", "top-k", "dilated", "linear", "delta", "entropy")
+QUICK = ("attention", "top-k", "delta", "entropy")
 
 
 @pytest.fixture(autouse=True)

@@ -117,7 +117,7 @@ def test_missing_operator_raises_attribute_error() -> None:
     loaded_by("import clearhead; assert not hasattr(torch.ops.clearhead, 'attend')")
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", ["clearhead", "clearhead.ops.library", "clearhead.compiled"])
 def test_exported_program_loads_and_trains_after_an_import(imports: str, tmp_path: Path) -> None:
     path = tmp_path / "program.pt2"

@@ -110,6 +110,7 @@ def _compiled(function: Callable[..., Tensor], **options: object) -> Callable[..
     return compiled
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled inside", "compiled outside"])
 def test_compiled_module_follows_the_setting_of_the_call(first: bool) -> None:
     torch.manual_seed(0)

@@ -78,6 +78,7 @@ def test_unlisted_release_is_refused_in_one_line(only: str, ran: list[str], caps
     assert ran == []
 
 
+@pytest.mark.slow
 def test_release_that_pip_does_not_find_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(matrix, "FOLDER", tmp_path)
     (tmp_path / "shared").mkdir()

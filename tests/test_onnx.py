@@ -98,6 +98,7 @@ def case(name: str) -> Any:
     return pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow)
 
 
+@pytest.mark.covering(0)
 @OPSETS
 @pytest.mark.parametrize("name", [case(name) for name in (*EXPRESSED, *PLAINLY)])
 def test_call_gives_the_same_values(name: str, opset: int) -> None:
@@ -107,6 +108,7 @@ def test_call_gives_the_same_values(name: str, opset: int) -> None:
     assert ("Softmax" in counts) != ("Attention" in counts)
 
 
+@pytest.mark.slow
 def test_empty_row_gives_zero_output() -> None:
     inputs = draw()
     (result,) = run(export(Call(mask=ch.Dense(table())), inputs), inputs)
@@ -203,6 +205,7 @@ def refusal(module: nn.Module, *inputs: Tensor) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_dropout_is_refused() -> None:
     line = "attention: dropout must be 0 under torch.onnx.export; got 0.1. Call model.eval() first"
     assert line in refusal(Call(dropout=0.1), *draw())
@@ -222,6 +225,7 @@ def test_statistics_are_refused() -> None:
     assert "observe_attention: the call must be one that ONNX can express" in refusal(Observed(), *draw())
 
 
+@pytest.mark.slow
 def test_wrong_shapes_are_refused() -> None:
     query, key, value = draw()
     assert "attention: key must have query's head_dim 8" in refusal(Call(), query, key[..., :4], value)

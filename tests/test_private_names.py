@@ -139,6 +139,7 @@ def _assigned(node: ast.AST) -> Iterator[str]:
         yield from (part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name))
 
 
+@pytest.mark.slow
 def test_tests_use_no_private_names_of_ours() -> None:
     files = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py"), *TOOLS.glob("*.py")]
     names = {file: underscored(file.read_text(encoding="utf-8")) for file in files}

@@ -30,6 +30,7 @@ def _fresh_compiler() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "mask", [None, ch.Causal(), ~ch.Window(2), ch.MaskFunction(lambda b, h, i, j: (i + j) % 2 == 0)], ids=repr
 )
@@ -45,6 +46,7 @@ def test_compiled_equals_eager(mask: ch.Mask | None) -> None:
         torch.testing.assert_close(traced, eager)
 
 
+@pytest.mark.slow
 def test_compiled_with_inductor() -> None:
     block, x, lengths = Block(ch.Causal()), torch.randn(2, 9, 16), torch.tensor([9, 4])
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(x, lengths), block(x, lengths))
@@ -109,6 +111,7 @@ class Learned(nn.Module):
         return ch.attention(x, x, x, scores=[self.near, self.loud, ch.SoftCap(5.0)], mask=ch.Causal())
 
 
+@pytest.mark.covering(0)
 @constants_of_any_class
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_functions_train_what_they_close_over(backend: str) -> None:

@@ -116,6 +116,7 @@ def spoil(tensors: list[Tensor], seed: int) -> None:
         tensor[at] = SPECIAL[int(torch.randint(3, (), generator=generator))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("seed", [3, pytest.param(range(8), marks=pytest.mark.slow)], ids=["one", "many"])

@@ -75,6 +75,7 @@ def dtypes_of(backend: str) -> list[torch.dtype]:
     return half if backend == "native" else [torch.float64, *half]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("mask", [None, ch.Causal()], ids=repr)

@@ -15,7 +15,7 @@ from clearhead.train import GradientSum
 from tests.agreement import needs_native
 from tests.bridges.hf_models import MODELS, eager, inputs, transformers
 from tests.net.calls import as_tensor, equal
-from tests.net.families import BATCH, FAMILIES, TOKENS, TRANSFORMERS_4
+from tests.net.families import BATCH, FAMILIES, TOKENS, TRANSFORMERS_4, by_structure
 
 pytestmark = needs_native
 
@@ -134,7 +134,7 @@ POOLED = {"vit": ("classifier.",)}
 MIXING = {"whisper", "deberta-v2", "clip", "siglip"}
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in MIXING])
+@pytest.mark.parametrize("name", by_structure([name for name in FAMILIES if name not in MIXING]))
 @torch.enable_grad()
 def test_gradients_have_the_order_of_sequences_or_are_named(name: str) -> None:
     if name == "t5" and TRANSFORMERS_4:

@@ -73,7 +73,7 @@ def listens(url: str) -> bool:
         return made.connect_ex(("127.0.0.1", urlsplit(url).port or 0)) == 0
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("working", [False, True])
 def test_requested_port_is_used_and_control_c_leaves_no_files(tmp_path: Path, working: bool) -> None:
     with socket.socket() as free:

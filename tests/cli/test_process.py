@@ -235,6 +235,7 @@ def test_interruption_at_any_moment_is_one_line(words: tuple[str, ...]) -> None:
             assert (process.returncode, said) == (130, LINE)
 
 
+@pytest.mark.slow
 def test_interruption_within_executed_text_has_the_same_status(tmp_path: Path) -> None:
     """CPython would end such a process by the signal, also where the exception was caught."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -61,6 +61,7 @@ def test_any_number_of_ranks_gives_the_same_bits(
     assert written == json.loads(json.dumps(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.skipif(isa_name() is None, reason="torch's kernels may round by the number of threads")
 def test_the_number_of_threads_has_no_influence(model: Path, data: Path, alone: dict[str, Any]) -> None:

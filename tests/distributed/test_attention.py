@@ -75,7 +75,7 @@ def test_output_and_gradients_are_those_of_one_process(layout: str, ranks: int) 
     assert run_ranks(_compare, ranks, METHODS, layout, 66, list(CASES), torch.float32, HEADS) == [[]] * ranks
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     names = ["causal", "rules", "dropout"]
@@ -89,7 +89,7 @@ def test_blocks_longer_than_a_tile_and_a_piece(layout: str) -> None:
     assert run_ranks(_compare, 2, METHODS, layout, 1_301, names, torch.float32, HEADS, timeout=400) == [[], []]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [97, 2 * 96 + 66])
 def test_parts_that_end_within_a_block_of_queries(length: int) -> None:
     names = ["full", "causal", "window", "dropout", "rules"]
@@ -224,6 +224,7 @@ def _sent(method: str, mask: ch.Mask | None, length: int) -> int:
     return sent.bytes
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_needed_keys_alone_are_sent(method: str) -> None:
     mask, length, ranks = ch.Causal() & ch.Window(31), 512, 8

@@ -48,7 +48,7 @@ def lost(said: Path, rank: int, how: str, collective: bool) -> None:
         time.sleep(50.0)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "rank", "how", "collective"),
     [

@@ -193,6 +193,7 @@ def _gradient_error(model: nn.Module, expected: nn.Module) -> float:
 DIVIDED = [pytest.param(axis, marks=pytest.mark.slow) for axis in ("data", "shard")] + ["tensor", "context"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("axis", DIVIDED)
 def test_padded_encoder_decoder_is_equal(axis: str) -> None:
     for errors in run_ranks(_seq2seq_errors, 2, (axis,), (2,), "zigzag"):
@@ -222,6 +223,7 @@ def _classifier_errors(axis: str, pooling: str, dropout: float) -> dict[str, flo
     return {"logits": float((logits - whole[rows]).detach().abs().max()), "gradient": _gradient_error(model, expected)}
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("axis", DIVIDED)
 @pytest.mark.parametrize(
     ("pooling", "dropout"), [("mean_max", 0.2), pytest.param("first", 0.0, marks=pytest.mark.slow)]
@@ -328,6 +330,7 @@ def _generated(axis: str) -> bool:
     return torch.equal(*one) and all(map(torch.equal, *several))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("axis", [pytest.param("data", marks=pytest.mark.slow), "shard", "tensor"])
 def test_parallelized_model_generates_as_in_one_process(axis: str) -> None:
     assert all(run_ranks(_generated, 2, axis))
@@ -426,6 +429,7 @@ def _errors_in_16_bits(axis: str) -> tuple[float, float]:
     return tuple(float(error.square().mean().sqrt()) for error in errors)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", DIVIDED)
 def test_bfloat16_on_two_ranks_is_as_exact_as_in_one_process(axis: str) -> None:
     # A sum of two rounded halves in place of one: one more rounding in each sublayer.

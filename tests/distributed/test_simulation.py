@@ -255,6 +255,7 @@ def _sent(call: tuple[str, Any, Mask, AttentionSizes, int]) -> tuple[int, int]:
     return forward.bytes, backward.bytes
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("method", METHODS)
 def test_simulated_bytes_are_those_that_attention_sends(method: Any) -> None:
     length, ranks = 640, 2

@@ -173,6 +173,7 @@ def as_attention(name: str) -> Callable[..., Tensor]:
     return attention
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", tiered(ALL))
 def test_the_laws_that_apply(name: str) -> None:
     laws = set(LAWS) - NOT_OF.get(name, set())
@@ -240,6 +241,7 @@ def test_any_sizes_and_a_copy(name: str) -> None:
 COMPILED = ("gated_delta_net", "native_sparse_attention", "swin_windows", "perceiver_resampler")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "name", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 )

@@ -78,7 +78,7 @@ OWED: dict[str, tuple[Callable[[Lab], bytes], bytes]] = {
 }
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("owed", OWED)
 def test_connection_ends_that_owes_a_request(lab: Lab, owed: str) -> None:
     first, drip = OWED[owed]
@@ -104,6 +104,7 @@ def _connections(lab: Lab) -> list[Any]:
     return list(lab.server.server_state.connections)
 
 
+@pytest.mark.slow
 def test_response_that_is_read_steadily_arrives_whole(lab: Lab) -> None:
     with _opened(lab) as made:
         made.sendall(_large(lab).replace(b"Content-Type", b"Connection: close\r\nContent-Type"))

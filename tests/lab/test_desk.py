@@ -114,6 +114,7 @@ def test_jobs_beyond_the_limit_wait_or_are_busy() -> None:
         assert asked(lab, "held", {"n": 4}).last["result"]["n"] == 4
 
 
+@pytest.mark.slow
 def test_job_that_waits_too_long_is_busy_and_leaves_the_queue() -> None:
     blocking = Blocking()
     with running(limits=SMALL, works=[blocking.work]) as lab, ThreadPoolExecutor(4) as pool:
@@ -164,6 +165,7 @@ def test_job_ends_at_its_time_limit() -> None:
             until(lambda: lab.desk.num_jobs == 0, 2)
 
 
+@pytest.mark.slow
 def test_job_without_steps_is_answered_at_its_time_limit() -> None:
     let = threading.Event()
 

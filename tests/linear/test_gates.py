@@ -59,6 +59,7 @@ def test_smallest_log_gates_clear_the_earlier_state_only(
                     torch.testing.assert_close(grad, other, rtol=close, atol=close * max(1.0, float(other.abs().max())))
 
 
+@pytest.mark.slow
 def test_compiled_call_takes_smallest_log_gates() -> None:
     member = MEMBERS["gate per channel"]
     inputs = member.draw(dtype=torch.float32)

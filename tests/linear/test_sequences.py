@@ -63,6 +63,7 @@ def test_nan_after_a_document_affects_no_gradient(name: str, native: bool, monke
     assert spoiled(inputs, ch.Documents([10, 8])) == spoiled(inputs.cut(10, 18), None)
 
 
+@pytest.mark.slow
 def test_padding_is_one_graph_under_compile() -> None:
     x = torch.randn(2, 3, 9, 4, generator=torch.Generator().manual_seed(1))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from tests.bridges.hf_models import in_float64
 from tests.net.calls import Call
 from tests.net.modules import distinct, tokens
 
-__all__ = ["FAMILIES", "TOKENS", "TRANSFORMERS_4", "Family"]
+__all__ = ["FAMILIES", "TOKENS", "TRANSFORMERS_4", "Family", "by_structure"]
 
 TRANSFORMERS_4: Final = transformers.__version__.startswith("4.")
 
@@ -328,3 +329,12 @@ _TRANSFORMERS: Final = (
 )  # fmt: skip
 
 FAMILIES: Final[Mapping[str, Family]] = {family.name: family for family in (*_TORCH, *_TRANSFORMERS)}
+
+#: One family of each layer structure.
+_STRUCTURES = ("torch encoder", "torch decoder layer", "llama", "gemma2", "gpt2", "bert", "modernbert", "t5")
+
+
+def by_structure(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: names of families and others; all but one family of each layer structure are slow."""
+    quick = {*names} - FAMILIES.keys() | {*_STRUCTURES}
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from tests.covering import covering
 from tests.net.calls import Call, as_tensor, distance, hooked, results
 from tests.net.changes import CHANGES, OF_LAYERS, linear_layers
-from tests.net.families import FAMILIES, TOKENS, TRANSFORMERS_4
+from tests.net.families import FAMILIES, TOKENS, TRANSFORMERS_4, by_structure
 from tests.net.modules import MODULES, typical
 
 FAR = 1e-4
@@ -139,7 +139,7 @@ def _dropouts(model: nn.Module) -> list[str]:
 WITH_DROPOUT = [name for name, family in FAMILIES.items() if _dropouts(family.plain(0.4))]
 
 
-@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize("name", by_structure(WITH_DROPOUT))
 def test_dropout_in_training_mode_drops_in_each_module_alone(name: str) -> None:
     family, call = FAMILIES[name], subject(name).call
     model, plain = family.swapped(0.4), family.plain(0.4)

@@ -11,11 +11,10 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from tests.net.calls import Call, as_tensor, equal, results
-from tests.net.families import FAMILIES, TOKENS
+from tests.net.families import FAMILIES, TOKENS, by_structure
 from tests.net.modules import MODULES, Module, typical
 
-KINDS = [kind for kind in MODULES if kind != "MultiHeadAttention"]
-NAMES = [*FAMILIES, *KINDS, "MultiHeadAttention"]
+EACH = pytest.mark.parametrize("name", by_structure([*FAMILIES, *MODULES]))
 
 #: Families whose configs have no dropout.
 WITHOUT_DROPOUT = ("clip", "siglip")
@@ -37,7 +36,7 @@ def _loss(model: Any, call: Call, seed: int = 7) -> Tensor:
     return (output * torch.randn(output.shape, generator=generator)).sum()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_training_is_reproducible_from_one_seed(name: str) -> None:
     model, call = subject(name, 0.3)
     assert torch.equal(_loss(model, call), _loss(model, call, seed=8)) == (name in WITHOUT_DROPOUT)
@@ -45,7 +44,7 @@ def test_training_is_reproducible_from_one_seed(name: str) -> None:
     equal(results(model, call), first)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_gradients_use_the_dropout_of_forward(name: str) -> None:
     """The loss of one seed changes along a direction of all parameters by the directional derivative."""
     model, call = subject(name, 0.3)
@@ -66,7 +65,7 @@ def test_gradients_use_the_dropout_of_forward(name: str) -> None:
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(promised, rel=0.05)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_dropout_of_probability_0_has_no_effect(name: str) -> None:
     model, call = subject(name, 0.0)
     trained = results(model, call)

@@ -303,6 +303,7 @@ def _model(name: str, pack: bool = False) -> tuple[Any, Callable[[], Any], Any]:
     return module, row.make, row.call()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", [name for name in CHANGES if name != "optimizer step"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "LanguageModel"])
 @pytest.mark.parametrize("pack", [False, True], ids=["as they are", "packed"])

@@ -27,9 +27,9 @@ def _params(rows: list[Module], *pytest_marks: pytest.MarkDecorator) -> list[obj
     return [pytest.param(row, id=row.name, marks=pytest_marks) for row in rows]
 
 
-def _in_turns(rows: list[Module]) -> list[object]:
-    """All rows; all but every twelfth are slow, which leaves each kind one."""
-    return [*_params(rows[::12]), *(one for n in range(1, 12) for one in _params(rows[n::12], pytest.mark.slow))]
+def _in_turns(rows: list[Module], step: int) -> list[object]:
+    """All rows; all but every ``step``-th are slow."""
+    return [*_params(rows[::step]), *(one for n in range(1, step) for one in _params(rows[n::step], pytest.mark.slow))]
 
 
 @pytest.mark.parametrize("row", [*_params(PAIRS), *_params(TRIPLES, pytest.mark.slow)])
@@ -46,7 +46,7 @@ def test_fused_module_equals_unfused_module(row: Module) -> None:
         agree(fused, unfused, exact, TERMS)
 
 
-@pytest.mark.parametrize("row", [row for row in PAIRS if row.kind != "FeedForward"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", _in_turns([row for row in PAIRS if row.kind != "FeedForward"], 2))
 def test_observed_module_equals_unobserved_module(row: Module) -> None:
     module, call = row.make(), row.call()
     plain = results(module, call)
@@ -59,7 +59,7 @@ def test_observed_module_equals_unobserved_module(row: Module) -> None:
         assert distance(watched, plain) < FAR[row.dtype]
 
 
-@pytest.mark.parametrize("row", _in_turns(PAIRS))
+@pytest.mark.parametrize("row", _in_turns(PAIRS, 12))
 def test_other_devices_use_no_kernel(row: Module) -> None:
     """The kernels read CPU memory. The meta device stands for every other one; lengths stay where they are read."""
     module, call = row.make().to("meta"), row.call()

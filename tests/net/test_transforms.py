@@ -17,20 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from tests.net.calls import Call, as_tensor, distance, equal, hooked, results
-from tests.net.families import FAMILIES, TOKENS, Family
+from tests.net.families import FAMILIES, TOKENS, Family, by_structure
 
 FAR = 1e-4
-
-
-#: One family of each layer structure; all families together are slow.
-QUICK = ("torch encoder", "torch decoder layer", "llama", "gemma2", "gpt2", "bert", "modernbert", "t5")
-EACH = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name, family in FAMILIES.items()
-    ],
-)
+EACH = pytest.mark.parametrize("name", by_structure(FAMILIES))
 
 
 def _both(family: Family, of: Callable[[Any, Call], dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -53,7 +43,8 @@ def _penalty(model: Any, call: Call) -> dict[str, Tensor]:
 
 
 @EACH
-def test_gradient_penalty(family: Family) -> None:
+def test_gradient_penalty(name: str) -> None:
+    family = FAMILIES[name]
     actual, right = _both(family, _penalty)
     assert distance(actual, right) < 10 * FAR
 
@@ -69,7 +60,8 @@ def _jacobian(model: Any, call: Call) -> dict[str, Tensor]:
 
 
 @EACH
-def test_vectorized_jacobian(family: Family) -> None:
+def test_vectorized_jacobian(name: str) -> None:
+    family = FAMILIES[name]
     actual, right = _both(family, _jacobian)
     # A key bias shifts all scores of a row equally: its derivatives are 0 except for rounding.
     torch.testing.assert_close(actual["jacobian"], right["jacobian"], rtol=FAR, atol=1e-6)
@@ -82,7 +74,8 @@ def _counted(model: nn.Module, call: Call) -> int:
 
 
 @EACH
-def test_operations_are_counted(family: Family) -> None:
+def test_operations_are_counted(name: str) -> None:
+    family = FAMILIES[name]
     call, plain = family.call(TOKENS, "none"), family.plain()
     with hooked(plain):
         wanted = _counted(plain, call)
@@ -91,7 +84,8 @@ def test_operations_are_counted(family: Family) -> None:
 
 
 @EACH
-def test_copies_and_pickles_are_independent_models(family: Family) -> None:
+def test_copies_and_pickles_are_independent_models(name: str) -> None:
+    family = FAMILIES[name]
     model, call = family.swapped(), family.call(TOKENS, "none")
     right = results(model, call)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -103,7 +97,8 @@ def test_copies_and_pickles_are_independent_models(family: Family) -> None:
 
 
 @EACH
-def test_modes_may_alternate(family: Family) -> None:
+def test_modes_may_alternate(name: str) -> None:
+    family = FAMILIES[name]
     model, call = family.swapped(), family.call(TOKENS, "none")
     right = results(family.swapped(), call)
     for mode in (torch.no_grad, torch.inference_mode, nullcontext):
@@ -120,7 +115,8 @@ def _for_several_gradients(model: Any, call: Call) -> dict[str, Tensor]:
 
 
 @EACH
-def test_autocast(family: Family) -> None:
+def test_autocast(name: str) -> None:
+    family = FAMILIES[name]
     call = family.call(TOKENS, "none")
     exact = _for_several_gradients(family.exact(), call.to(torch.float64))
     plain = family.plain()

@@ -43,6 +43,7 @@ def _modules() -> dict[str, nn.Module]:
     }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["attention", "rotary, grouped, rules", "block"])
 @pytest.mark.parametrize("mask", [None, ch.Causal() & ch.Window(3), ch.Padding([7, 4])], ids=repr)
 def test_compiles_as_one_graph_forward_and_backward(kind: str, mask: ch.Mask | None) -> None:
@@ -145,6 +146,7 @@ def test_a_compiled_language_model_generates_the_same() -> None:
     assert torch.equal(model.generate(ids, 6, temperature=0.0), expected)
 
 
+@pytest.mark.slow
 def test_a_cached_step_compiles_as_one_graph() -> None:
     torch.manual_seed(0)
     module = ch.nn.MultiHeadAttention(8, 2)

@@ -376,6 +376,7 @@ def test_exception_propagates_and_ends_the_block(x: Tensor) -> None:
     assert len(records) == 3
 
 
+@pytest.mark.slow
 def test_compiled_model_raises_that_it_was_not_observed(x: Tensor) -> None:
     model = encoder()
     model.compile_blocks(backend="eager")

@@ -77,6 +77,7 @@ def test_linear_operators_pass_opcheck(layout: str, dtype: torch.dtype) -> None:
         _check("linear_weight_gradient", grad, x, with_bias)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("layout", "dtype"), EACH)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_linear_operator_passes_opcheck(layout: str, dtype: torch.dtype, bits: int) -> None:
@@ -99,6 +100,7 @@ def test_row_operators_pass_opcheck_with_any_number_of_axes(shape: tuple[int, ..
     _check("dropout_add", x, None, 0, 0)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("layout", "dtype", "kind"),
     _covering([*LAYOUTS] * 3, [*DTYPES, *DTYPES[1:], DTYPES[0], *DTYPES[2:], *DTYPES[:2]], NormKind),
@@ -122,6 +124,7 @@ def test_rotary_passes_opcheck(dtype: torch.dtype, heads_first: bool) -> None:
     _check("rotary", x.transpose(1, 3).repeat(1, 2, 1, 1).transpose(1, 3)[..., :8], torch.randn(9, 8), 0, True)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("layout", "dtype", "levels"), _covering([*LAYOUTS] * 2, DTYPES[::-1], [0, 20000]))
 def test_dropout_add_passes_opcheck(layout: str, dtype: torch.dtype, levels: int) -> None:
     x = _x(layout, dtype)
@@ -357,16 +360,19 @@ def _backward_call(name: str, dtype: torch.dtype, needs: Callable[[int], bool]) 
     return torch.randn_like(output), tokens, tensors, saved, integers, numbers, chosen
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "dtype"), _covering(LEARNED, DTYPES))
 def test_block_forward_passes_opcheck(name: str, dtype: torch.dtype) -> None:
     _check("block_forward", *_forward_call(name, dtype, True))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "dtype"), _covering([*FORWARD, "pre-norm", "post-norm decoder"], DTYPES))
 def test_block_passes_opcheck(name: str, dtype: torch.dtype) -> None:
     _check("block", *_forward_call(name, dtype, False))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["table", "blocks of a table"])
 def test_a_masked_block_saves_its_output_in_float32(name: str) -> None:
     call = _forward_call(name, torch.bfloat16, True)

@@ -124,6 +124,7 @@ def _check(operator: str, arguments: Any, options: Options) -> None:
 # ---- attention -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "returns"), _covering(OPTIONS, (0, LSE | SOFTMAX | OUTPUT32, LSE)))
 def test_attention_forward_passes_opcheck(name: str, returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), OPTIONS[name]())
@@ -148,6 +149,7 @@ def test_attention_forward_passes_opcheck_with_statistics(returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), _statistics())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "layout", "dtype"), _covering(OPTIONS, LAYOUTS, DTYPES[:2]))
 def test_attention_gradients_pass_opcheck(name: str, layout: str, dtype: torch.dtype) -> None:
     arguments, options = _gradient_call(name, layout, dtype)
@@ -183,6 +185,7 @@ def test_gradients_of_one_side_pass_opcheck(name: str, side: Side) -> None:
     _check("attention_gradients", arguments, {**options, "side": int(side)})
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["distances", "dense bias", "soft-cap, then a bias"])
 def test_attention_gradients_of_rules_pass_opcheck(name: str) -> None:
     arguments, options = _gradient_call(name, "contiguous", torch.float32, learned=True)

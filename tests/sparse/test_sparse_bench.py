@@ -64,6 +64,7 @@ def test_crossover_is_where_a_pattern_remains_faster() -> None:
     assert "2.0e-07" in sheet.notes[-1]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "check_backends", lambda: {})
     monkeypatch.setattr(module, "sparse_rows", lambda rows=sparse_rows: rows()[:2])

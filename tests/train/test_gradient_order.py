@@ -70,7 +70,7 @@ def test_parts_of_any_size_train_the_weights_of_one_batch() -> None:
         assert _equal(odd, _weights(3, batch_size=13, accumulate=accumulate))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["lm", "classify"])
 def test_parts_under_autocast_train_the_weights_of_one_batch(task: str) -> None:
     def weights(**changes: Any) -> dict[str, Tensor]:
@@ -153,6 +153,7 @@ class _Stopped(Silent):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_run_in_micro_batches_that_was_interrupted_and_resumed(play: Path, tmp_path: Path) -> None:
     def run(name: str, **options: Any) -> dict[str, Tensor]:
         given = LanguageOptions(**{**OPTIONS, "steps": 6, "checkpoint_every": 2, **options})

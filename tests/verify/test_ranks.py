@@ -78,6 +78,7 @@ def gathers_keys(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | 
     return RIGHT(query, key, value, attn_mask)
 
 
+@pytest.mark.slow
 def test_torch_convention_passes_the_rows_of_the_rank() -> None:
     laws = ["windows", "float mask in gradients", "empty rows on one rank"]
     report = ch.verify(Distributed(gathers_keys), laws=[*laws, "sink", "dropout"])

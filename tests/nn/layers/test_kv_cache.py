@@ -56,6 +56,7 @@ def test_a_block_with_a_cache_matches_the_formula(
     assert kinds == ["layer"] * len(calls)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [

@@ -47,6 +47,7 @@ def test_output_and_every_gradient(norm_first: bool, dtype: torch.dtype, activat
     checked(module, tokens(dtype), memory_of(dtype), **MASKS[masks])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [

@@ -54,6 +54,7 @@ def test_gated_feedforwards_match_the_formula(
     checked(module, tokens(dtype), ch.Causal())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (32, 2, {"num_kv_heads": 1}),

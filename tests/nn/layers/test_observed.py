@@ -155,6 +155,7 @@ PARTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
