@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from clearhead.ops import library as native_library
+from clearhead.projection import named_by_variable
 from tests import processes  # noqa: F401 - its server of processes is to be that of run_ranks
 from tests.covering import covering
 from tests.inspector.chromium import chromium
@@ -25,9 +26,10 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
-def _best_instruction_set() -> Iterator[None]:
-    """A test that runs operators on another instruction set does so alone."""
+def _own_kernels() -> Iterator[None]:
+    """A test that runs operators on another instruction set, or names a GEMM, does so alone."""
     yield
+    named_by_variable.cache_clear()
     if (library := native_library.library()) is not None:
         library.ch_use_isa(native_library.isa_index())
 

@@ -22,6 +22,7 @@ from clearhead.testing import choices as named
 from clearhead.testing import processor
 from tests.agreement import draw, needs_native
 from tests.budget import within_budget
+from tests.gemms import name_gemm
 from tests.processes import reported
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -69,7 +70,7 @@ def _described(name: str) -> Processor:
 
 @pytest.fixture(autouse=True)
 def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
+    name_gemm(monkeypatch)
     monkeypatch.delenv("CLEARHEAD_ISA", raising=False)
 
 
@@ -226,7 +227,7 @@ def test_override_selects_the_backend() -> None:
 
 
 def test_override_takes_precedence_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     with named(gemm="torch"):
         assert gemm_path(F32, 512, 512, 512) is PATHS["torch"]
 

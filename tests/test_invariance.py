@@ -25,6 +25,7 @@ from clearhead.ops.library import library
 from clearhead.projection import project
 from clearhead.sparse import routed, top_k_attention
 from tests.agreement import needs_native
+from tests.gemms import name_gemm
 
 pytestmark = needs_native
 
@@ -218,7 +219,7 @@ def test_refused_call_runs_without_the_setting(name: str) -> None:
 
 
 def test_named_gemm_without_the_promise_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+    name_gemm(monkeypatch, "torch")
     with ch.invariant(), pytest.raises(UnsupportedError, match=r"must be native in invariant mode; got torch"):
         project(torch.ones(2, 3), torch.ones(4, 3))
 

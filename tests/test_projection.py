@@ -19,6 +19,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.nn.linear import Linear
 from clearhead.projection import KINDS, choice, linear, paths, project
 from tests.budget import within_budget
+from tests.gemms import name_gemm
 from tests.processes import reported
 
 ABSENT = {name: path.absent(torch.float32) for name, path in paths.PATHS.items()}
@@ -41,14 +42,14 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No path is forced, and the smallest GEMM has a choice."""
-    monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
+    name_gemm(monkeypatch)
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
 
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
+    name_gemm(monkeypatch, request.param)
     return str(request.param)
 
 
@@ -279,7 +280,7 @@ def test_the_variable_forces_a_path(value: str) -> None:
 
 def test_a_bad_variable_is_one_line_where_the_layer_is_built_or_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Linear(8, 8)
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "fast")
+    name_gemm(monkeypatch, "fast")
     for use in (lambda: Linear(8, 8), lambda: layer(torch.zeros(4, 8)), lambda: choice("forward")):
         with pytest.raises(UnsupportedError) as refused:
             use()
@@ -323,7 +324,7 @@ def test_doctor_shows_choice_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MATRIX", 64)
     monkeypatch.setattr(doctor, "ATTENTION", (1, 2, 32, 8))
     monkeypatch.setattr(doctor, "SECONDS_EACH", 0.0)
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+    name_gemm(monkeypatch, "torch")
     shown = CliRunner().invoke(app, ["doctor"]).stdout
     for kind in KINDS:
         line = next(line for line in shown.splitlines() if line.strip().startswith(kind))
@@ -335,7 +336,7 @@ def test_doctor_shows_choice_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {each["path"] for each in read["projections"]} == {"torch"}
     assert [each["basis"] for each in read["table"]] == [row.basis for row in sizes.TABLE]
     assert {each["dtype"] for each in read["attentions"]} == {"float32", "bfloat16", "float16"}
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "fast")
+    name_gemm(monkeypatch, "fast")
     refused = CliRunner().invoke(app, ["doctor"])
     assert refused.exit_code == 2
     assert refused.stderr.count("\n") == 1
@@ -348,7 +349,7 @@ def test_few_tokens_through_a_large_weight(dtype: torch.dtype, forced: str, monk
     which cost more."""
     if forced == "onednn" and paths.ONEDNN.absent(dtype) is not None:
         pytest.skip(f"{paths.ONEDNN.absent(dtype)}")
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", forced)
+    name_gemm(monkeypatch, forced)
     monkeypatch.setattr(sizes, "SMALL", 2**22)
     names: list[str] = []
     original = linear.path_of

@@ -23,6 +23,7 @@ from clearhead.testing import processor
 from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.dropped import keep_mask
+from tests.gemms import name_gemm
 
 pytestmark = needs_native
 
@@ -41,7 +42,7 @@ SHAPES = [((1,), 8, 16, 4), ((67,), 33, 70, 17), ((3, 5), 40, 24, 40), ((1300,),
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels, for every size."""
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     monkeypatch.setattr(sizes, "SMALL", 1)
 
 
@@ -346,7 +347,7 @@ def test_a_flop_counter_around_a_training_step_counts_every_gemm() -> None:
 
 @pytest.mark.parametrize("path", ["torch", "onednn"])
 def test_other_paths_run_unfused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
+    name_gemm(monkeypatch, path)
     if path == "onednn" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN product")
     assert project_activate_project(*_parts((5,), 4, 9, 3)) is None  # type: ignore[arg-type]
@@ -459,7 +460,7 @@ class TestFeedForward:
 
 
 def test_small_layers_use_the_kernels_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CLEARHEAD_PROJECTION")
+    name_gemm(monkeypatch)
     monkeypatch.setattr(sizes, "SMALL", 2**22)
     with processor("", []):
         assert choice("forward").path == "torch"
@@ -470,7 +471,7 @@ def test_small_layers_use_the_kernels_on_every_processor(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("small", ["expand", "contract"])
 def test_narrow_weight_is_fused(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GEMM alone takes the faster path; fusion saves more than that gains."""
-    monkeypatch.delenv("CLEARHEAD_PROJECTION")
+    name_gemm(monkeypatch)
     width, out = (8, 256) if small == "expand" else (256, 8)
     parts = _parts((4096,), width, 256, out)
     with processor("GenuineIntel", ["avx2"]):

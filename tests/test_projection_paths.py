@@ -14,6 +14,7 @@ from clearhead import choices as sizes
 from clearhead.errors import UnsupportedError
 from clearhead.projection import choice, paths, project
 from clearhead.testing import choices, processor
+from tests.gemms import name_gemm
 from tests.processes import reported
 
 OTHERS = [name for name, path in paths.PATHS.items() if path.absent(torch.float32) is None and name != "torch"]
@@ -22,7 +23,7 @@ OTHERS = [name for name, path in paths.PATHS.items() if path.absent(torch.float3
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The table is read anew, no path is forced, and the smallest GEMM has a choice."""
-    monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
+    name_gemm(monkeypatch)
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
     with choices():
@@ -33,12 +34,12 @@ def test_missing_operator_or_kernels_limit_the_choice(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     x, weight = torch.randn(4, 8), torch.randn(6, 8)
     there = " or ".join(["torch", *(name for name in OTHERS if name != "onednn")])
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    name_gemm(monkeypatch, "onednn")
     with pytest.raises(
         UnsupportedError, match=rf"^project: CLEARHEAD_PROJECTION must be {there} for float32 here; got onednn, but"
     ):
         choice("input gradient")
-    monkeypatch.delenv("CLEARHEAD_PROJECTION")
+    name_gemm(monkeypatch)
     monkeypatch.setattr(paths, "library", lambda: None)
     assert torch.equal(project(x, weight), F.linear(x, weight))
     with processor("AuthenticAMD", ["avx2"]):
@@ -46,7 +47,7 @@ def test_missing_operator_or_kernels_limit_the_choice(monkeypatch: pytest.Monkey
     assert chosen.path == "torch"
     assert "; native: the CPU kernels are not installed" in chosen.reason
     assert "; onednn: " in chosen.reason
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     refused = r"must be torch for float32 here; got native, but the CPU kernels are not installed\. Unset it\.$"
     with pytest.raises(UnsupportedError, match=refused):
         choice("input gradient")
@@ -70,7 +71,7 @@ def test_onednn_without_bfloat16_is_skipped_for_bfloat16_only(
     ]
     with processor("GenuineIntel", ["avx2", "avx512", "amx_bf16"]):
         assert choice("forward", torch.bfloat16).path == "torch"
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    name_gemm(monkeypatch, "onednn")
     assert choice("forward").path == "onednn"
     with pytest.raises(UnsupportedError, match=r"CLEARHEAD_PROJECTION must be torch.* for bfloat16 here; got onednn"):
         choice("input gradient", torch.bfloat16)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clearhead.testing import choices, fused_calls
+from tests.gemms import name_gemm
 
 #: Models with the structure of another one: slow here; ``tests/net`` runs every family.
 SAME_STRUCTURE = frozenset(
@@ -82,6 +83,6 @@ def fused_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the kernels' GEMM and attention on every processor."""
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     with choices(attention="native"):
         yield

@@ -18,6 +18,7 @@ from clearhead.integrations.torch.parts import SwappedLinear
 from clearhead.projection import choice, layer_gains
 from clearhead.testing import choices
 from tests.budget import within_budget
+from tests.gemms import name_gemm
 
 WIDTH, HIDDEN = 128, 160
 
@@ -144,7 +145,7 @@ def test_layers_parametrized_after_swap_compute_their_weight() -> None:
 
 
 def test_one_row_says_that_the_table_names_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CLEARHEAD_PROJECTION")
+    name_gemm(monkeypatch)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9)))
     with choices(gemm="torch"):
         report = ch.swap(model)
@@ -158,7 +159,7 @@ def test_one_row_says_that_the_table_names_torch(monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_variable_raises_before_anything_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.MultiheadAttention(8, 2), _mlp())
     kinds = [*map(type, model.modules())]
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "mkl")
+    name_gemm(monkeypatch, "mkl")
     with pytest.raises(ch.UnsupportedError, match="CLEARHEAD_PROJECTION must be one of"):
         ch.swap(model)
     assert [*map(type, model.modules())] == kinds

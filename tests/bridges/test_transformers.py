@@ -25,6 +25,7 @@ from clearhead.integrations.transformers.masks import MaskTensor
 from clearhead.projection import selection
 from tests.bridges.hf_models import BATCH, MODELS, TOKENS, VOCAB, as_double, eager, exact, inputs, real_logits
 from tests.budget import within_budget
+from tests.gemms import name_gemm
 
 Padding = Literal["left", "right", "none"]
 
@@ -286,7 +287,7 @@ def test_the_attention_implementation_can_be_set_by_name() -> None:
 def test_swap_keeps_parameters_and_unswap_restores_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LEAST_LAYER", 0)
     # On every processor linear layers gain by themselves.
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     model = eager(name)
     kinds = [type(module) for module in model.modules()]
     state = {key: value.data_ptr() for key, value in model.state_dict().items()}

@@ -22,6 +22,7 @@ from clearhead.nn.fused import fused_attention
 from clearhead.nn.linear import Linear
 from clearhead.testing import forbid_fused, force_fused, fused_calls
 from tests.agreement import needs_native
+from tests.gemms import name_gemm
 from tests.threads import on_threads
 
 pytestmark = needs_native
@@ -30,7 +31,7 @@ pytestmark = needs_native
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels for GEMMs of any size."""
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     monkeypatch.setattr(sizes, "SMALL", 1)
 
 
@@ -571,7 +572,7 @@ class TestFewTokens:
                 assert torch.equal(one, other)
 
     def test_torch_projections_run_op_by_op(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+        name_gemm(monkeypatch, "torch")
         attention, x = module(), tokens()
         for _ in range(3):
             unfused(attention, x)

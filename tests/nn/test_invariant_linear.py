@@ -16,6 +16,7 @@ from clearhead.nn.feedforward import FeedForward
 from clearhead.nn.linear import Linear, linear_each
 from clearhead.ops.library import library
 from clearhead.projection import ACTIVATIONS, project, project_activate, project_activate_project
+from tests.gemms import name_gemm
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not installed")
 
@@ -214,7 +215,7 @@ def test_transforms_raise_where_the_bits_would_be_torchs() -> None:
 
 
 def test_another_named_path_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+    name_gemm(monkeypatch, "torch")
     with pytest.raises(UnsupportedError, match="be native in invariant mode"):
         project(torch.ones(3, 8), torch.ones(4, 8))
 

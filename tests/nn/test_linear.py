@@ -15,6 +15,7 @@ from clearhead.nn.linear import Linear
 from clearhead.projection import KINDS, choice, linear
 from clearhead.projection.paths import PATHS
 from tests.budget import within_budget
+from tests.gemms import name_gemm
 
 OTHERS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}"))
@@ -28,7 +29,7 @@ ROWS, WIDTH, OUT = 64, 256, 320
 @pytest.fixture(autouse=True, params=OTHERS)
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force a path other than torch."""
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
+    name_gemm(monkeypatch, request.param)
     return str(request.param)
 
 
@@ -135,7 +136,7 @@ def test_models_use_this_linear() -> None:
 def test_a_model_trains_to_the_same_weights_on_either_path(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     for path in ("torch", forced):
-        monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
+        name_gemm(monkeypatch, path)
         torch.manual_seed(0)
         model = ch.nn.Encoder(256, 4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

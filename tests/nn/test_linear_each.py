@@ -20,6 +20,7 @@ from clearhead import choices as sizes
 from clearhead.nn.linear import Linear, linear_each
 from clearhead.projection import KINDS, linear, paths, project_each
 from tests.budget import within_budget
+from tests.gemms import name_gemm
 
 PATHS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}"))
@@ -34,7 +35,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Force one path for GEMMs of any size."""
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
+    name_gemm(monkeypatch, request.param)
     return str(request.param)
 
 

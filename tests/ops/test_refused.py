@@ -22,6 +22,7 @@ from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection import project_activate_project
 from clearhead.testing import choices, force_fused
 from tests.agreement import needs_native
+from tests.gemms import name_gemm
 
 pytestmark = needs_native
 
@@ -308,7 +309,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     for module in ("clearhead.nn.fused", "clearhead.projection.feedforward"):
         monkeypatch.setattr(f"{module}.run_blocks", record)
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     torch.manual_seed(0)
     with choices(attention="native"), torch.no_grad(), force_fused() as fused:
         for each in modules():

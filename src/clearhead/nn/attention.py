@@ -17,7 +17,7 @@ from clearhead.nn.cache_view import CacheView, cache_view, cached_memory
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused import fused_attention, is_fused_attention
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.linear import Linear, layer_of, linear_each
+from clearhead.nn.linear import Linear, layer_of, linear_each, weight_at
 from clearhead.nn.part import ModelPart, SequencePart
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
@@ -353,7 +353,7 @@ class MultiHeadAttention(nn.Module):
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         widths = (self.embed_dim, self.key_dim, self.value_dim)
-        return sources_of(_NAME, query, key, value, widths=widths, like=self.query_projection.weight)
+        return sources_of(_NAME, query, key, value, widths=widths, like=weight_at(self, "query_projection"))
 
     def _first_position(
         self, is_self_attention: bool, cache: KVCache | None, query_offset: int | None, q_len: int, k_len: int

@@ -24,6 +24,7 @@ from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
 from clearhead.nn.fused import fused_layers, of_parts, takes_parts
 from clearhead.nn.jagged import JaggedCall, takes_jagged
+from clearhead.nn.linear import weight_at
 from clearhead.nn.norm import apply_norm, new_norm, norm_of
 from clearhead.nn.packed_rows import by_sequence
 from clearhead.nn.reading import cached_reading
@@ -232,7 +233,7 @@ class EncoderBlock(Block):
         self, x: Float[Tensor, "*batch len embed_dim"], *, mask: Mask | None = None
     ) -> Float[Tensor, "*batch len embed_dim"]:
         """The block's output for tokens, which may be jagged, that attend to each other under ``mask``."""
-        check_tokens("EncoderBlock", "x", x, self.attention.embed_dim, self.attention.query_projection.weight)
+        check_tokens("EncoderBlock", "x", x, self.attention.embed_dim, weight_at(self, "attention", "query_projection"))
         return self._maybe_recomputed(self._attending, (x,), (mask,))
 
     @classmethod
@@ -332,7 +333,7 @@ class DecoderBlock(Block):
         Raises:
             ShapeError: widths do not fit, or memory is missing or not wanted.
         """
-        check_tokens("DecoderBlock", "x", x, self.attention.embed_dim, self.attention.query_projection.weight)
+        check_tokens("DecoderBlock", "x", x, self.attention.embed_dim, weight_at(self, "attention", "query_projection"))
         if (memory is None) != (self.cross_attention is None):
             raise ShapeError.about(
                 "DecoderBlock",

@@ -14,7 +14,7 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.linear import Linear, layer_of, looked_at, refuse_hooks
+from clearhead.nn.linear import Linear, layer_of, looked_at, refuse_hooks, weight_at
 from clearhead.projection import Layer, project_activate_project
 from clearhead.shapes import Float
 from clearhead.torch_private import submodules_of
@@ -76,7 +76,7 @@ class FeedForward(nn.Module):
     @takes_jagged(JaggedCall())
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token, which may be one of a jagged tensor, through the layers."""
-        check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
+        check_tokens("FeedForward", "x", x, self.embed_dim, weight_at(self, "expand"))
         result = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate)
         if result is None:
             result = self.contract(self.dropout(self._hidden(x)))

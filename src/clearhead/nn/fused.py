@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from types import NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -46,6 +47,8 @@ __all__ = ["fused_attention", "fused_layers", "is_fused_attention", "of_parts", 
 
 _FUNCTION: Final = "attention"
 _NOTHING: Final = Want()
+#: Of scales that need no check.
+_SCALES: Final = (float, NoneType)
 
 Tokens: TypeAlias = Sequence[Float[Tensor, "*batch _len _width"]]
 #: Where a call's dropout begins: the first batch entry, head and key of attention; the numbers of activations' rows.
@@ -247,7 +250,8 @@ def _is_batch(tokens: Tokens) -> bool:
     """Whether no compiler runs, no global module hook is set, and the tokens are a batch."""
     if torch.compiler.is_compiling() or modules_are_hooked():
         return False
-    return all(each.dim() == 3 and each.numel() > 0 and each.shape[0] == tokens[0].shape[0] for each in tokens)
+    first, *others = shapes = [each.shape for each in tokens]
+    return all(len(shape) == 3 and 0 not in shape for shape in shapes) and all(shape[0] == first[0] for shape in others)
 
 
 def _learns(tokens: Tokens, spec: Projections | Stack) -> bool:
@@ -357,7 +361,7 @@ def _attended(tokens: Tokens, projections: Projections, training: bool, call: _A
 def _over_pages(step: PagedStep, projections: Projections, call: _AttentionCall) -> Attended | None:
     """The arguments of a call that reads pages: a causal band, without rules, which the op-by-op road has."""
     band = None if call.mask is None else band_of(call.mask)
-    plain = type(projections.scale) in (float, type(None)) and projections.backend in ("auto", native.BACKEND.name)
+    plain = type(projections.scale) in _SCALES and projections.backend in ("auto", native.BACKEND.name)
     if band is None or band[1] != 0 or not plain or projections.rules() or call.query_offset is not None:
         return None
     if projections.dropout or step.longest > MOST_POSITIONS:
@@ -370,9 +374,9 @@ def _over_pages(step: PagedStep, projections: Projections, call: _AttentionCall)
 def _in_a_band(tokens: Tokens, projections: Projections, training: bool, call: _AttentionCall) -> Attended | None:
     """The arguments of most calls: no rules, a mask of bands, padding and tables, unambiguous positions. None for
     others."""
-    if projections.rules() or call.query_offset is not None or type(projections.scale) not in (float, type(None)):
+    if projections.rules() or call.query_offset is not None or type(projections.scale) not in _SCALES:
         return None
-    mask, (batch, q_len), k_len = call.mask, tokens[0].shape[:2], call.keys(tokens)
+    mask, (batch, q_len, _), k_len = call.mask, tokens[0].shape, call.keys(tokens)
     if mask is not None and q_len != k_len and not call.grows:
         return None
     if projections.backend != native.BACKEND.name:

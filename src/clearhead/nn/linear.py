@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,18 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.ops.packed_weight import as_stored
 from clearhead.projection import Layer, check_variable, project, project_each
 from clearhead.shapes import Float
-from clearhead.torch_private import is_hooked, modules_are_hooked, parameters_of
+from clearhead.torch_private import is_hooked, modules_are_hooked, parameters_of, submodules_of
 
-__all__ = ["Linear", "layer_of", "linear_each", "looked_at", "reads_layers", "refuse_hooks", "weights_of"]
+__all__ = [
+    "Linear",
+    "layer_of",
+    "linear_each",
+    "looked_at",
+    "reads_layers",
+    "refuse_hooks",
+    "weight_at",
+    "weights_of",
+]
 
 _Reader: TypeAlias = Callable[[Any], Layer | None]
 _READERS: Final[dict[type[nn.Module], _Reader]] = {}
@@ -73,6 +82,15 @@ def linear_each(
     if len(plain) < len(layers) or looked_at(*plain):
         return tuple(layer(input) for layer in layers)
     return project_each(input, [layer.weight for layer in plain], [layer.bias for layer in plain])
+
+
+def weight_at(module: nn.Module, *path: str) -> Tensor:
+    """The weight of the layer at a path of submodules, from the modules' tables: attributes take ten times as long."""
+    for name in path:
+        inner = submodules_of(module).get(name)
+        module = getattr(module, name) if inner is None else inner
+    weight: Tensor | None = parameters_of(module).get("weight")
+    return cast("Tensor", module.weight) if weight is None else weight
 
 
 def weights_of(layer: nn.Linear) -> Layer:

@@ -27,7 +27,7 @@ from clearhead.masks import Causal, Documents, Mask, Padding
 from clearhead.masks.base import conjuncts, does_as
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.jagged import JaggedCall, takes_jagged
-from clearhead.nn.linear import Linear
+from clearhead.nn.linear import Linear, weight_at
 from clearhead.shapes import Float
 
 __all__ = ["LinearAttention"]
@@ -292,7 +292,7 @@ class LinearAttention(nn.Module):
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         widths = (self.embed_dim, self.key_dim, self.value_dim)
-        return sources_of(_NAME, query, key, value, widths=widths, like=self.query_projection.weight)
+        return sources_of(_NAME, query, key, value, widths=widths, like=weight_at(self, "query_projection"))
 
     def extra_repr(self) -> str:
         """The sizes, for printing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import is_, itemgetter
@@ -149,40 +149,40 @@ class _State:
     """
 
     def __init__(self, module: nn.Module, may_be_hooked: Collection[nn.Module]) -> None:
-        parts = [*module.modules()]
-        self._parts = [ref(part) for part in parts]
-        self._plain = [ref(part) for part in parts if part not in may_be_hooked]
-        self._classes = [*map(type, parts)]
-        self._tables = [table for part in parts for table in (parameters_of(part), submodules_of(part))]
-        self._getters = [itemgetter(*(name for name in vars(part) if name not in UNREAD)) for part in parts]
-        tables = [*map(vars, parts)]
-        self._sizes, self._values = self._sizes_of(tables), self._values_of(tables)
+        root, *parts = module.modules()
+        # The tables keep the parts alive anyway, but not the root.
+        self._root, self._parts = ref(root), parts
+        self._classes = [*map(type, (root, *parts))]
+        self._attributes = [*map(vars, (root, *parts))]
+        self._plain = [part for part in parts if part not in may_be_hooked]
+        self._looks_at_root = root not in may_be_hooked
+        self._tables = [table for part in (root, *parts) for table in (parameters_of(part), submodules_of(part))]
+        self._getters = [itemgetter(*(name for name in part if name not in UNREAD)) for part in self._attributes]
+        self._sizes, self._values = self._sizes_now(), [*self._values_now()]
 
     def holds(self) -> bool:
         """Whether nothing was replaced, and no module is hooked."""
-        parts = [part() for part in self._parts]
-        if [*map(type, parts)] != self._classes:
+        if [type(self._root()), *map(type, self._parts)] != self._classes or self._sizes_now() != self._sizes:
             return False
-        tables = [*map(vars, parts)]
-        if self._sizes_of(tables) != self._sizes or (any_hooks(tables) and self.is_hooked()):
+        if any_hooks(self._attributes) and self.is_hooked():
             return False
         try:
-            values = self._values_of(tables)
+            return all(map(is_, self._values_now(), self._values))
         except KeyError:
             return False
-        return all(map(is_, values, self._values))
 
     def is_hooked(self) -> bool:
         """Whether a module is hooked or its ``forward`` was replaced on the object."""
-        return any((part := reference()) is not None and is_hooked(part) for reference in self._plain)
+        root = self._root()
+        return any(map(is_hooked, self._plain)) or (self._looks_at_root and root is not None and is_hooked(root))
 
-    def _sizes_of(self, tables: Sequence[dict[str, Any]]) -> list[int]:
-        return [*map(len, tables), *map(len, self._tables)]
+    def _sizes_now(self) -> list[int]:
+        return [*map(len, self._attributes), *map(len, self._tables)]
 
-    def _values_of(self, tables: Sequence[dict[str, Any]]) -> list[object]:
+    def _values_now(self) -> Iterator[object]:
         """Attributes, the tables of parameters and submodules among them, and what is in the tables."""
-        attributes = chain.from_iterable(map(itemgetter.__call__, self._getters, tables))
-        return [*attributes, *chain.from_iterable(map(dict.values, filter(None, self._tables)))]
+        attributes = map(itemgetter.__call__, self._getters, self._attributes)
+        return chain.from_iterable(chain(attributes, map(dict.values, self._tables)))
 
 
 class _Viewed(NamedTuple):

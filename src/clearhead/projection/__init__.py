@@ -21,6 +21,7 @@ from clearhead.projection.selection import (
     choices,
     gemm_path,
     layer_gains,
+    named_by_variable,
     takes_small,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "kernels_take",
     "layer_gains",
     "layers_of",
+    "named_by_variable",
     "project",
     "project_activate",
     "project_activate_project",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 import torch
@@ -26,6 +25,7 @@ __all__ = [
     "has_paths",
     "large_enough",
     "layer_gains",
+    "named_by_variable",
     "path_for",
     "takes_small",
 ]
@@ -180,13 +180,19 @@ def choices(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
     return _decided(dtype)
 
 
+@cache
+def named_by_variable() -> str:
+    """The value of ``CLEARHEAD_PROJECTION`` at the first call; empty if it was not set."""
+    return value_of(_VARIABLE)
+
+
 def check_variable(dtype: torch.dtype = torch.float32) -> str | None:
     """The path that ``CLEARHEAD_PROJECTION`` names; None if it is not set.
 
     Raises:
         UnsupportedError: it names no path, or one that is not available for the dtype.
     """
-    name = value_of(_VARIABLE)
+    name = named_by_variable()
     if not name:
         return None
     absent = PATHS[name].absent(dtype)
@@ -202,7 +208,7 @@ def _named(dtype: torch.dtype) -> str | None:
 
 
 def _decided(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
-    return _read(dtype, os.environ.get(_VARIABLE, ""), table.overrides())
+    return _read(dtype, named_by_variable(), table.overrides())
 
 
 @lru_cache(maxsize=64)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from clearhead.testing import choices, fused_calls
+from tests.gemms import name_gemm
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    name_gemm(monkeypatch, "native")
     with choices(attention="native"):
         yield
 

@@ -18,6 +18,7 @@ from clearhead.nn.linear import Linear
 from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.doubled import doubled
+from tests.gemms import name_gemm
 from tests.nn.layers.definition import (
     DTYPES,
     MASK_IDS,
@@ -295,7 +296,7 @@ def test_other_backends_run_op_by_op() -> None:
 
 
 def test_torch_projections_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+    name_gemm(monkeypatch, "torch")
     module, x = block(), tokens()
     for _ in range(3):
         unfused(module, x)
