@@ -290,6 +290,13 @@ def test_a_bad_variable_is_one_line_where_the_layer_is_built_or_used(monkeypatch
         )
 
 
+def test_the_variable_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    name_gemm(monkeypatch, "torch")
+    assert choice("forward").path == "torch"
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    assert choice("forward").path == "torch"
+
+
 @pytest.mark.parametrize("leading", [(10,), (2, 5)], ids=str)
 def test_output_may_be_changed_in_place(path: str, leading: tuple[int, ...]) -> None:
     x, weight, bias = _numbers(*leading, 8).requires_grad_(), _numbers(6, 8, seed=1), _numbers(6, seed=2)

@@ -258,10 +258,12 @@ class MultiHeadAttention(nn.Module):
         view = None if projections is None or cache is None else self.cache_view(cache, tokens[0], memory)
         if projections is None or (view is None and cache is not None):
             return None, None
-        options: dict[str, Any] = {"mask": mask, "query_offset": query_offset, "cache": view}
-        output = fused_attention(tokens, projections, **options)
+        output = fused_attention(tokens, projections, mask=mask, query_offset=query_offset, cache=view)
         if output is None:
-            return None, NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
+            same_bits = watched() and is_fused_attention(
+                tokens, projections, mask=mask, query_offset=query_offset, cache=view
+            )
+            return None, NATIVE if same_bits else None
         if view is not None and view.grows and isinstance(cache, KVCache):
             count_appended([cache], tokens[0].shape[1])
         return output, None

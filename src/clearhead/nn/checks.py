@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,16 @@ def check_model(function: str, model: object) -> None:
 
 def check_tokens(function: str, argument: str, x: object, width: int, weight: Tensor) -> None:
     """Raise unless ``x`` is ``[batch, len, width]`` or ``[len, width]`` of the dtype and device of ``weight``."""
+    shape: Sequence[int] = ()
     if isinstance(x, Tensor):
         dense(function, argument, x)
-    if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[-1] != width:
-        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        shape = x.shape
+    if not isinstance(x, Tensor) or len(shape) not in (2, 3) or shape[-1] != width:
         raise ShapeError.about(
             function,
             argument,
             must=f"have axes [batch, len, {width}] or [len, {width}]",
-            got=got,
+            got=f"shape {tuple(shape)}" if isinstance(x, Tensor) else type(x).__name__,
             then="Check the width, and that the batch comes first.",
         )
     if x.device != weight.device:
@@ -98,7 +99,7 @@ def sources_of(
         key = query
     value = key if value is None else value
     check_tokens(name, "query", query, widths[0], like)
-    if key is query and value is query and widths == widths[:1] * 3:
+    if key is query and value is query and widths[0] == widths[1] == widths[2]:
         return key, value
     for role, tensor, width in zip(("key", "value"), (key, value), widths[1:], strict=True):
         check_tokens(name, role, tensor, width, like)

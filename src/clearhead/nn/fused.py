@@ -120,11 +120,14 @@ def fused_attention(
     tape, seed = projections.tape.copy(), draw_seed(projections.dropout)
     origin = origin_of(tokens[0].shape) if projections.dropout else _WHOLE[0]
     _write_call(tape, projections, attended, seed, cache, angles, origin)
+    return _run(tokens, tape, _recomputing(projections, attended, seed, angles) if training else None)
 
+
+def _recomputing(projections: Projections, attended: Attended, seed: int, angles: Tensor | None) -> Recompute:
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_attention(projections.mapped(_change(places)), attended, copies, seed, angles)
 
-    return _run(tokens, tape, recompute if training else None)
+    return recompute
 
 
 def is_fused_attention(tokens: Tokens, projections: Projections, **options: Any) -> bool:
@@ -250,8 +253,8 @@ def _is_batch(tokens: Tokens) -> bool:
     """Whether no compiler runs, no global module hook is set, and the tokens are a batch."""
     if torch.compiler.is_compiling() or modules_are_hooked():
         return False
-    first, *others = shapes = [each.shape for each in tokens]
-    return all(len(shape) == 3 and 0 not in shape for shape in shapes) and all(shape[0] == first[0] for shape in others)
+    shapes = [each.shape for each in tokens]
+    return all(len(shape) == 3 and 0 not in shape and shape[0] == shapes[0][0] for shape in shapes)
 
 
 def _learns(tokens: Tokens, spec: Projections | Stack) -> bool:
@@ -383,8 +386,9 @@ def _in_a_band(tokens: Tokens, projections: Projections, training: bool, call: _
         path = attention_path(tokens[0].dtype, q_len, k_len, causal=mask is not None, gradient=training)
         if projections.backend != "auto" or path != native.BACKEND.name:
             return None
-    sizes = (batch, projections.num_heads, q_len, k_len)
-    options = {} if mask is None else _mask_options(mask, sizes, call.cached)
+    options: dict[str, Any] | None = {}
+    if mask is not None:
+        options = _mask_options(mask, (batch, projections.num_heads, q_len, k_len), call.cached)
     if options is None:
         return None
     scale = projections.head_dim**-0.5 if projections.scale is None else projections.scale
@@ -460,16 +464,16 @@ def _write_call(
         assert table is not None
         tape.tensors.append(table)
     if cache is None:
-        tape.integer(0)
+        tape.integers.append(0)
     elif cache.step is not None:
-        tape.integer(3)
+        tape.integers.append(3)
         tape.tensors += [part for part in cache.step.table if part is not None]
         tape.caches += (cache.key, cache.value)
     else:
         tape.integer(1 if cache.grows else 2, cache.length)
         tape.caches += (cache.key, cache.value)
-    tape.number(attended.scale, attended.dropout)
-    tape.integer(seed, attended.query_offset, *origin, 0 if cache is None else cache.dropped)
+    tape.numbers += (attended.scale, attended.dropout)
+    tape.integers += (seed, attended.query_offset, *origin, 0 if cache is None else cache.dropped)
     tape.optional(attended.options.get("token_numbers"))
     tape.mask(attended.options)
     tape.rules(attended.options)

@@ -248,7 +248,7 @@ class _CachedReading(NamedTuple):
         """Whether another reading would give the same."""
         if key != self.key or not self.state.holds():
             return False
-        return all(viewed.is_current() for viewed in self.viewed)
+        return not self.viewed or all(viewed.is_current() for viewed in self.viewed)
 
 
 _READINGS: Final[WeakKeyDictionary[nn.Module, _CachedReading]] = WeakKeyDictionary()
