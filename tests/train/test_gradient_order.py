@@ -70,7 +70,7 @@ def test_parts_of_any_size_train_the_weights_of_one_batch() -> None:
         assert _equal(odd, _weights(3, batch_size=13, accumulate=accumulate))
 
 
-@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("task", ["lm", "classify"])
 def test_parts_under_autocast_train_the_weights_of_one_batch(task: str) -> None:
     def weights(**changes: Any) -> dict[str, Tensor]:
