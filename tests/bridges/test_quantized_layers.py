@@ -217,6 +217,7 @@ def _in_float(model: Any) -> None:
 CHANGES = [_scaled, _zeroed, _with_another_scale, _replaced, _in_float]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_changed_weight_is_read_again(config: str, change: Callable[[Any], None]) -> None:
