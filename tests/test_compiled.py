@@ -117,6 +117,7 @@ def test_gradients_contain_nan_under_a_mask() -> None:
     assert torch.isfinite(grads[1][0][:, :, :5]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "options", "dtype"),
     [

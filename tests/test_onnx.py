@@ -98,7 +98,7 @@ def case(name: str) -> Any:
     return pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @OPSETS
 @pytest.mark.parametrize("name", [case(name) for name in (*EXPRESSED, *PLAINLY)])
 def test_call_gives_the_same_values(name: str, opset: int) -> None:

@@ -327,6 +327,7 @@ _NUMBERS: st.SearchStrategy[_Number] = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(number=_NUMBERS, offset=st.integers(0, 9), subtract=st.booleans())
 def test_rules_equal_the_function(number: _Number, offset: int, subtract: bool) -> None:

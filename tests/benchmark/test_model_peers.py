@@ -105,7 +105,7 @@ def test_peer_reproduces_float64_within_its_budget(peer: Peer, row: ModelRow) ->
     assert max(errors) <= (0.5 if overflows else peer.budget)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [OURS, "torch sdpa", "ONNX Runtime", "OpenVINO", "llama.cpp"])
 def test_later_tokens_are_decoded_after_the_earlier_ones_and_the_cache_starts_anew(name: str) -> None:
     peer = next(peer for peer in peers_of("float32") if peer.name == name)

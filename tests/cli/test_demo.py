@@ -61,12 +61,14 @@ def test_demo_exits_with_0_and_prints_each_result(quick: Quick) -> None:
     assert "seed 3" in out
 
 
+@pytest.mark.slow
 def test_progress_is_lines_without_a_terminal(quick: Quick) -> None:
     _, done = quick
     assert "\x1b" not in done.stdout + done.stderr
     assert re.search(r"train loss \d", done.stderr)
 
 
+@pytest.mark.slow
 def test_demo_writes_page_and_metrics(quick: Quick) -> None:
     folder, done = quick
     out = folder / "clearhead-demo"

@@ -19,6 +19,7 @@ _COUNTS = [1_000, pytest.param(20_000, marks=pytest.mark.slow)] if _DRAWN is Non
 _SHOWN = 5
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("count", _COUNTS)
 def test_random_calls_have_the_same_bits_in_every_way(count: int) -> None:

@@ -17,6 +17,7 @@ from tests.fuzz.problems import Meant, problems
 _DRAWN = int(os.environ["CLEARHEAD_FUZZ"]) if "CLEARHEAD_FUZZ" in os.environ else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [100, pytest.param(2_000, marks=pytest.mark.slow)] if _DRAWN is None else [_DRAWN])
 def test_every_backend_equals_the_formula(count: int) -> None:
     @settings(

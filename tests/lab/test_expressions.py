@@ -273,6 +273,7 @@ class TestFuzz:
         understood(mask_expression, text)
         understood(score_expression, text)
 
+    @pytest.mark.slow
     @given(text=SUMS)
     @settings(max_examples=200, deadline=None, database=None)
     def test_brackets_of_arithmetic_are_correct(self, text: str) -> None:
@@ -303,6 +304,7 @@ class TestFuzz:
         for mask in (expression.mask(), ch.MaskFunction(written(expression))):
             np.testing.assert_array_equal(dense(mask), np.broadcast_to(meant, (HEADS, T, T)))
 
+    @pytest.mark.slow
     @given(text=truths(3, ("q_pos", "k_pos", "head", "batch")))
     @settings(max_examples=200, deadline=None, database=None)
     def test_mask_equals_its_python(self, text: str) -> None:
@@ -315,6 +317,7 @@ class TestFuzz:
                     err_msg=expression.python("own"),
                 )
 
+    @pytest.mark.slow
     @given(text=numbers(3, ("q_pos", "k_pos", "head", "score")))
     @settings(max_examples=200, deadline=None, database=None)
     def test_rule_equals_its_python(self, text: str) -> None:

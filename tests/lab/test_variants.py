@@ -325,6 +325,7 @@ PARTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     mask=PARTS, rules=PARTS, tokens=st.sampled_from([4, 5, 24, 64]), head=st.sampled_from([head.name for head in HEADS])
 )

@@ -161,6 +161,7 @@ def sheets(draw: st.DrawFn) -> Sheet:
 
 
 class TestAnySheet:
+    @pytest.mark.slow
     @given(sheet=sheets())
     @settings(max_examples=80, deadline=None, database=None)
     def test_worksheet_equals_the_formula(self, sheet: Sheet) -> None:
@@ -295,6 +296,7 @@ class TestRefused:
             with pytest.raises(ShapeError, match="X row 1 column 1 must be a number"):
                 worked.compute(preset("lesson-0") | {"X": [[number, 1.0]] * 3}, Ticket())
 
+    @pytest.mark.slow
     @given(
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),

@@ -59,7 +59,7 @@ def test_observed_module_equals_unobserved_module(row: Module) -> None:
         assert distance(watched, plain) < FAR[row.dtype]
 
 
-@pytest.mark.parametrize("row", _in_turns(PAIRS, 12))
+@pytest.mark.parametrize("row", _in_turns(PAIRS, 24))
 def test_other_devices_use_no_kernel(row: Module) -> None:
     """The kernels read CPU memory. The meta device stands for every other one; lengths stay where they are read."""
     module, call = row.make().to("meta"), row.call()

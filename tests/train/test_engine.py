@@ -158,6 +158,7 @@ def test_seeded_depends_on_every_part_of_its_key() -> None:
     assert len(set(drawn)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "epochs"), [(100, 1500 // 7), (16 * 1500, 1), (16 * 5000, 1)])
 def test_epochs_0_gives_about_1500_steps(rows: int, epochs: int) -> None:
     examples = Sequences([[1]] * rows, [0] * rows)

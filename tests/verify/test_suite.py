@@ -139,6 +139,7 @@ def test_intermittent_failure_is_reported() -> None:
     assert report["output"].detail
 
 
+@pytest.mark.slow
 def test_causal_flag_alone_is_tested_for_leaks() -> None:
     def peeking(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
