@@ -162,7 +162,10 @@ class _State:
 
     def holds(self) -> bool:
         """Whether nothing was replaced, and no module is hooked."""
-        if [type(self._root()), *map(type, self._parts)] != self._classes or self._sizes_now() != self._sizes:
+        parts = (self._root(), *self._parts)
+        if [*map(type, parts)] != self._classes or not all(map(is_, map(vars, parts), self._attributes)):
+            return False
+        if self._sizes_now() != self._sizes:
             return False
         if any_hooks(self._attributes) and self.is_hooked():
             return False

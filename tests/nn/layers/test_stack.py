@@ -246,6 +246,16 @@ def test_a_change_takes_effect_at_the_next_call(change: Callable[[Any], None]) -
             torch.testing.assert_close(after, block_by_block(module, x), rtol=0, atol=0)
 
 
+def test_attributes_of_a_part_replaced_together_take_effect() -> None:
+    module, x = stack(Encoder).eval(), draw(2, 9, 32)
+    with torch.no_grad():
+        before, layer = module(x), module.blocks[0].attention.query_projection
+        layer.__dict__ = vars(nn.Linear(32, 32))
+        after = module(x)
+        assert not torch.equal(after, before)
+        torch.testing.assert_close(after, block_by_block(module, x), rtol=0, atol=0)
+
+
 def test_reading_is_cached_until_a_part_is_replaced() -> None:
     module, readings = stack(Encoder), list[object]()
 
