@@ -501,10 +501,15 @@ def test_valid_input_is_accepted(name: str) -> None:
     verb(**given)
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [pytest.param(name, argument, id=f"{name}-{argument}") for name, make in CALLS.items() for argument in make()[1]],
-)
+def _arguments() -> Iterator[Any]:
+    """Every argument of every call; all but every third are slow, beginning with another one in each call."""
+    for row, (name, make) in enumerate(CALLS.items()):
+        for column, argument in enumerate(make()[1]):
+            slow = [pytest.mark.slow] * ((row + column) % 3 > 0)
+            yield pytest.param(name, argument, id=f"{name}-{argument}", marks=slow)
+
+
+@pytest.mark.parametrize(("name", "argument"), list(_arguments()))
 @pytest.mark.filterwarnings("ignore")
 def test_junk_is_accepted_or_raises_one_line(name: str, argument: str) -> None:
     wrong = [complaint for junk in JUNK if (complaint := complaint_about(name, argument, junk)) is not None]

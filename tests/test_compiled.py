@@ -155,6 +155,7 @@ def test_wrong_calls_raise_what_eager_ones_raise() -> None:
         assert str(eager.value) in str(traced.value)
 
 
+@pytest.mark.slow
 def test_changing_position_compiles_at_most_twice() -> None:
     counter = CompileCounter()
     query, key, value = _inputs()
@@ -243,6 +244,7 @@ def test_exported_programs_train() -> None:
         torch.testing.assert_close(gradients[name].grad, dict(module.named_parameters())[name].grad)
 
 
+@pytest.mark.slow
 def test_the_operator_passes_opcheck_with_its_gradients() -> None:
     query, key, value = _inputs()
     table, sink = torch.randn(4, 5, requires_grad=True), torch.randn(4, requires_grad=True)

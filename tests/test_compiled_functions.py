@@ -61,6 +61,7 @@ def tensors(length: int = 40) -> list[Tensor]:
     return [torch.randn(2, 4, length, 8, requires_grad=True) for _ in range(3)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "verb",
     [pytest.param(verb, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, verb in VERBS.items()],
@@ -128,6 +129,7 @@ def test_observed_lengths_compile_once_and_export() -> None:
     torch.testing.assert_close(program.module()(*tensors(9)), Entropy()(*tensors(9)))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("want", "words"),
     [(ch.Want(top_k=41), "want.top_k must"), (ch.Want(rows=[40]), "want.rows must"), (ch.Want(sink=-1), "want.sink")],

@@ -54,6 +54,7 @@ def test_blank_value_means_unset(name: str, value: str, monkeypatch: pytest.Monk
     assert value_of(name) == ""
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", VARIABLES)
 def test_import_succeeds_and_the_first_call_raises(name: str) -> None:
     code = f"""
@@ -79,6 +80,7 @@ def test_import_without_a_server_succeeds() -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", VARIABLES)
 def test_doctor_prints_one_line(name: str) -> None:
     code = "from clearhead.cli.app import app; app(['doctor'])"

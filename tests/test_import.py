@@ -138,6 +138,7 @@ def test_compiled_package_runs_after_import_of_the_package(tmp_path: Path) -> No
     loaded_by(f"import clearhead; torch._inductor.aoti_load_package({path!r})(torch.ones(1, 2, 4, 8))")
 
 
+@pytest.mark.slow
 @needs_native
 def test_flops_of_a_first_call_are_counted() -> None:
     loaded_by(

@@ -54,6 +54,7 @@ def assert_within_budget(query: Tensor, cache: KVCache, **options: Any) -> None:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("dim", [1, 8, 33, 64, 128, 256])
 @DTYPES

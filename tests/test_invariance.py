@@ -89,6 +89,7 @@ def test_wrong_setting_is_one_line_and_changes_nothing(wrong: object) -> None:
         ch.set_invariant(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("1", "True"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("0", "False"), ("", "False")))],

@@ -217,6 +217,7 @@ def test_module_in_training_is_refused() -> None:
     assert "dropout must be 0 under torch.onnx.export" in refusal(module, torch.randn(2, 7, 16))
 
 
+@pytest.mark.slow
 def test_statistics_are_refused() -> None:
     class Observed(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -353,7 +354,7 @@ def swapped(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @OPSETS
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "EncoderBlock" else pytest.mark.slow) for name in MODULES]

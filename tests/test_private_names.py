@@ -154,6 +154,7 @@ def test_tests_use_no_private_names_of_ours() -> None:
     assert {file: used for file, used in uses.items() if used} == {}
 
 
+@pytest.mark.slow
 def test_private_names_are_used_in_one_file() -> None:
     files = (file for file in PACKAGE.rglob("*.py") if file.name != HOME)
     uses = {str(file.relative_to(PACKAGE)): private_names(file.read_text()) for file in files}

@@ -196,6 +196,7 @@ class Ruled(torch.nn.Module):
         return ch.attention(x, x, x, scores=self.rule)
 
 
+@pytest.mark.slow
 @constants_of_any_class
 def test_a_rule_of_a_module_may_be_replaced() -> None:
     x, modules = torch.randn(1, 2, 12, 4), [Ruled(0.1), Ruled(5.0)]

@@ -18,6 +18,8 @@ from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
 from clearhead.traced_rules import Extent, TracedRules, traced_rules
 
+pytestmark = pytest.mark.covering(1)
+
 needs_kernels = pytest.mark.skipif(reason() is not None, reason=f"the native backend {reason()}")
 BATCH, HEADS, Q_LEN, K_LEN, OFFSET = 2, 4, 70, 90, 20
 EXTENT = Extent(batch=BATCH, heads=HEADS, q_len=Q_LEN, k_len=K_LEN, query_offset=OFFSET)

@@ -304,6 +304,7 @@ def test_errors_are_torchs(shapes: tuple[tuple[int, ...], ...], options: dict[st
         assert outcome() == plain
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
 def test_in_compiled_graphs(calls: Calls, options: dict[str, Any]) -> None:
     query = torch.randn(1, 2, 40, 16, requires_grad=True)

@@ -8,7 +8,10 @@ import torch
 import clearhead as ch
 from clearhead.ops import library as native_library
 
-pytestmark = pytest.mark.skipif(native_library.reason() is not None, reason="needs the CPU kernels")
+pytestmark = [
+    pytest.mark.skipif(native_library.reason() is not None, reason="needs the CPU kernels"),
+    pytest.mark.covering(1),
+]
 
 WANT = ch.Want(lse=True, entropy=True, received=True, heatmap=64)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 import clearhead as ch
 from tests.problems import tensors
 
+pytestmark = pytest.mark.covering(1)
+
 BACKENDS = ["reference", "tiled", "native", "sdpa"]
 LENGTH = 20
 MASKS = {

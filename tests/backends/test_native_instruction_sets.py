@@ -19,7 +19,7 @@ from tests.agreement import compare, needs_native
 from tests.problems import MASKS, RULES, tensors
 from tests.processes import reported
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 SETS = isa_names()
 
 

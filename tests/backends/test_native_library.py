@@ -151,6 +151,7 @@ class TestLoaded:
         done = with_torch_alone(code, environment={"CLEARHEAD_NATIVE": switch})
         assert done.stdout.strip() == str(not switch)
 
+    @pytest.mark.slow
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
     def test_forked_child_computes(self) -> None:
         """GNU's OpenMP waits for ever for the threads that the parent had."""

@@ -15,7 +15,7 @@ from tests.backends.test_native_instruction_sets import force
 from tests.problems import MASKS, RULES, tensors
 from tests.statistics_agreement import check_statistics, everything
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 #: Calls that take different ways through the kernels: (batch, heads, kv_heads, q_len, k_len, head_dim).
 WAYS = {

@@ -15,6 +15,8 @@ import clearhead as ch
 from tests.oracle import Array
 from tests.oracle import attend as oracle
 
+pytestmark = pytest.mark.covering(1)
+
 BACKENDS = ("reference", "tiled", "native", "sdpa", "auto")
 SPECIAL = (math.nan, math.inf, -math.inf)
 INPUTS = ("query", "key", "value")
@@ -116,7 +118,6 @@ def spoil(tensors: list[Tensor], seed: int) -> None:
         tensor[at] = SPECIAL[int(torch.randint(3, (), generator=generator))]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("seed", [3, pytest.param(range(8), marks=pytest.mark.slow)], ids=["one", "many"])

@@ -25,6 +25,8 @@ from tests.statistics_agreement import (
     scale_of,
 )
 
+pytestmark = pytest.mark.covering(1)
+
 each_backend = pytest.mark.parametrize("backend", GIVING)
 FEW = ["none", "causal", "padding to nothing", "dense"]
 

@@ -85,6 +85,7 @@ def test_half_of_a_half_filled_batch_is_padding() -> None:
     assert abs(float(work.padding_mask.float().mean()) - 0.5) < 0.01
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("row", WORKS)
 @pytest.mark.parametrize("peer", ADAPTERS)
 def test_peer_reproduces_float64_within_its_budget(peer: Peer, row: ModelRow) -> None:
@@ -171,6 +172,7 @@ def test_peer_that_exports_symbols_of_others_is_loaded_last(monkeypatch: pytest.
     assert next(peer for peer in PEERS if peer.name == "zentorch").loaded_last
 
 
+@pytest.mark.slow
 def test_tables_show_times_errors_reasons_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = measured(monkeypatch, fake("torch sdpa", sdpa_call), fake("broken", wrong))
     journal = Journal(tmp_path / "peers.json", command="clearhead bench --suite peers", load_before=0.0)

@@ -72,6 +72,7 @@ def test_transformers_models_do_the_same_work(name: str) -> None:
     assert not comparison.left_out
 
 
+@pytest.mark.slow
 def test_statistics_are_measured_with_their_memory() -> None:
     row = ObserveRow(wanted="received", shape=(1, 4, 1024, 16))
     line = measure_row(row, repeats=5, seconds=None)

@@ -36,6 +36,8 @@ from tests.bridges.hf_models import (
 )
 from tests.budget import within_budget
 
+pytestmark = pytest.mark.covering(0)
+
 Padding = Literal["left", "right", "none"]
 Road = Literal["swap", "implementation"]
 #: Where models of transformers return weights.
@@ -88,7 +90,6 @@ def same_weights(name: str, actual: Any, textbook: Any, truth: Any, real: Tensor
             within_budget(f"{name} {field}", *parts, terms=TERMS, dtype=one.dtype)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("padding", ["left", "right", "none"])
@@ -113,7 +114,6 @@ def test_weights_match_eager(name: str, padding: Padding, road: Road) -> None:
     torch.testing.assert_close(output.logits * keep, plain.logits * keep, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 95])
 @pytest.mark.parametrize("name", ["bert", "gemma2", "gpt-oss"])
@@ -124,7 +124,6 @@ def test_weights_match_eager_at_every_length(name: str, length: int) -> None:
         same_weights(name, *(model(input_ids=ids, output_attentions=True) for model in calls))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["bert", "gemma2"])
@@ -144,7 +143,6 @@ def test_weights_have_the_dtype_of_eager(name: str, dtype: torch.dtype, monkeypa
 CACHED: Final = ["llama", "mistral", "gemma2", "gpt-oss", "gpt2", "t5", "bart", "whisper"]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("padding", ["left", "none"])
@@ -390,6 +388,7 @@ def _speech() -> Any:
     return model
 
 
+@pytest.mark.slow
 @needs_5
 @pytest.mark.parametrize("beams", [1, 3])
 def test_whisper_marks_words_in_time_with_our_weights(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:

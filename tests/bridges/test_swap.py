@@ -346,6 +346,7 @@ def test_compiled_attention_with_causal_and_float_masks_and_weights() -> None:
             torch.testing.assert_close(one, other, **EXACT)
 
 
+@pytest.mark.slow
 def test_an_exported_model_matches_the_original(model: Model) -> None:
     swap(model.eval())
     program = torch.export.export(model, (X, PADDING))

@@ -16,6 +16,8 @@ from clearhead.integrations.torch import attention as torch_attention
 from clearhead.integrations.torch import attention_weights as exact_weights
 from tests.budget import within_budget
 
+pytestmark = pytest.mark.covering(1)
+
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
 BATCH, HEADS, WIDTH, Q_LEN, K_LEN = 3, 2, 8, 5, 7
 

@@ -20,6 +20,8 @@ from clearhead.integrations.torch import unpadded as packed
 from tests.bridges.torch_layers import name_of
 from tests.budget import within_budget
 
+pytestmark = pytest.mark.covering(1)
+
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
 BATCH, LENGTH, MEMORY, WIDTH, HEADS = 4, 6, 9, 8, 2
 LENGTHS = (6, 3, 1, 4)

@@ -31,7 +31,7 @@ from tests.bridges.torch_layers import (
 )
 from tests.budget import within_budget
 
-pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels"), pytest.mark.covering(1)]
 
 OTHERS = 9
 SOME = torch.rand(LENGTH, OTHERS, generator=torch.Generator().manual_seed(4)) < 0.5

@@ -28,7 +28,7 @@ from tests.bridges.torch_layers import (
 )
 from tests.doubled import doubled
 
-pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels"), pytest.mark.covering(1)]
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])

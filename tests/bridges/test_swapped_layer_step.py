@@ -34,7 +34,7 @@ from tests.bridges.torch_layers import (
 )
 from tests.budget import within_budget
 
-pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels"), pytest.mark.covering(1)]
 
 OPTIONS: list[dict[str, Any]] = [
     {},

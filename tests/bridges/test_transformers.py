@@ -27,6 +27,8 @@ from tests.bridges.hf_models import BATCH, MODELS, TOKENS, VOCAB, as_double, eag
 from tests.budget import within_budget
 from tests.gemms import name_gemm
 
+pytestmark = pytest.mark.covering(0)
+
 Padding = Literal["left", "right", "none"]
 
 #: Terms of the longest sums of the tiny models: a layer's width and a feedforward's.

@@ -31,7 +31,7 @@ from tests.bridges.hf_checks import (
 from tests.bridges.hf_models import needs_5
 from tests.budget import within_budget
 
-pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels"), pytest.mark.covering(0)]
 
 LAYERS: Final = 3
 SIZES: Final[dict[str, Any]] = {

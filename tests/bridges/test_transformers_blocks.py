@@ -23,7 +23,7 @@ from tests.agreement import needs_native
 from tests.bridges.hf_checks import attending, distinct, learns_between_calls_without_gradients
 from tests.budget import within_budget
 
-pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels"), pytest.mark.covering(0)]
 
 LAYERS = 3
 SIZES: Final[Mapping[str, Any]] = {

@@ -21,7 +21,7 @@ from tests.bridges.hf_checks import attending, distinct, learns_between_calls_wi
 from tests.bridges.hf_models import needs_5
 from tests.budget import within_budget
 
-pytestmark = [needs_native, pytest.mark.usefixtures("_kernels")]
+pytestmark = [needs_native, pytest.mark.usefixtures("_kernels"), pytest.mark.covering(0)]
 
 LAYERS: Final = 3
 SIZES: Final[Mapping[str, Any]] = {

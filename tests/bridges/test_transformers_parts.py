@@ -28,7 +28,7 @@ from tests.agreement import needs_native
 from tests.bridges.hf_models import TRANSFORMERS_4
 from tests.budget import within_budget
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(0)]
 
 SIZES = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS = torch.arange(12).view(2, 6)
@@ -253,6 +253,7 @@ def test_dropouts_are_swapped_and_restored() -> None:
     assert all(type(part) is nn.Dropout for part in dropouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_feedforward_matches_eager_mode(name: str) -> None:
     model = MODELS[name][0]()

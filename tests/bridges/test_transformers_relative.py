@@ -21,6 +21,8 @@ from tests.bridges.hf_checks import attending, distinct, ids_of  # noqa: E402
 from tests.bridges.hf_models import needs_5  # noqa: E402
 from tests.budget import within_budget  # noqa: E402
 
+pytestmark = pytest.mark.covering(0)
+
 WIDTH: Final = 32
 _SMALL: Final[Mapping[str, Any]] = {
     "vocab_size": 50, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,

@@ -129,6 +129,7 @@ def test_console_script_exits_with_status_and_one_line() -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.slow
 def test_python_m_clearhead_runs_the_command() -> None:
     run = [sys.executable, "-m", "clearhead", "--version"]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.startswith("clearhead ")

@@ -105,6 +105,7 @@ def test_demo_page_opens_offline(quick: Quick) -> None:
         assert [request.split(":")[0] for request in lines.requests] == ["file"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -105,6 +105,7 @@ PRINTING = [
 ]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "streams",
     [pytest.param((1,), marks=pytest.mark.slow), pytest.param((2,), marks=pytest.mark.slow), (0, 1, 2)],
@@ -118,6 +119,7 @@ def test_command_runs_with_closed_streams(home: Path, tmp_path: Path, name: str,
     assert "Traceback" not in (tmp_path / "errors").read_text()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("streams", [(1,), pytest.param((1, 2), marks=pytest.mark.slow)], ids=["stdout", "both"])
 @pytest.mark.parametrize("name", PRINTING)
 def test_command_ends_quietly_at_a_broken_pipe(home: Path, tmp_path: Path, name: str, streams: tuple[int, ...]) -> None:

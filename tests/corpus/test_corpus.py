@@ -128,6 +128,7 @@ def stopped(model: Path, data: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_goes_on_and_ends_with_every_text(
     model: Path, data: Path, alone: dict[str, Any], stopped: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_an_interrupted_job_goes_on_and_ends_with_every_text(
     assert (code, repeated, err[0]) == (0, out, "this corpus has already been read")
 
 
+@pytest.mark.slow
 def test_ranks_files_that_the_base_has_count_once(
     model: Path, data: Path, alone: dict[str, Any], stopped: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_influence_is_the_loss_without_the_head(model: SequenceClassifier, ids: 
     assert log_probabilities(model, ids[:1])[0, 3].item() == before, "the model is as it was"
 
 
+@pytest.mark.slow
 def test_most_influential_returns_the_head_with_the_largest_loss(model: SequenceClassifier, ids: torch.Tensor) -> None:
     focus = most_influential(layers_on(model, ids), [[0.0, 0.1], [0.3, 0.2]], 2)
     assert (focus.layer, focus.head) == (1, 0)

@@ -117,6 +117,7 @@ def entered_late() -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_rank_0_waits_for_ranks_that_still_enter() -> None:
     assert run_ranks(entered_late, 3) == [True] * 3
 

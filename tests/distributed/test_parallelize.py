@@ -193,7 +193,7 @@ def _gradient_error(model: nn.Module, expected: nn.Module) -> float:
 DIVIDED = [pytest.param(axis, marks=pytest.mark.slow) for axis in ("data", "shard")] + ["tensor", "context"]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", DIVIDED)
 def test_padded_encoder_decoder_is_equal(axis: str) -> None:
     for errors in run_ranks(_seq2seq_errors, 2, (axis,), (2,), "zigzag"):
@@ -223,7 +223,7 @@ def _classifier_errors(axis: str, pooling: str, dropout: float) -> dict[str, flo
     return {"logits": float((logits - whole[rows]).detach().abs().max()), "gradient": _gradient_error(model, expected)}
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", DIVIDED)
 @pytest.mark.parametrize(
     ("pooling", "dropout"), [("mean_max", 0.2), pytest.param("first", 0.0, marks=pytest.mark.slow)]

@@ -353,6 +353,7 @@ def _figures(sizes: AttentionSizes, length: int, cores: Any = None) -> Machine:
     return distributed.measure_machine(sizes, length, mask=ch.Causal(), cores=cores, repeats=1)
 
 
+@pytest.mark.slow
 def test_measured_machine_is_the_same_on_all_ranks() -> None:
     machines = run_ranks(_figures, 2, AttentionSizes(heads=2, head_dim=8, dtype=torch.float32), 128, 2)
     assert machines[0] == machines[1]

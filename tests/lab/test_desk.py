@@ -63,6 +63,7 @@ def test_progress_is_sent_at_a_limited_rate() -> None:
         assert len(asked(lab, "many").lines) < 200
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("failure", "says"),
     [
@@ -89,6 +90,7 @@ def test_failure_is_one_line_and_the_lab_continues(
     assert ("Traceback" in capsys.readouterr().err) == isinstance(failure, RuntimeError)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("result", [float("nan"), float("inf"), object(), {"a": {1, 2}}])
 def test_result_that_is_not_json_is_a_failure(result: object) -> None:
     with running(works=[Work("odd", lambda params, ticket: result)]) as lab:

@@ -246,6 +246,7 @@ class TestScript:
         for (name, numbers), (_, numbers_shown) in zip(printed, wanted, strict=True):
             np.testing.assert_allclose(numbers, numbers_shown, atol=1e-11, rtol=1e-11, err_msg=name)
 
+    @pytest.mark.slow
     def test_script_runs_alone_and_prints_the_numbers_of_the_documents(self, tmp_path: Path) -> None:
         path = tmp_path / "worked_example.py"
         path.write_text(asked(worked.exported, preset("lesson-0"))["script"], "utf-8")

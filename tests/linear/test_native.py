@@ -119,6 +119,7 @@ def instruction_set(request: pytest.FixtureRequest) -> None:
     loaded.ch_use_isa(index)
 
 
+@pytest.mark.covering(1)
 @every_member
 @every_shape
 @pytest.mark.usefixtures("instruction_set")
@@ -142,6 +143,7 @@ def test_outputs_states_and_gradients_are_those_of_float64(
         assert float((actual.detach().double() - true.detach()).abs().max()) <= allowed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["elu", "relu", "identity", "performer"])
 @every_shape
 @pytest.mark.usefixtures("instruction_set")

@@ -11,6 +11,8 @@ from clearhead.cache import KVCache
 from clearhead.nn import Decoder, DecoderBlock, Encoder, EncoderBlock, FeedForward
 from clearhead.positions import Rotary
 
+pytestmark = pytest.mark.covering(1)
+
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 
 

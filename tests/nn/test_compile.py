@@ -72,7 +72,7 @@ def test_compiles_with_the_default_backend() -> None:
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["attention", "rotary, grouped, rules", "block"])
 def test_exports_for_any_batch_and_length(kind: str) -> None:
     module = Masked(_modules()[kind].eval(), ch.Causal() & ch.Window(3))

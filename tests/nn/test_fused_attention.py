@@ -25,7 +25,7 @@ from tests.agreement import needs_native
 from tests.gemms import name_gemm
 from tests.threads import on_threads
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 
 @pytest.fixture(autouse=True)

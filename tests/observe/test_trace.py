@@ -313,6 +313,7 @@ def test_record_false_applies_edits_and_records_nothing(x: Tensor) -> None:
     assert not torch.allclose(edited, model(x))
 
 
+@pytest.mark.slow
 def test_edits_of_a_compiled_model_raise(x: Tensor) -> None:
     model = encoder()
     model.compile_blocks(backend="eager")

@@ -96,6 +96,7 @@ def test_file_that_cannot_be_read_is_a_reason(tmp_path: Path, monkeypatch: pytes
     assert "Is a directory" in reason
 
 
+@pytest.mark.slow
 def test_process_survives_a_file_cut_short(tmp_path: Path) -> None:
     # Beyond its headers, where the loader reads pages that the file no longer has.
     loaded, reason = _loaded(_cut(tmp_path / "short.so", binary.PATH.stat().st_size // 2))

@@ -62,6 +62,7 @@ def _x(layout: str = "contiguous", dtype: torch.dtype = torch.float32, requires_
 # ---- single layers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "dtype"), EACH)
 def test_linear_operators_pass_opcheck(layout: str, dtype: torch.dtype) -> None:
     x, weight, bias = _x(layout, dtype), torch.randn(6, 8, dtype=dtype), torch.randn(6, dtype=dtype)
@@ -77,7 +78,7 @@ def test_linear_operators_pass_opcheck(layout: str, dtype: torch.dtype) -> None:
         _check("linear_weight_gradient", grad, x, with_bias)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "dtype"), EACH)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_linear_operator_passes_opcheck(layout: str, dtype: torch.dtype, bits: int) -> None:
@@ -89,7 +90,7 @@ def test_quantized_linear_operator_passes_opcheck(layout: str, dtype: torch.dtyp
         _check("linear_quantized", x, codes, scale[:, :1], None, None, int(rounding))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8,), (2, 5, 8), (2, 0, 8), (2, 3, 4, 8)])
 def test_row_operators_pass_opcheck_with_any_number_of_axes(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(8)
@@ -114,7 +115,7 @@ def test_norm_operators_pass_opcheck(layout: str, dtype: torch.dtype, kind: Norm
         _check("norm_gradients", *arguments)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_rotary_passes_opcheck(dtype: torch.dtype, heads_first: bool) -> None:
@@ -143,7 +144,7 @@ def test_cache_append_passes_opcheck(dtype: torch.dtype, strided: bool) -> None:
     _check("cache_append", rows[:, :, ::2] if strided else rows, new, 3)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @every_dtype
 def test_paged_operators_pass_opcheck(dtype: torch.dtype) -> None:
     pages, new = torch.zeros(3, 16, 2, 8, dtype=dtype), torch.randn(2, 2, 3, 8).to(dtype)
@@ -372,7 +373,7 @@ def test_block_passes_opcheck(name: str, dtype: torch.dtype) -> None:
     _check("block", *_forward_call(name, dtype, False))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["table", "blocks of a table"])
 def test_a_masked_block_saves_its_output_in_float32(name: str) -> None:
     call = _forward_call(name, torch.bfloat16, True)
@@ -395,7 +396,7 @@ def test_block_backward_passes_opcheck(name: str, dtype: torch.dtype) -> None:
     _check("block_backward", *arguments)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 4])
 def test_block_backward_passes_opcheck_where_some_gradients_are_needed(first: int) -> None:
     arguments = _backward_call("pre-norm", torch.float32, lambda place: place >= first)

@@ -143,7 +143,7 @@ def test_attention_forward_passes_opcheck_in_every_layout_and_dtype(layout: str,
     _check("attention_forward", (*_qkv(layout, dtype=dtype, requires_grad=True), 0.3, OUTPUT32 | SOFTMAX), {})
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", [ALL, MAX_SCORE | TIES, 1 << 8, 1 << 10 | 1 << 12])
 def test_attention_forward_passes_opcheck_with_statistics(returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), _statistics())
@@ -185,7 +185,7 @@ def test_gradients_of_one_side_pass_opcheck(name: str, side: Side) -> None:
     _check("attention_gradients", arguments, {**options, "side": int(side)})
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["distances", "dense bias", "soft-cap, then a bias"])
 def test_attention_gradients_of_rules_pass_opcheck(name: str) -> None:
     arguments, options = _gradient_call(name, "contiguous", torch.float32, learned=True)
@@ -193,6 +193,7 @@ def test_attention_gradients_of_rules_pass_opcheck(name: str) -> None:
     _check("attention_gradients", arguments, options)
 
 
+@pytest.mark.slow
 def test_attention_gradients_of_statistics_pass_opcheck() -> None:
     tensors = _qkv()
     output, softmax, exact, _, ties = _attention(
@@ -253,7 +254,7 @@ def test_linear_attention_forward_passes_opcheck(layout: str, member: str, for_b
     _check("linear_attention_forward", (*tensors, *_numbers(member), member == "normalized", for_backward), {})
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(("member", "layout"), _covering([*MEMBERS], LAYOUTS))
 def test_linear_attention_gradients_pass_opcheck(layout: str, member: str) -> None:
     arguments = _linear_gradient_call(member, layout)

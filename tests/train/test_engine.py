@@ -40,7 +40,7 @@ def _train(**changes: Any) -> Any:
     )
 
 
-@pytest.mark.covering(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"checkpoint_activations": True}, {"average": 0.9}])
 def test_classifier_learns_under_every_option(changes: dict[str, Any]) -> None:
     assert _train(**changes).outcome.held_out["accuracy"] >= 0.95

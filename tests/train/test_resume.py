@@ -109,6 +109,7 @@ def whole(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "moment", [pytest.param(moment, marks=[pytest.mark.slow] * (moment % 3 != 1)) for moment in range(1, 12)]
 )

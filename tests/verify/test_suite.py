@@ -72,6 +72,7 @@ def test_torch_function_breaks_only_known_laws() -> None:
     assert set(report.broken) <= faults, report
 
 
+@pytest.mark.slow
 def test_torch_module_breaks_no_law_under_mha() -> None:
     laws = ["output", "gradients", "mask polarity", "masks", "dropout", "dropout off", "dropout in backward"]
     laws += ["many heads and sequences", "process state", "threads"]

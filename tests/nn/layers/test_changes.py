@@ -25,7 +25,7 @@ from tests.nn.layers.definition import (
 )
 from tests.threads import on_threads
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 
 class TestChanges:

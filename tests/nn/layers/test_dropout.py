@@ -26,7 +26,7 @@ from tests.nn.layers.definition import (
     unfused,
 )
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 DROPS = [(0.3, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.3), (0.0, 0.5, 0.25), (0.2, 0.4, 0.1), (0.9, 0.9, 0.9)]
 

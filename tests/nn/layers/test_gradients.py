@@ -27,7 +27,7 @@ from tests.nn.layers.definition import (
     upstream_of,
 )
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 # ---- gradients that are not needed --------------------------------------------------------------------------
 

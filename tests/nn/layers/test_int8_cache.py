@@ -14,7 +14,7 @@ from clearhead.nn import Decoder, EncoderDecoder, LanguageModel, MultiHeadAttent
 from clearhead.testing import forbid_fused
 from tests.agreement import needs_native
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 #: Tokens of each call.
 CALLS = {"a prompt": (20, *[1] * 10), "single tokens": (1,) * 30, "chunks": (7, 1, 9, 3, 10)}

@@ -20,7 +20,7 @@ from tests.nn.layers.definition import DTYPES, attended, block, caches_alternate
 from tests.nn.layers.with_memory import decoder
 from tests.nn.layers.with_memory import formula as with_memory
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 #: Tokens of each call: a prompt and single tokens, past the first capacity of 16 and the second of 32.
@@ -56,7 +56,6 @@ def test_a_block_with_a_cache_matches_the_formula(
     assert kinds == ["layer"] * len(calls)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [

@@ -13,7 +13,7 @@ import clearhead as ch
 from tests.agreement import needs_native
 from tests.nn.layers.definition import block, budget_of, draw, fused, output_and_gradients, same, tokens, upstream_of
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 LAID: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),

@@ -25,7 +25,7 @@ from tests.nn.layers.with_memory import (
     seeds_of,
 )
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 MASKS: dict[str, dict[str, ch.Mask]] = {
@@ -47,7 +47,6 @@ def test_output_and_every_gradient(norm_first: bool, dtype: torch.dtype, activat
     checked(module, tokens(dtype), memory_of(dtype), **MASKS[masks])
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [

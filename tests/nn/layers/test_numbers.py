@@ -27,7 +27,7 @@ from tests.nn.layers.definition import (
     unfused,
 )
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 #: Every layer under one mask, and one under every mask.
 CASES = [(*within, MASK_IDS[place % 2]) for place, within in enumerate(WITHIN)]
@@ -54,7 +54,6 @@ def test_gated_feedforwards_match_the_formula(
     checked(module, tokens(dtype), ch.Causal())
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (32, 2, {"num_kv_heads": 1}),

@@ -35,7 +35,7 @@ from tests.nn.layers.definition import (
     upstream_of,
 )
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 
 @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Padding(torch.tensor([7, 3]))], ids=MASK_IDS[:3])
@@ -156,7 +156,6 @@ PARTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])

@@ -38,7 +38,7 @@ from tests.nn.layers.definition import (
 from tests.nn.layers.with_memory import decoder
 from tests.nn.layers.with_memory import formula as with_memory
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 LENGTH = 37

@@ -33,7 +33,7 @@ from tests.nn.layers.definition import (
     tokens,
 )
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 LENGTH = 37
 

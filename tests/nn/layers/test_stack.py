@@ -23,7 +23,7 @@ from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.nn.layers.definition import DTYPES, LLAMA, decoded, draw, formula
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 LENGTH = 37
 #: Shapes of stacks, and what they are built with.

@@ -32,7 +32,7 @@ from tests.nn.layers.definition import (
     upstream_of,
 )
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.covering(1)]
 
 
 @pytest.fixture(params=[True, False], ids=["pre-norm", "post-norm"])

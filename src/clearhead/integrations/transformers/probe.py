@@ -113,6 +113,8 @@ def _candidates(module: nn.Module, interface: bool) -> Iterator[Fast]:
     if name is not None:
         yield from (NormForward(kind, name) for kind in (NormKind.RMS, NormKind.RMS_FROM_ONE))
         return
+    if next(module.children(), None) is None:
+        return
     yield from (LayerForward(match, interface=interface) for match in layer_matches(module))
     yield from (FusedFeedForward(row) for row in feedforward_rows(module))
     if hasattr(module, "config") and signature_of(_kind_of(module).forward).rotary:
