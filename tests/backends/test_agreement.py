@@ -80,7 +80,6 @@ SIZES = [
 ]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Causal() & ch.Window(20)], ids=repr)
 @pytest.mark.parametrize("backend", TESTED)
@@ -124,7 +123,7 @@ def test_rows_with_huge_negative_biases_keep_their_weights(backend: str, low: fl
     torch.testing.assert_close(pulled.double(), weights.mT @ grad.double(), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lengths", [[1] * 9, [300, 1, 2, 290, 7, 40, 40], [513], [0, 5, 0, 6]], ids=str)
 @pytest.mark.parametrize("backend", TESTED)
 def test_agreement_on_packed_documents(backend: str, lengths: list[int]) -> None:
