@@ -70,6 +70,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Causal() & ch.Window(20)], ids=repr)
 @each_backend
