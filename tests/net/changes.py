@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, vector_to_parameters
 
-__all__ = ["CHANGES", "OF_LAYERS", "linear_layers"]
+__all__ = ["CHANGES", "OF_LAYERS"]
 
 #: Factor on parameters, large enough to reveal a stale copy.
 _FACTOR: Final = 0.8
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """The linear layers by parent and name, without those whose weights their parent reads directly."""
     for parent in model.modules():
         for name, layer in parent.named_children():
@@ -97,7 +97,7 @@ def _lay_out_transposed(model: nn.Module) -> None:
 def _tie(model: nn.Module) -> None:
     """Linear layers of equal shape share the first one's weight, which then changes."""
     first: dict[tuple[type, torch.Size], nn.Parameter] = {}
-    for _, _, layer in linear_layers(model):
+    for _, _, layer in _linear_layers(model):
         weight = first.setdefault((type(layer), layer.weight.shape), layer.weight)
         layer.weight = weight
     with torch.no_grad():
@@ -118,12 +118,12 @@ class _Scale(nn.Module):
 
 
 def _parametrize(model: nn.Module) -> None:
-    for _, _, layer in list(linear_layers(model)):
+    for _, _, layer in list(_linear_layers(model)):
         parametrize.register_parametrization(layer, "weight", _Scale())
 
 
 def _weight_norm(model: nn.Module) -> None:
-    for _, _, layer in list(linear_layers(model)):
+    for _, _, layer in list(_linear_layers(model)):
         parametrizations.weight_norm(layer)
         with torch.no_grad():
             layer.parametrizations.weight.original0.mul_(_FACTOR)
@@ -157,22 +157,22 @@ class _LowRank(nn.Module):
 
 
 def _wrap(model: nn.Module) -> None:
-    for parent, name, layer in list(linear_layers(model)):
+    for parent, name, layer in list(_linear_layers(model)):
         setattr(parent, name, _LowRank(layer))
 
 
 def _hook(model: nn.Module) -> None:
-    for _, _, layer in linear_layers(model):
+    for _, _, layer in _linear_layers(model):
         layer.register_forward_hook(lambda module, given, output: output * _FACTOR)
 
 
 def _hook_before(model: nn.Module) -> None:
-    for _, _, layer in linear_layers(model):
+    for _, _, layer in _linear_layers(model):
         layer.register_forward_pre_hook(lambda module, given: (given[0] * _FACTOR, *given[1:]))
 
 
 def _replace_forward(model: nn.Module) -> None:
-    for _, _, layer in linear_layers(model):
+    for _, _, layer in _linear_layers(model):
         layer.forward = lambda x, before=layer.forward: before(x) * _FACTOR
 
 

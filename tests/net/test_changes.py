@@ -43,13 +43,13 @@ def subject(name: str) -> Subject:
 
 
 #: The subject without linear layers: it reads their weights itself.
-ALONE = "torch attention"
+LAYERLESS = "torch attention"
 SUBJECTS = [*FAMILIES, *(f"{kind} {place}" for kind in MODULES for place in (0, 1))]
 
 
 def _pairs() -> list[Any]:
     """Every subject with every change; all but one of each subject and change are marked slow."""
-    pairs = [(name, change) for name in SUBJECTS for change in CHANGES if change not in OF_LAYERS or name != ALONE]
+    pairs = [(name, change) for name in SUBJECTS for change in CHANGES if change not in OF_LAYERS or name != LAYERLESS]
     quick = {pairs[index] for index in covering(pairs, 1)}
     return [
         pytest.param(

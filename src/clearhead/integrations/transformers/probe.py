@@ -114,6 +114,7 @@ def _candidates(module: nn.Module, interface: bool) -> Iterator[Fast]:
         yield from (NormForward(kind, name) for kind in (NormKind.RMS, NormKind.RMS_FROM_ONE))
         return
     if next(module.children(), None) is None:
+        # The other rows name submodules.
         return
     yield from (LayerForward(match, interface=interface) for match in layer_matches(module))
     yield from (FusedFeedForward(row) for row in feedforward_rows(module))
