@@ -81,17 +81,28 @@ struct Factors {
   float before[ROWS], sums[ROWS];
 };
 
+// What a micro-kernel prefetches into L2 at each of its steps: nothing, or the next bytes of what is read later.
+struct NoPrefetch {
+  CH_INLINE void step() {}
+};
+struct StepPrefetch {
+  const char* next;
+  int64_t bytes;
+  CH_INLINE void step() { prefetch_line(next), next += bytes; }
+};
+
 // ROWS x VECS sums, each passed to `emit(row, vector, sum)`. They start from C where they continue it.
-template <class M, int ROWS, int VECS, bool CONTINUES = false, class Emit>
+template <class M, int ROWS, int VECS, bool CONTINUES = false, class Emit, class Prefetching = NoPrefetch>
 CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict a, int64_t a_row, int64_t a_step,
                             const typename M::right* __restrict b, int64_t ldb, const Emit& emit,
-                            const float* c = nullptr, int64_t ldc = 0) {
+                            const float* c = nullptr, int64_t ldc = 0, Prefetching prefetching = {}) {
   vf sum[ROWS][VECS];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; v++) sum[r][v] = CONTINUES ? load(c + r * ldc + v * VL) : (vf){};
   for (int64_t s = 0; s < steps; s++) {
+    prefetching.step();
     vf bv[VECS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; v++) {
@@ -121,10 +132,10 @@ CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict
   }
 }
 
-template <class M, int ROWS, int VECS, Update UPDATE>
+template <class M, int ROWS, int VECS, Update UPDATE, class Prefetching>
 CH_INLINE void gemm_block(int64_t steps, const typename M::operand* __restrict a, int64_t a_row, int64_t a_step,
                           const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
-                          const Factors* factors) {
+                          const Factors* factors, Prefetching prefetching) {
   const auto emit = [&](int r, int v, vf sum) CH_INLINED {
     // C is added at the end: added at the start it would lengthen the chain of roundings.
     float* at = c + r * ldc + v * VL;
@@ -132,20 +143,20 @@ CH_INLINE void gemm_block(int64_t steps, const typename M::operand* __restrict a
     if constexpr (UPDATE == MERGE) sum = merged(load(at), all(factors->before[r]), sum, all(factors->sums[r]));
     store(at, sum);
   };
-  micro_kernel<M, ROWS, VECS, UPDATE == CONTINUE>(steps, a, a_row, a_step, b, ldb, emit, c, ldc);
+  micro_kernel<M, ROWS, VECS, UPDATE == CONTINUE>(steps, a, a_row, a_step, b, ldb, emit, c, ldc, prefetching);
 }
 
-template <class M, int VECS, Update UPDATE>
+template <class M, int VECS, Update UPDATE, class Prefetching>
 __attribute__((noinline)) void gemm_rows(int rows, int64_t steps, const typename M::operand* a, int64_t a_row,
                                          int64_t a_step, const typename M::right* b, int64_t ldb, float* c,
-                                         int64_t ldc, const Factors* factors) {
+                                         int64_t ldc, const Factors* factors, Prefetching prefetching) {
   switch (rows) {
-    case 6: return gemm_block<M, 6, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
-    case 5: return gemm_block<M, 5, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
-    case 4: return gemm_block<M, 4, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
-    case 3: return gemm_block<M, 3, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
-    case 2: return gemm_block<M, 2, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
-    default: return gemm_block<M, 1, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    case 6: return gemm_block<M, 6, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
+    case 5: return gemm_block<M, 5, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
+    case 4: return gemm_block<M, 4, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
+    case 3: return gemm_block<M, 3, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
+    case 2: return gemm_block<M, 2, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
+    default: return gemm_block<M, 1, VECS, UPDATE>(steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
   }
 }
 
@@ -171,19 +182,19 @@ CH_INLINE void gemm_in_tiles(int rows, int vecs, int64_t steps, const uint32_t* 
 #endif
 
 // At most M::HEIGHT rows and NV vectors of columns.
-template <class M, Update UPDATE>
+template <class M, Update UPDATE, class Prefetching = NoPrefetch>
 CH_INLINE void gemm(int rows, int vecs, int64_t steps, const typename M::operand* a, int64_t a_row, int64_t a_step,
                     const typename M::right* b, int64_t ldb, float* c, int64_t ldc,
-                    const Factors* factors = nullptr) {
+                    const Factors* factors = nullptr, Prefetching prefetching = {}) {
 #if defined(CH_AMX)
   if constexpr (in_tiles<M>()) return gemm_in_tiles<UPDATE>(rows, vecs, steps, a, a_row, b, ldb, c, ldc, factors);
 #endif
   if constexpr (NV == 4) {
-    if (vecs == 4) return gemm_rows<M, 4, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
-    if (vecs == 3) return gemm_rows<M, 3, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+    if (vecs == 4) return gemm_rows<M, 4, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
+    if (vecs == 3) return gemm_rows<M, 3, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
   }
-  if (vecs == 2) return gemm_rows<M, 2, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
-  return gemm_rows<M, 1, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors);
+  if (vecs == 2) return gemm_rows<M, 2, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
+  return gemm_rows<M, 1, UPDATE>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factors, prefetching);
 }
 
 }  // namespace CH_NS

@@ -88,13 +88,13 @@ CH_INLINE void horizontal_sums(const vf v[4], float* to) {
 }
 
 // Adds dot products of ROWS rows with four keys over AT vectors, from vector x on.
-template <class M, int ROWS, int AT, bool PREFETCHES>
+template <class M, int ROWS, int AT, int LINES>
 CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row, const typename M::right* key,
                         int64_t key_row, int x, const char* next) {
   constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors per cache line
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
-    if (PREFETCHES && x % LINE == 0) prefetch_line(next + (x / LINE * 4 + k) * 64);
+    if (k < LINES && x % LINE == 0) prefetch_line(next + (x / LINE * LINES + k) * 64);
     vf b[AT];
     if constexpr (AT == 2) M::get_two(key + k * key_row + x * VL, b[0], b[1]);
     else b[0] = M::get(key + k * key_row + x * VL);
@@ -105,9 +105,9 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a
   }
 }
 
-// Dot products of ROWS rows of A with four keys: `vectors` vectors of elements each, stride `key_row`. Each line that
-// is read prefetches one line from `next` on. Rows of A have the element order that M reads keys in.
-template <class M, int ROWS, bool PREFETCHES>
+// Dot products of ROWS rows of A with four keys: `vectors` vectors of elements each, stride `key_row`. For every four
+// lines that are read, LINES lines from `next` on are prefetched. Rows of A have the element order that M reads keys in.
+template <class M, int ROWS, int LINES>
 CH_INLINE void dot_four(const typename M::operand* a, int64_t a_row, const typename M::right* key, int64_t key_row,
                         int vectors, float* scores, int64_t ld, const char* next) {
   vf sum[ROWS][4];
@@ -117,8 +117,8 @@ CH_INLINE void dot_four(const typename M::operand* a, int64_t a_row, const typen
     for (int k = 0; k < 4; k++) sum[r][k] = (vf){};
   int x = 0;
   for (; x + M::LOAD_VECTORS <= vectors; x += M::LOAD_VECTORS)
-    add_dots<M, ROWS, M::LOAD_VECTORS, PREFETCHES>(sum, a, a_row, key, key_row, x, next);
-  if (M::LOAD_VECTORS == 2 && x < vectors) add_dots<M, ROWS, 1, PREFETCHES>(sum, a, a_row, key, key_row, x, next);
+    add_dots<M, ROWS, M::LOAD_VECTORS, LINES>(sum, a, a_row, key, key_row, x, next);
+  if (M::LOAD_VECTORS == 2 && x < vectors) add_dots<M, ROWS, 1, LINES>(sum, a, a_row, key, key_row, x, next);
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) horizontal_sums(sum[r], scores + r * ld);
 }
@@ -131,15 +131,30 @@ constexpr int DOT_ROWS = 2;
 #endif
 
 // The same for at most DOT_ROWS rows.
-template <class M, bool PREFETCHES>
+template <class M, int LINES>
 CH_INLINE void dot_rows(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* key,
                         int64_t key_row, int vectors, float* scores, int64_t ld, const char* next) {
-  if constexpr (DOT_ROWS == 4) {
-    if (rows == 4) return dot_four<M, 4, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
-    if (rows == 3) return dot_four<M, 3, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
+  if constexpr (DOT_ROWS == 4)
+    if (rows == 4) return dot_four<M, 4, LINES>(a, a_row, key, key_row, vectors, scores, ld, next);
+  if constexpr (DOT_ROWS >= 3)
+    if (rows == 3) return dot_four<M, 3, LINES>(a, a_row, key, key_row, vectors, scores, ld, next);
+  if (rows == 2) return dot_four<M, 2, LINES>(a, a_row, key, key_row, vectors, scores, ld, next);
+  return dot_four<M, 1, LINES>(a, a_row, key, key_row, vectors, scores, ld, next);
+}
+
+// The same for any number of rows, in passes over the four keys. As many bytes as the keys have are prefetched from
+// `next` on, LINES rows of them in each pass: all of them in the first would fill the queues of the caches, and leave
+// the memory idle in the others.
+template <class M, int LINES>
+CH_INLINE void dot_passes(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* key,
+                          int64_t key_row, int vectors, float* scores, int64_t ld, const char* next) {
+  for (int r = 0, row = 0; r < rows; r += DOT_ROWS, row += LINES) {
+    const int some = minimum(rows - r, DOT_ROWS);
+    if (row < 4)
+      dot_rows<M, LINES>(some, a + r * a_row, a_row, key, key_row, vectors, scores + r * ld, ld,
+                         next + row * vectors * VL * (int64_t)sizeof(typename M::right));
+    else dot_rows<M, 0>(some, a + r * a_row, a_row, key, key_row, vectors, scores + r * ld, ld, nullptr);
   }
-  if (rows == 2) return dot_four<M, 2, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
-  return dot_four<M, 1, PREFETCHES>(a, a_row, key, key_row, vectors, scores, ld, next);
 }
 
 // Scores of `rows` rows of A, in that order, with keys [0, count). `upcoming`: the rows that are read after these, prefetched
@@ -152,19 +167,17 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const typen
   int c = 0;
   for (; c + 4 <= count; c += 4) {
     const typename M::right* four = key + c * key_row;
-    const int first = minimum(rows, DOT_ROWS);
     if (key_row * size == bytes) {
       const char* next = upcoming != nullptr ? (const char*)(upcoming + c * key_row) : (const char*)four + STREAM_PREFETCH_BYTES;
-      dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld, next);
+      if (rows <= DOT_ROWS) dot_passes<M, 4>(rows, a, a_row, four, key_row, vectors, scores + c, ld, next);
+      else if (rows <= 2 * DOT_ROWS) dot_passes<M, 2>(rows, a, a_row, four, key_row, vectors, scores + c, ld, next);
+      else dot_passes<M, 1>(rows, a, a_row, four, key_row, vectors, scores + c, ld, next);
     } else {
       const int64_t remaining = upcoming != nullptr ? 4 : minimum((int64_t)4, count - c - rows_prefetched);
       const typename M::right* next = upcoming != nullptr ? upcoming + c * key_row : four + rows_prefetched * key_row;
       prefetch_rows(next, remaining, key_row * size, bytes, far);
-      dot_rows<M, false>(first, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
+      dot_passes<M, 0>(rows, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
     }
-    for (int r = DOT_ROWS; r < rows; r += DOT_ROWS)
-      dot_rows<M, false>(minimum(rows - r, DOT_ROWS), a + r * a_row, a_row, four, key_row, vectors,
-                         scores + r * ld + c, ld, nullptr);
   }
   for (; c < count; c++)
     for (int r = 0; r < rows; r++) {
