@@ -169,14 +169,15 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const typen
     const typename M::right* four = key + c * key_row;
     if (key_row * size == bytes) {
       const char* next = upcoming != nullptr ? (const char*)(upcoming + c * key_row) : (const char*)four + STREAM_PREFETCH_BYTES;
-      if (rows <= DOT_ROWS) dot_passes<M, 4>(rows, a, a_row, four, key_row, vectors, scores + c, ld, next);
+      if (rows <= DOT_ROWS) dot_rows<M, 4>(rows, a, a_row, four, key_row, vectors, scores + c, ld, next);
       else if (rows <= 2 * DOT_ROWS) dot_passes<M, 2>(rows, a, a_row, four, key_row, vectors, scores + c, ld, next);
       else dot_passes<M, 1>(rows, a, a_row, four, key_row, vectors, scores + c, ld, next);
     } else {
       const int64_t remaining = upcoming != nullptr ? 4 : minimum((int64_t)4, count - c - rows_prefetched);
       const typename M::right* next = upcoming != nullptr ? upcoming + c * key_row : four + rows_prefetched * key_row;
       prefetch_rows(next, remaining, key_row * size, bytes, far);
-      dot_passes<M, 0>(rows, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
+      if (rows <= DOT_ROWS) dot_rows<M, 0>(rows, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
+      else dot_passes<M, 0>(rows, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
     }
   }
   for (; c < count; c++)
