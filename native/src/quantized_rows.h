@@ -283,31 +283,38 @@ template <class IO> class RoundedRows {
       }
   }
 
+  // Each pass of rows over a block of the weight prefetches a share of the next one: with all of it in the first, the memory
+  // would be idle in the others.
   void multiply_few(int64_t rows, int64_t column, int64_t columns, int32_t* sums) const {
+    const int passes = (int)((rows + Dot::ROWS - 1) / Dot::ROWS);
     for (int64_t c = 0; c < columns; c += Dot::COLUMNS)
-      for (int64_t r = 0; r < rows; r += Dot::ROWS)
+      for (int pass = 0; pass < passes; pass++) {
+        const int64_t r = pass * Dot::ROWS;
+        int share = 0;  // a bit for each of the columns that this pass prefetches
+        for (int i = pass; i < Dot::COLUMNS; i += passes) share |= 1 << i;
         multiply_block(left + r * padded, minimum((int64_t)Dot::ROWS, rows - r), column + c,
-                       minimum((int64_t)Dot::COLUMNS, columns - c), sums + r * WIDTH + c, r == 0);
+                       minimum((int64_t)Dot::COLUMNS, columns - c), sums + r * WIDTH + c, share);
+      }
   }
 
   void multiply_block(const typename Dot::Left* x, int64_t rows, int64_t column, int64_t columns, int32_t* sums,
-                      bool prefetches) const {
+                      int prefetched) const {
     const int8_t* weight = (const int8_t*)w.weight + column * w.weight_row;
     // Rows of the weight beyond the last one are read as the last one, and their sums dropped.
     const int8_t* rows_of[Dot::COLUMNS];
     for (int64_t c = 0; c < Dot::COLUMNS; c++) rows_of[c] = weight + minimum(c, columns - 1) * w.weight_row;
     int32_t block[Dot::ROWS * Dot::COLUMNS] = {};
-    const int64_t next = prefetches && column + 2 * Dot::COLUMNS <= w.columns ? Dot::COLUMNS * w.weight_row : 0;
-    multiply_rows<Dot::ROWS>((int)rows, x, rows_of, next, block);
+    if (column + 2 * Dot::COLUMNS > w.columns) prefetched = 0;
+    multiply_rows<Dot::ROWS>((int)rows, x, rows_of, prefetched, block);
     for (int64_t r = 0; r < rows; r++)
       for (int64_t c = 0; c < columns; c++) sums[r * WIDTH + c] = block[r * Dot::COLUMNS + c];
   }
 
   template <int ROWS>
-  void multiply_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int64_t next,
+  void multiply_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int prefetched,
                      int32_t* block) const {
     if constexpr (ROWS > 1)
-      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, next, block);
+      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, prefetched, block);
     typename Dot::Vector sum[ROWS][Dot::COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
@@ -323,9 +330,10 @@ template <class IO> class RoundedRows {
     };
     int64_t s = 0;
     for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) {
-      if (next > 0 && s % 64 == 0)
+      if (prefetched != 0 && s % 64 == 0)
 #pragma GCC unroll 4
-        for (int c = 0; c < Dot::COLUMNS; c++) prefetch_line(weight[c] + next + s);
+        for (int c = 0; c < Dot::COLUMNS; c++)
+          if (prefetched >> c & 1) prefetch_line(weight[c] + Dot::COLUMNS * w.weight_row + s);
       add(x + s, [&](int c) CH_INLINED { return weight[c] + s; });
     }
     if (s < w.steps) {
