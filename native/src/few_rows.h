@@ -138,6 +138,68 @@ __attribute__((noinline)) void gemv_across(const typename IO::type* b, int64_t l
     }
 }
 
+// Panels that a few rows of A are multiplied by at a time: each is a stream of memory, of which a core reads two to four
+// 1.05 to 1.2 times as fast as one (measured on Zen 3). With more than one row the sums leave registers for two.
+constexpr int MAX_PANELS = 4, ROWS_BY_PANELS = MR / 2;
+constexpr int panels_for(int64_t rows) { return rows == 1 ? MAX_PANELS : 2; }
+
+// Panels of a packed matrix, `stride` operands apart.
+template <class M> struct PackedPanels {
+  const typename M::right* first;
+  int64_t stride, count;
+};
+
+// Sums of ROWS rows of A with PANELS panels over `steps` steps, in the order of the GEMM, to C or added to it; a panel's are
+// `c_panel` after those of the one before.
+template <class M, int ROWS, int PANELS, bool ADDS, class Prefetching>
+__attribute__((noinline)) void sum_panels(int64_t steps, const typename M::operand* __restrict a, int64_t a_row,
+                                          const PackedPanels<M>& panels, float* __restrict c, int64_t c_panel,
+                                          Prefetching first, Prefetching second) {
+  constexpr int VECS = PANELS * NV;
+  const typename M::right* __restrict b = panels.first;
+  vf sum[ROWS][VECS];
+#pragma GCC unroll 3
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < VECS; v++) sum[r][v] = (vf){};
+  for (int64_t s = 0; s < steps; s++, a++, b += PW) {
+    first.step();
+    second.step();
+    Broadcast row[ROWS];
+#pragma GCC unroll 3
+    for (int r = 0; r < ROWS; r++) row[r] = M::broadcast(a + r * a_row);
+#pragma GCC unroll 16
+    for (int v = 0; v < VECS; v++) {
+      const vf right = M::get(b + v / NV * panels.stride + v % NV * VL);
+#pragma GCC unroll 3
+      for (int r = 0; r < ROWS; r++) sum[r][v] = M::madd_broadcast(sum[r][v], row[r], right);
+    }
+  }
+#pragma GCC unroll 3
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < VECS; v++) {
+      float* at = c + v / NV * c_panel + r * PW + v % NV * VL;
+      store(at, ADDS ? sum[r][v] + load(at) : sum[r][v]);
+    }
+}
+
+// The same for at most ROWS rows, and two panels or, for one row, four.
+template <class M, bool ADDS, int ROWS = ROWS_BY_PANELS>
+void sum_panels(int64_t rows, int64_t steps, const typename M::operand* a, int64_t a_row, const PackedPanels<M>& panels,
+                float* c, int64_t c_panel, const StepPrefetch& upcoming) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return sum_panels<M, ADDS, ROWS - 1>(rows, steps, a, a_row, panels, c, c_panel, upcoming);
+  if constexpr (ROWS == 1)
+    if (panels.count == MAX_PANELS)
+      return sum_panels<M, 1, MAX_PANELS, ADDS>(steps, a, a_row, panels, c, c_panel, NoPrefetch{}, NoPrefetch{});
+  if (upcoming.next == nullptr)
+    return sum_panels<M, ROWS, 2, ADDS>(steps, a, a_row, panels, c, c_panel, NoPrefetch{}, NoPrefetch{});
+  const int64_t stride = panels.stride * (int64_t)sizeof(typename M::right);
+  sum_panels<M, ROWS, 2, ADDS>(steps, a, a_row, panels, c, c_panel, upcoming,
+                               StepPrefetch{upcoming.next + stride, upcoming.bytes});
+}
+
 // Steps that one pass of axpy reads: each is a memory stream of its own.
 constexpr int AXPY_STEPS = 8;
 

@@ -89,7 +89,7 @@ template <class IO, class Codes> class IntegerInputs {
     const uint8_t* weight[COLUMNS];
     uint8_t rest[COLUMNS][BLOCK_BYTES];
     for (int c = 0; c < COLUMNS; c++) weight[c] = four.weight[c];
-    int64_t at = 0, next = four.next, g = 0, left_in_span = span;
+    int64_t at = 0, g = 0, left_in_span = span;
     for (int64_t b = 0; b < blocks; b++, at += BLOCK_BYTES) {
       if (b == blocks - 1 && last < BLOCK_BYTES) {
         for (int c = 0; c < COLUMNS; c++) {
@@ -97,7 +97,7 @@ template <class IO, class Codes> class IntegerInputs {
           memset(rest[c] + last, 0, (size_t)(BLOCK_BYTES - last));
           weight[c] = rest[c];
         }
-        at = next = 0;
+        at = 0;
       }
       vf factor[COLUMNS];
 #pragma GCC unroll 4
@@ -108,12 +108,10 @@ template <class IO, class Codes> class IntegerInputs {
         vf(*totals)[COLUMNS] = total + tile * ROWS;
         hide(totals);
         const int64_t place = (tile * blocks + b) * ROWS;
-        add_block<ROWS>(left + place * PIECES * BLOCK, shifts + place, units + place, weight, at, tile == 0 ? next : 0,
-                        factor, totals);
+        add_block<ROWS>(left + place * PIECES * BLOCK, shifts + place, units + place, weight, at, factor, totals);
       }
       left_in_span -= BLOCK;
       if (left_in_span > 0) continue;
-      if (g % (64 / (int64_t)sizeof(float)) == 0) four.prefetch_scales(w, groups, g);
       g += span_groups, left_in_span = span;
     }
     for (int r = 0; r < ROWS * TILES && !GROUPED; r++)
@@ -184,11 +182,11 @@ template <class IO, class Codes> class IntegerInputs {
     return (Vector)(-(vi)sum);
   }
 
-  // Adds a block of ROWS rows by four rows of the weight; what is `next` bytes ahead of these is prefetched.
+  // Adds a block of ROWS rows by four rows of the weight.
   template <int ROWS>
   CH_INLINE static void add_block(const int8_t* x, const Vector* shift, const float* unit,
-                                  const uint8_t* const weight[COLUMNS], int64_t at, int64_t next,
-                                  const vf factor[COLUMNS], vf total[ROWS][COLUMNS]) {
+                                  const uint8_t* const weight[COLUMNS], int64_t at, const vf factor[COLUMNS],
+                                  vf total[ROWS][COLUMNS]) {
     Vector sum[ROWS][COLUMNS];
 #pragma GCC unroll 2
     for (int piece = 0; piece < PIECES; piece++) {
@@ -204,9 +202,6 @@ template <class IO, class Codes> class IntegerInputs {
         }
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) {
-        if (piece == 0 && v * Dot::STEPS % 64 == 0)
-#pragma GCC unroll 4
-          for (int c = 0; c < COLUMNS; c++) prefetch_line(weight[c] + at + next + v * Dot::STEPS);
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
           decltype(codes_of(nullptr, 0)) codes[COLUMNS];

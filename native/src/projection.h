@@ -38,6 +38,9 @@ template <class M, class IO> class Projection {
   // Rows with which they prefetch what they read after a panel: measured on AVX2, 1.2 to 1.4 times as fast with 8 to 24
   // rows, 1.02 to 1.07 with 128, and no gain beyond; 0.97 with one or two.
   static constexpr int64_t MIN_PREFETCHING_ROWS = 3, MAX_PREFETCHING_ROWS = 128;
+  // Rows up to which panels that were packed before are multiplied by several at a time; measured on AVX2: beyond, six rows
+  // by one panel are as fast.
+  static constexpr int64_t MAX_PANELS_ROWS = TILES ? 0 : 8;
 
   // Rows up to which right is read in place, once for all rows of left (GEMV): packing would take longer than the
   // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
@@ -45,6 +48,8 @@ template <class M, class IO> class Projection {
   // from twice as many on. With fewer than LONG_STEPS steps it is slower from eight rows on: horizontal sums dominate.
   static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
+  // Columns of dot products before their epilogue, a multiple of PW: four streams of memory.
+  static constexpr int64_t DOT_COLUMNS = 256;
   // The same with rows of right that are transposed in registers, in the order of the panels: measured, faster than
   // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.03 times as long as
   // dot products, which do not run for them. One row takes 0.9 to 1.1 times as long, more rows up to 1.2 times, and 16
@@ -287,12 +292,14 @@ template <class M, class IO> class Projection {
     parallel(threads, parts, [&](int64_t part) {
       const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
       const int64_t columns_floats = TILES && uses_across ? group.steps * VL : 0;
+      const int at_once = panels != nullptr && w.rows <= MAX_PANELS_ROWS && group.steps > 0 ? panels_for(w.rows) : 1;
+      const int64_t tile_floats = uses_dot ? w.rows * (DOT_COLUMNS + PW) : block * PW * at_once;
       float* tile = (float*)scratch(clearhead::SLOT_COLUMNS,
-                                    (size_t)(block * PW + left_floats + columns_floats) * sizeof(float) + 64);
+                                    (size_t)(tile_floats + left_floats + columns_floats) * sizeof(float) + 64);
       const int64_t panel = in_place() || panels != nullptr ? 0 : group.steps * PW;
       operand* panel_tile = (operand*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(operand) + 64);
       if (tile == nullptr || panel_tile == nullptr) return fault.set(CH_NO_MEMORY);
-      operand* left = (operand*)(tile + block * PW);
+      operand* left = (operand*)(tile + tile_floats);
       if (!left_in_place) pack_left(group, 0, w.rows, left, false);
       operand* left_columns = left + round_up(left_floats, VL);
       if (columns_floats > 0) pack_left_columns(group, left, left_columns);
@@ -300,7 +307,12 @@ template <class M, class IO> class Projection {
         for (int64_t row = 0; row < w.rows && uses_dot; row++)
           Widened<IO>::deinterleave(left + row * left_row(group), (int)(w.terms[0].steps / VL));
       DropoutMask mask;
-      for (int64_t p = part * per_part; p < minimum(num_panels, (part + 1) * per_part); p++) {
+      if (uses_dot) return multiply_dot(group, left, part * per_part * PW, per_part * PW, tile, mask);
+      int64_t p = part * per_part;
+      const int64_t end = minimum(num_panels, (part + 1) * per_part);
+      for (int count = at_once; count > 1; count /= 2)
+        for (; p + count <= end; p += count) compute_panels(group, p, count, left, tile, mask);
+      for (; p < end; p++) {
         const bool packs = !in_place() && panels == nullptr;
         if (packs && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
         const operand* right = panels == nullptr ? panel_tile : panels + p * group.steps * PW;
@@ -340,18 +352,11 @@ template <class M, class IO> class Projection {
       if (!left_in_place) pack_left(group, 0, w.rows, left, false);
       axpy_rows<AXPY_ROWS>(group, left, first, (int)count, sums, totals);
       DropoutMask mask;
-      for (int64_t column = first; column < first + count; column += PW) {
-        const int columns = (int)minimum((int64_t)PW, first + count - column);
-        for (int64_t r = 0; r < w.rows; r++)
-          memcpy(tile + r * PW, totals + r * STRIPE + column - first, (size_t)round_up(columns, VL) * sizeof(float));
-        float bias[PW] = {};
-        if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-        if (drops()) mask.draw(w, 0, w.rows, column);
-        finish(group, TilePosition{0, column, columns, bias, mask}, 0, w.rows, tile);
-      }
+      finish_columns(group, first, count, totals, STRIPE, tile, mask);
     });
     return fault.get() == CH_OK;
   }
+
   template <int ROWS>
   void axpy_rows(const Group& group, const operand* packed_left, int64_t column, int count, float* sums,
                  float* totals) const {
@@ -497,6 +502,28 @@ template <class M, class IO> class Projection {
     finish(group, position, 0, rows, tile);
   }
 
+  // All rows, at most MAX_PANELS_ROWS, times `count` panels that were packed before.
+  void compute_panels(const Group& group, int64_t panel, int64_t count, const operand* packed_left, float* tile,
+                      DropoutMask& mask) const {
+    const int64_t turns = (w.rows + ROWS_BY_PANELS - 1) / ROWS_BY_PANELS, at_once = (w.rows + turns - 1) / turns;
+    const int64_t steps = group.steps, tile_size = w.rows * PW, bytes = PW * (int64_t)sizeof(operand) / turns;
+    const operand *right = panels + panel * steps * PW, *left = left_at(group, packed_left, 0);
+    const auto add = [&]<bool ADDS>(int64_t s) CH_INLINED {
+      const int64_t depth = minimum(DEPTH, steps - s);
+      const PackedPanels<M> stretch = {right + s * PW, steps * PW, count};
+      // The next stretch of two panels, a share in each turn. The hardware prefetches for a single turn.
+      const operand* next = s + DEPTH < steps ? right + (s + DEPTH) * PW : right + 2 * steps * PW;
+      for (int64_t r = 0, turn = 0; r < w.rows; r += at_once, turn++) {
+        const StepPrefetch upcoming = {turns > 1 ? (const char*)next + turn * depth * bytes : nullptr, bytes};
+        sum_panels<M, ADDS>(minimum(at_once, w.rows - r), depth, left + r * left_stride(group) + s, left_stride(group),
+                            stretch, tile + r * PW, tile_size, upcoming);
+      }
+    };
+    add.template operator()<false>(0);
+    for (int64_t s = DEPTH; s < steps; s += DEPTH) add.template operator()<true>(s);
+    for (int i = 0; i < count; i++) finish_panel(group, (panel + i) * PW, tile + i * tile_size, mask);
+  }
+
   // The same for at most VL rows in tiles, with rows of right in place as A: the tile's transpose.
   void tiles_in_place(const Group& group, const operand* left_columns, int64_t rows, int64_t column, float* tile,
                       const DropoutMask& mask) const {
@@ -533,25 +560,31 @@ template <class M, class IO> class Projection {
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
     const type* right = (const type*)w.terms[0].right + column * w.terms[0].right_row;
     const operand* left = left_at(group, packed_left, row);
-    if (uses_dot) {
-      dot_rows(left, left_stride(group), rows, right, columns, tile);
-    } else {
-      const int64_t groups = (rows + ACROSS_ROWS - 1) / ACROSS_ROWS, rows_at_once = (rows + groups - 1) / groups;
-      for (int64_t r = 0; r < rows; r += rows_at_once)
-        across_rows<ACROSS_ROWS>(left + r * left_stride(group), left_stride(group), minimum(rows_at_once, rows - r), right,
-                                 columns, r == 0 ? w.columns - column : 0, tile + r * PW);
-    }
+    const int64_t groups = (rows + ACROSS_ROWS - 1) / ACROSS_ROWS, rows_at_once = (rows + groups - 1) / groups;
+    for (int64_t r = 0; r < rows; r += rows_at_once)
+      across_rows<ACROSS_ROWS>(left + r * left_stride(group), left_stride(group), minimum(rows_at_once, rows - r), right,
+                               columns, r == 0 ? w.columns - column : 0, tile + r * PW);
     finish(group, TilePosition{row, column, columns, bias, mask}, 0, rows, tile);
   }
-  void dot_rows(const operand* left, int64_t left_row, int64_t rows, const type* right, int columns, float* tile) const {
+
+  // Columns [first, first + count), or those there are, as dot products with rows of right in place.
+  void multiply_dot(const Group& group, const operand* packed_left, int64_t first, int64_t count, float* sums,
+                    DropoutMask& mask) const {
     const ch_term& term = w.terms[0];
-    const int vectors = (int)(row_steps<M>(term.steps) / VL);
-    memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
-    if constexpr (M::PACK == 2 || __is_same(IO, Float32))
-      gemv_dot<M>((int)rows, left, left_row, (const operand*)right, term.right_row / M::PACK, columns, vectors, tile, PW,
-                  false);
-    else
-      gemv_dot<Widened<IO>>((int)rows, left, left_row, right, term.right_row, columns, vectors, tile, PW, false);
+    const operand* left = left_at(group, packed_left, 0);
+    const int rows = (int)w.rows, vectors = (int)(row_steps<M>(term.steps) / VL);
+    const int64_t left_row = left_stride(group), end = minimum(w.columns, first + count);
+    for (int64_t column = first; column < end; column += DOT_COLUMNS) {
+      const int columns = (int)minimum(DOT_COLUMNS, end - column);
+      const type* right = (const type*)term.right + column * term.right_row;
+      if constexpr (M::PACK == 2 || __is_same(IO, Float32))
+        gemv_dot<M>(rows, left, left_row, [&](int c) { return (const operand*)(right + c * term.right_row); }, columns,
+                    vectors, sums, DOT_COLUMNS);
+      else
+        gemv_dot<Widened<IO>>(rows, left, left_row, [&](int c) { return right + c * term.right_row; }, columns, vectors,
+                              sums, DOT_COLUMNS);
+      finish_columns(group, column, columns, sums, DOT_COLUMNS, sums + rows * DOT_COLUMNS, mask);
+    }
   }
   template <int ROWS>
   void across_rows(const operand* left, int64_t left_row, int64_t rows, const type* right, int columns, int64_t following,
@@ -706,6 +739,26 @@ template <class M, class IO> class Projection {
         put_row<IO>(slope + c, columns, padded, 1.0f);
       }
     }
+  }
+
+  // The sums of all rows with columns [first, first + count), through the epilogue. `tile` is for a panel's.
+  void finish_columns(const Group& group, int64_t first, int64_t count, const float* sums, int64_t sums_row, float* tile,
+                      DropoutMask& mask) const {
+    for (int64_t column = first; column < first + count; column += PW) {
+      const int columns = (int)minimum((int64_t)PW, first + count - column);
+      for (int64_t r = 0; r < w.rows; r++)
+        memcpy(tile + r * PW, sums + r * sums_row + column - first, (size_t)round_up(columns, VL) * sizeof(float));
+      finish_panel(group, column, tile, mask);
+    }
+  }
+
+  // The epilogue of all rows of a panel.
+  void finish_panel(const Group& group, int64_t column, const float* tile, DropoutMask& mask) const {
+    const int columns = (int)minimum((int64_t)PW, w.columns - column);
+    float bias[PW] = {};
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+    if (drops()) mask.draw(w, 0, w.rows, column);
+    finish(group, TilePosition{0, column, columns, bias, mask}, 0, w.rows, tile);
   }
 
   // Packs rows [row, row + rows) of left with contiguous steps.

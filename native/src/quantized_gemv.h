@@ -21,40 +21,21 @@ CH_INLINE vf load_first(const float* from, int64_t count) {
 #endif
 }
 
-// Four rows of a weight of integers that are multiplied together.
+// Four rows of a weight of integers that are multiplied together. They are far apart, so that each begins a stream of
+// memory, which the hardware prefetches (as in `gemv_dot`).
 struct FourRows {
   static constexpr int64_t COUNT = 4;
   // Rows of x that multiply them; measured on AVX2, 4,096 by 4,096: beyond, panels are as fast.
   static constexpr int64_t MAX_OF_X = 8;
-  // Bytes ahead that are prefetched, at least; measured on Zen 5, rows of 512 to 4,096 bytes.
-  static constexpr int64_t DISTANCE = 16 << 10;
   const uint8_t* weight[COUNT];
   const float* scale[COUNT];  // one a group
-  int64_t rows_ahead, next;  // rows, and bytes, from these rows to the ones to prefetch; 0 for none
 
-  // The rows [column, column + 4), the last of which are the weight's last row if there are fewer.
-  FourRows(const ch_quantized& w, int64_t groups, int64_t column) {
-    const int64_t last = w.columns - 1 - column;
+  // The rows `column`, `column + between` and so on; the weight's last row in place of those beyond it.
+  FourRows(const ch_quantized& w, int64_t groups, int64_t column, int64_t between) {
     for (int64_t c = 0; c < COUNT; c++) {
-      weight[c] = (const uint8_t*)w.weight + (column + minimum(c, last)) * w.weight_row;
-      scale[c] = w.scale + (column + minimum(c, last)) * groups;
-    }
-    const int64_t distance = maximum(COUNT, DISTANCE / maximum(w.weight_row, (int64_t)1) / COUNT * COUNT);
-    rows_ahead = minimum(distance, last / COUNT * COUNT);
-    next = rows_ahead * w.weight_row;
-  }
-
-  // Prefetches what is `at` bytes into the next row of one of them.
-  CH_INLINE void prefetch(int64_t c, int64_t at) const { prefetch_line(weight[c] + next + at); }
-
-  // Prefetches scales and offsets of the next rows from a group on.
-  CH_INLINE void prefetch_scales(const ch_quantized& w, int64_t groups, int64_t group) const {
-    const int64_t floats = rows_ahead * groups;
-#pragma GCC unroll 4
-    for (int64_t c = 0; c < COUNT; c++) {
-      const float* place = scale[c] + floats + group;
-      prefetch_line<3>(place);
-      if (w.offset != nullptr) prefetch_line<3>(w.offset + (place - w.scale));
+      const int64_t row = minimum(column + c * between, w.columns - 1);
+      weight[c] = (const uint8_t*)w.weight + row * w.weight_row;
+      scale[c] = w.scale + row * groups;
     }
   }
 };
@@ -90,11 +71,9 @@ template <class IO, class Codes> class FloatInputs {
   }
 
   // The lanes of the sums of all rows.
-  void multiply(FourRows four, vf total[][COLUMNS]) const {
-    for (int64_t r = 0; r < w.rows; r += DOT_ROWS) {
+  void multiply(const FourRows& four, vf total[][COLUMNS]) const {
+    for (int64_t r = 0; r < w.rows; r += DOT_ROWS)
       multiply_rows<DOT_ROWS>((int)minimum((int64_t)DOT_ROWS, w.rows - r), r, four, total + r);
-      four.next = 0;
-    }
   }
 
  private:
@@ -131,12 +110,9 @@ template <class IO, class Codes> class FloatInputs {
     memcpy(output, total, sizeof(total));
   }
 
-  // Adds the block of steps from `s` on, and prefetches the next rows of the weight.
+  // Adds the block of steps from `s` on.
   template <int ROWS> CH_INLINE void add_whole(vf sum[ROWS][COLUMNS], const float* x, const FourRows& four, int64_t s) const {
     const int64_t at = s * Codes::BITS / 8;
-    if (at % 64 == 0)
-#pragma GCC unroll 4
-      for (int c = 0; c < COLUMNS; c++) four.prefetch(c, at);
     add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return four.weight[c] + at; });
   }
 
@@ -165,7 +141,9 @@ template <class IO, class Inputs> class QuantizedGemv {
   typedef typename IO::type type;
 
   static constexpr int64_t COLUMNS = FourRows::COUNT, MAX_ROWS = FourRows::MAX_OF_X;
-  static_assert(VL % COLUMNS == 0);
+  // Rows of the weight before their epilogue, in four streams.
+  static constexpr int64_t WIDTH = 256;
+  static_assert(WIDTH % VL == 0 && WIDTH % COLUMNS == 0);
 
   const ch_quantized& w;
   const int64_t groups, padded_groups;
@@ -196,7 +174,9 @@ template <class IO, class Inputs> class QuantizedGemv {
     const int64_t vectors = (w.columns + VL - 1) / VL, units = minimum(vectors, (int64_t)4 * threads);
     const int64_t per_unit = (vectors + units - 1) / units;
     parallel(threads, units, [&](int64_t unit) {
-      for (int64_t v = unit * per_unit; v < minimum(vectors, (unit + 1) * per_unit); v++) multiply_vector(v * VL);
+      const int64_t end = minimum(w.columns, (unit + 1) * per_unit * VL);
+      for (int64_t column = unit * per_unit * VL; column < end; column += WIDTH)
+        multiply_columns(column, (int)minimum(WIDTH, end - column));
     });
     clearhead::trim_scratch();
     return CH_OK;
@@ -217,24 +197,26 @@ template <class IO, class Inputs> class QuantizedGemv {
     }
   }
 
-  // All rows of x by the weight's rows [column, column + VL), or those there are.
-  void multiply_vector(int64_t column) const {
-    const int columns = (int)minimum((int64_t)VL, w.columns - column);
-    float sums[MAX_ROWS * VL] = {}, ones[VL], bias[VL] = {};
-    for (int64_t c = 0; c < columns; c += COLUMNS) multiply_four(FourRows(w, groups, column + c), sums + c);
-    store(ones, all(1.0f));
-    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, VL);
+  // All rows of x by the weight's rows [column, column + columns).
+  void multiply_columns(int64_t column, int columns) const {
+    float sums[MAX_ROWS * WIDTH] = {}, ones[WIDTH], bias[WIDTH] = {};
+    const int64_t quarter = (columns + COLUMNS - 1) / COLUMNS;
+    for (int64_t c = 0; c < quarter; c++) multiply_four(FourRows(w, groups, column + c, quarter), sums + c, quarter);
+    for (int64_t c = 0; c < WIDTH; c += VL) store(ones + c, all(1.0f));
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, WIDTH);
     for (int64_t r = 0; r < w.rows; r++)
-      put_scaled<IO>(w, r, column, columns, [&](int) CH_INLINED { return load(sums + r * VL); }, ones, bias);
+      put_scaled<IO>(w, r, column, columns, [&](int c) CH_INLINED { return load(sums + r * WIDTH + c); }, ones, bias);
   }
 
-  // The sums of all rows by four rows of the weight.
-  void multiply_four(const FourRows& four, float* sums) const {
+  // The sums of all rows by four rows of the weight, which are `between` apart.
+  void multiply_four(const FourRows& four, float* sums, int64_t between) const {
     vf total[MAX_ROWS][COLUMNS] = {};
     inputs.multiply(four, total);
     for (int64_t r = 0; r < w.rows; r++) {
       if (w.offset != nullptr) add_offsets(four, group_sums + r * padded_groups, total[r]);
-      horizontal_sums(total[r], sums + r * VL);
+      float some[COLUMNS];
+      horizontal_sums(total[r], some);
+      for (int64_t c = 0; c < COLUMNS; c++) sums[r * WIDTH + c * between] = some[c];
     }
   }
 

@@ -283,38 +283,26 @@ template <class IO> class RoundedRows {
       }
   }
 
-  // Each pass of rows over a block of the weight prefetches a share of the next one: with all of it in the first, the memory
-  // would be idle in the others.
+  // Four rows of the weight at a time, each in a stream of memory of its own.
   void multiply_few(int64_t rows, int64_t column, int64_t columns, int32_t* sums) const {
-    const int passes = (int)((rows + Dot::ROWS - 1) / Dot::ROWS);
-    for (int64_t c = 0; c < columns; c += Dot::COLUMNS)
-      for (int pass = 0; pass < passes; pass++) {
-        const int64_t r = pass * Dot::ROWS;
-        int share = 0;  // a bit for each of the columns that this pass prefetches
-        for (int i = pass; i < Dot::COLUMNS; i += passes) share |= 1 << i;
-        multiply_block(left + r * padded, minimum((int64_t)Dot::ROWS, rows - r), column + c,
-                       minimum((int64_t)Dot::COLUMNS, columns - c), sums + r * WIDTH + c, share);
-      }
-  }
-
-  void multiply_block(const typename Dot::Left* x, int64_t rows, int64_t column, int64_t columns, int32_t* sums,
-                      int prefetched) const {
     const int8_t* weight = (const int8_t*)w.weight + column * w.weight_row;
-    // Rows of the weight beyond the last one are read as the last one, and their sums dropped.
-    const int8_t* rows_of[Dot::COLUMNS];
-    for (int64_t c = 0; c < Dot::COLUMNS; c++) rows_of[c] = weight + minimum(c, columns - 1) * w.weight_row;
-    int32_t block[Dot::ROWS * Dot::COLUMNS] = {};
-    if (column + 2 * Dot::COLUMNS > w.columns) prefetched = 0;
-    multiply_rows<Dot::ROWS>((int)rows, x, rows_of, prefetched, block);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < columns; c++) sums[r * WIDTH + c] = block[r * Dot::COLUMNS + c];
+    const int64_t quarter = (columns + Dot::COLUMNS - 1) / Dot::COLUMNS;
+    for (int64_t c = 0; c < quarter; c++) {
+      // Rows of the weight beyond the last one are read as the last one.
+      const int8_t* rows_of[Dot::COLUMNS];
+      for (int64_t k = 0; k < Dot::COLUMNS; k++) rows_of[k] = weight + minimum(c + k * quarter, columns - 1) * w.weight_row;
+      for (int64_t r = 0; r < rows; r += Dot::ROWS)
+        multiply_rows<Dot::ROWS>((int)minimum((int64_t)Dot::ROWS, rows - r), left + r * padded, rows_of,
+                                 sums + r * WIDTH + c, quarter);
+    }
   }
 
+  // Rows of x by rows of the weight, whose sums are `between` apart.
   template <int ROWS>
-  void multiply_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int prefetched,
-                     int32_t* block) const {
+  void multiply_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int32_t* sums,
+                     int64_t between) const {
     if constexpr (ROWS > 1)
-      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, prefetched, block);
+      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, sums, between);
     typename Dot::Vector sum[ROWS][Dot::COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
@@ -329,20 +317,14 @@ template <class IO> class RoundedRows {
       }
     };
     int64_t s = 0;
-    for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) {
-      if (prefetched != 0 && s % 64 == 0)
-#pragma GCC unroll 4
-        for (int c = 0; c < Dot::COLUMNS; c++)
-          if (prefetched >> c & 1) prefetch_line(weight[c] + Dot::COLUMNS * w.weight_row + s);
-      add(x + s, [&](int c) CH_INLINED { return weight[c] + s; });
-    }
+    for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) add(x + s, [&](int c) CH_INLINED { return weight[c] + s; });
     if (s < w.steps) {
       int8_t rest[Dot::COLUMNS][Dot::STEPS] = {};
       for (int c = 0; c < Dot::COLUMNS; c++) memcpy(rest[c], weight[c] + s, (size_t)(w.steps - s));
       add(x + s, [&](int c) CH_INLINED { return rest[c]; });
     }
     for (int r = 0; r < ROWS; r++)
-      for (int c = 0; c < Dot::COLUMNS; c++) block[r * Dot::COLUMNS + c] = Dot::total(sum[r][c]);
+      for (int c = 0; c < Dot::COLUMNS; c++) sums[r * WIDTH + c * between] = Dot::total(sum[r][c]);
   }
 
   // What WIDTH columns of sums have in common.
