@@ -577,10 +577,11 @@ template <class M, class IO, class KV = IO> struct Forward {
   void multiply_keys_along_rows(int64_t b, int64_t kh, int64_t t0, int count, Interval run, const ScoreTile& score_tile,
                                 const Workspace& d) const {
     const int64_t bytes = w.head_dim * (int64_t)sizeof(cached), first = maximum(t0 + run.low, (int64_t)0);
-    const int ahead = w.key.row == w.head_dim ? 0 : (int)(prefetch_distance(bytes, 4) / 4);
+    if (first >= t0 + run.high) return;
+    const int distance = w.key.row == w.head_dim ? 0 : (int)(prefetch_distance(bytes, 4) / 4);
     const auto dot = [&](const auto& key_at) CH_INLINED {
       gemv_dot<M>(count, d.q, operands, key_at, (int)(t0 + run.high - first), steps / VL, score_tile.at + (first - t0),
-                  score_tile.ld, ahead, out_of_cache);
+                  score_tile.ld, distance, out_of_cache);
     };
     const cached* keys = row_of(w.key, b, kh, first);
     if (w.page_table == nullptr) dot([&](int64_t key) { return keys + key * w.key.row; });

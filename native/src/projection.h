@@ -46,7 +46,7 @@ template <class M, class IO> class Projection {
   // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
   // weight is large; with AVX2 twice as fast at one row and a tenth at eight rows of float32 or 16 of 16 bits, slower
   // from twice as many on. With fewer than LONG_STEPS steps it is slower from eight rows on: horizontal sums dominate.
-  static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
+  static constexpr int64_t MAX_DOT_ROWS = VL == 16 ? CH_NS::MAX_DOT_ROWS : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
   // Columns of dot products before their epilogue, a multiple of PW: four streams of memory.
   static constexpr int64_t DOT_COLUMNS = 256;

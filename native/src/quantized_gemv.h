@@ -30,10 +30,10 @@ struct FourRows {
   const uint8_t* weight[COUNT];
   const float* scale[COUNT];  // one a group
 
-  // The rows `column`, `column + between` and so on; the weight's last row in place of those beyond it.
-  FourRows(const ch_quantized& w, int64_t groups, int64_t column, int64_t between) {
+  // The rows `column`, `column + stride` and so on; the weight's last row in place of those beyond it.
+  FourRows(const ch_quantized& w, int64_t groups, int64_t column, int64_t stride) {
     for (int64_t c = 0; c < COUNT; c++) {
-      const int64_t row = minimum(column + c * between, w.columns - 1);
+      const int64_t row = minimum(column + c * stride, w.columns - 1);
       weight[c] = (const uint8_t*)w.weight + row * w.weight_row;
       scale[c] = w.scale + row * groups;
     }
@@ -208,15 +208,15 @@ template <class IO, class Inputs> class QuantizedGemv {
       put_scaled<IO>(w, r, column, columns, [&](int c) CH_INLINED { return load(sums + r * WIDTH + c); }, ones, bias);
   }
 
-  // The sums of all rows by four rows of the weight, which are `between` apart.
-  void multiply_four(const FourRows& four, float* sums, int64_t between) const {
+  // The sums of all rows by four rows of the weight, which are `stride` apart.
+  void multiply_four(const FourRows& four, float* sums, int64_t stride) const {
     vf total[MAX_ROWS][COLUMNS] = {};
     inputs.multiply(four, total);
     for (int64_t r = 0; r < w.rows; r++) {
       if (w.offset != nullptr) add_offsets(four, group_sums + r * padded_groups, total[r]);
       float some[COLUMNS];
       horizontal_sums(total[r], some);
-      for (int64_t c = 0; c < COLUMNS; c++) sums[r * WIDTH + c * between] = some[c];
+      for (int64_t c = 0; c < COLUMNS; c++) sums[r * WIDTH + c * stride] = some[c];
     }
   }
 

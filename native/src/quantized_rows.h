@@ -297,12 +297,12 @@ template <class IO> class RoundedRows {
     }
   }
 
-  // Rows of x by rows of the weight, whose sums are `between` apart.
+  // Rows of x by rows of the weight, whose sums are `stride` apart.
   template <int ROWS>
   void multiply_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int32_t* sums,
-                     int64_t between) const {
+                     int64_t stride) const {
     if constexpr (ROWS > 1)
-      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, sums, between);
+      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, sums, stride);
     typename Dot::Vector sum[ROWS][Dot::COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
@@ -324,7 +324,7 @@ template <class IO> class RoundedRows {
       add(x + s, [&](int c) CH_INLINED { return rest[c]; });
     }
     for (int r = 0; r < ROWS; r++)
-      for (int c = 0; c < Dot::COLUMNS; c++) sums[r * WIDTH + c * between] = Dot::total(sum[r][c]);
+      for (int c = 0; c < Dot::COLUMNS; c++) sums[r * WIDTH + c * stride] = Dot::total(sum[r][c]);
   }
 
   // What WIDTH columns of sums have in common.
