@@ -85,12 +85,23 @@ CH_INLINE void horizontal_sums(const vf v[4], float* to) {
 #endif
 }
 
+// Keys that are prefetched while others are read: of the four that follow those, the ones whose bit is set.
+template <class M> struct NextKeys {
+  const typename M::right* const* keys;
+  int share;
+  CH_INLINE void prefetch(int k, int x) const {
+    constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors
+    if (x % LINE == 0 && share >> k & 1) prefetch_line(keys[k] + x * VL);
+  }
+};
+
 // Adds dot products of ROWS rows with four keys over AT vectors, from vector x on.
 template <class M, int ROWS, int AT>
 CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row, const typename M::right* const keys[4],
-                        int x) {
+                        int x, const NextKeys<M>* next) {
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
+    if (next != nullptr) next->prefetch(k, x);
     vf b[AT];
     if constexpr (AT == 2) M::get_two(keys[k] + x * VL, b[0], b[1]);
     else b[0] = M::get(keys[k] + x * VL);
@@ -105,10 +116,10 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a
 // in.
 template <class M, int ROWS>
 CH_INLINE void add_four(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row,
-                        const typename M::right* const keys[4], int from, int to) {
+                        const typename M::right* const keys[4], int from, int to, const NextKeys<M>* next = nullptr) {
   int x = from;
-  for (; x + M::LOAD_VECTORS <= to; x += M::LOAD_VECTORS) add_dots<M, ROWS, M::LOAD_VECTORS>(sum, a, a_row, keys, x);
-  if (M::LOAD_VECTORS == 2 && x < to) add_dots<M, ROWS, 1>(sum, a, a_row, keys, x);
+  for (; x + M::LOAD_VECTORS <= to; x += M::LOAD_VECTORS) add_dots<M, ROWS, M::LOAD_VECTORS>(sum, a, a_row, keys, x, next);
+  if (M::LOAD_VECTORS == 2 && x < to) add_dots<M, ROWS, 1>(sum, a, a_row, keys, x, next);
 }
 
 // Rows whose dot products with four keys fit in registers, with integers and with M.
@@ -133,10 +144,11 @@ template <int ROWS, class Body> CH_INLINE void for_rows(int rows, const Body& bo
 }
 
 // Dot products of rows of A, at most MAX_DOT_ROWS, with four keys of `vectors` vectors, to [row][key]. Rows that do not fit
-// in registers take turns over each part of the keys.
+// in registers take turns over each part of the keys. Where keys are widened, more than two turns take longer than the memory,
+// and each prefetches a share of the `following` keys (measured on AVX2, eight rows: 1.1 to 1.25 times as fast).
 template <class M>
 CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* const keys[4],
-                        int vectors, float scores[][4]) {
+                        const typename M::right* const following[4], int vectors, float scores[][4]) {
   constexpr int ROWS = dot_rows<M>();
   if (rows <= ROWS)
     return for_rows<ROWS>(rows, [&]<int SOME>() CH_INLINED {
@@ -151,19 +163,23 @@ CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, c
   constexpr int PART = DOT_BYTES / (VL * (int)sizeof(typename M::right));
   static_assert(PART % M::LOAD_VECTORS == 0);
   for (int x = 0; x < vectors; x += PART)
-    for (int r = 0; r < rows; r += at_once)
+    for (int r = 0, turn = 0; r < rows; r += at_once, turn++) {
+      NextKeys<M> next = {following, 0};
+      for (int k = turn; k < 4 && turns > 2; k += turns) next.share |= 1 << k;
       for_rows<ROWS>(minimum(at_once, rows - r), [&]<int SOME>() CH_INLINED {
         vf sum[SOME][4];
 #pragma GCC unroll 4
         for (int i = 0; i < SOME; i++)
 #pragma GCC unroll 4
           for (int k = 0; k < 4; k++) sum[i][k] = total[r + i][k];
-        add_four<M, SOME>(sum, a + r * a_row, a_row, keys, x, minimum(x + PART, vectors));
+        add_four<M, SOME>(sum, a + r * a_row, a_row, keys, x, minimum(x + PART, vectors),
+                          M::LOAD_VECTORS == 2 ? &next : nullptr);
 #pragma GCC unroll 4
         for (int i = 0; i < SOME; i++)
 #pragma GCC unroll 4
           for (int k = 0; k < 4; k++) total[r + i][k] = sum[i][k];
       });
+    }
   for (int r = 0; r < rows; r++) horizontal_sums(total[r], scores[r]);
 }
 
@@ -193,14 +209,14 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const KeyAt
               float* scores, int64_t ld, int distance = 0, bool far = false) {
   const int quarter = count / 4;
   for (int c = 0; c < quarter; c++) {
-    const typename M::right* keys[4];
+    const typename M::right *keys[4], *following[4];
     for (int k = 0; k < 4; k++) {
-      keys[k] = key_at(k * quarter + c);
+      keys[k] = key_at(k * quarter + c), following[k] = key_at(minimum(k * quarter + c + 1, count - 1));
       if (distance > 0 && c + distance < quarter)
         prefetch_rows(key_at(k * quarter + c + distance), 1, 0, vectors * VL * (int64_t)sizeof(typename M::right), far);
     }
     float sums[MAX_DOT_ROWS][4];
-    dot_four<M>(rows, a, a_row, keys, vectors, sums);
+    dot_four<M>(rows, a, a_row, keys, following, vectors, sums);
     for (int r = 0; r < rows; r++)
       for (int k = 0; k < 4; k++) scores[r * ld + k * quarter + c] = sums[r][k];
   }
