@@ -276,12 +276,11 @@ template <class M, class IO, class KV = IO> struct Forward {
     fill(to, run.high, round_up(run.high, VL), 0.0f);
   }
 
-  // Calls `body` with each part of keys [first, last) that is in one page; parts do not cross a multiple of `part`.
-  template <class Body> CH_INLINE void for_pages(int64_t first, int64_t last, const Body& body, int64_t part = 0) const {
+  // Calls `body` with each part of keys [first, last) that is in one page.
+  template <class Body> CH_INLINE void for_pages(int64_t first, int64_t last, const Body& body) const {
     if (w.page_table == nullptr) return body(first, last);
-    part = part == 0 ? w.page_size : part;
     while (first < last) {
-      const int64_t stop = minimum(last, (first / part + 1) * part);
+      const int64_t stop = minimum(last, (first / w.page_size + 1) * w.page_size);
       body(first, stop);
       first = stop;
     }
