@@ -85,23 +85,12 @@ CH_INLINE void horizontal_sums(const vf v[4], float* to) {
 #endif
 }
 
-// Keys that are prefetched while others are read: of the four that follow those, the ones whose bit is set.
-template <class M> struct NextKeys {
-  const typename M::right* const* keys;
-  int share;
-  CH_INLINE void prefetch(int k, int x) const {
-    constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors
-    if (x % LINE == 0 && share >> k & 1) prefetch_line(keys[k] + x * VL);
-  }
-};
-
 // Adds dot products of ROWS rows with four keys over AT vectors, from vector x on.
 template <class M, int ROWS, int AT>
-CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row, const typename M::right* const keys[4],
-                        int x, const NextKeys<M>* next) {
+CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row,
+                        const typename M::right* const keys[4], int x) {
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
-    if (next != nullptr) next->prefetch(k, x);
     vf b[AT];
     if constexpr (AT == 2) M::get_two(keys[k] + x * VL, b[0], b[1]);
     else b[0] = M::get(keys[k] + x * VL);
@@ -112,14 +101,20 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a
   }
 }
 
-// Adds dot products of ROWS rows with four keys over vectors [from, to). Rows of A have the element order that M reads keys
-// in.
-template <class M, int ROWS>
+// Adds dot products of ROWS rows with four keys over vectors [from, to), and prefetches so many others meanwhile. Rows of
+// A have the element order that M reads keys in.
+template <class M, int ROWS, int PREFETCHED = 0>
 CH_INLINE void add_four(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row,
-                        const typename M::right* const keys[4], int from, int to, const NextKeys<M>* next = nullptr) {
+                        const typename M::right* const keys[4], int from, int to,
+                        [[maybe_unused]] const typename M::right* const* others = nullptr) {
+  constexpr int AT = M::LOAD_VECTORS, LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors
   int x = from;
-  for (; x + M::LOAD_VECTORS <= to; x += M::LOAD_VECTORS) add_dots<M, ROWS, M::LOAD_VECTORS>(sum, a, a_row, keys, x, next);
-  if (M::LOAD_VECTORS == 2 && x < to) add_dots<M, ROWS, 1>(sum, a, a_row, keys, x, next);
+  for (; x + AT <= to; x += AT) {
+#pragma GCC unroll 2
+    for (int k = 0; k < PREFETCHED && (AT == LINE || x % LINE == 0); k++) prefetch_line(others[k] + x * VL);
+    add_dots<M, ROWS, AT>(sum, a, a_row, keys, x);
+  }
+  if (AT == 2 && x < to) add_dots<M, ROWS, 1>(sum, a, a_row, keys, x);
 }
 
 // Rows whose dot products with four keys fit in registers, with integers and with M.
@@ -143,44 +138,53 @@ template <int ROWS, class Body> CH_INLINE void for_rows(int rows, const Body& bo
   body.template operator()<ROWS>();
 }
 
+// Vectors of a key, and the part of them that rows take turns over.
+struct KeyPart {
+  int from, to, vectors;
+  bool first() const { return from == 0; }
+  bool last() const { return to == vectors; }
+};
+
+// Dot products of ROWS rows with a part of four keys. Sums wait in `total` for the next part; after the last one their
+// lanes are added up, to `scores`. Not inlined: the caller's constants would take registers that sums need.
+template <class M, int ROWS, int PREFETCHED>
+__attribute__((noinline)) void dot_part(const typename M::operand* a, int64_t a_row,
+                                        const typename M::right* const keys[4], const typename M::right* const* others,
+                                        const KeyPart& part, vf total[][4], float scores[][4]) {
+  vf sum[ROWS][4] = {};
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int k = 0; k < 4 && !part.first(); k++) sum[r][k] = total[r][k];
+  add_four<M, ROWS, PREFETCHED>(sum, a, a_row, keys, part.from, part.to, others);
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4 && !part.last(); k++) total[r][k] = sum[r][k];
+    if (part.last()) horizontal_sums(sum[r], scores[r]);
+  }
+}
+
 // Dot products of rows of A, at most MAX_DOT_ROWS, with four keys of `vectors` vectors, to [row][key]. Rows that do not fit
-// in registers take turns over each part of the keys. Where keys are widened, more than two turns take longer than the memory,
-// and each prefetches a share of the `following` keys (measured on AVX2, eight rows in a loop of their own: 1.1 to 1.25 times as fast).
+// in registers take turns over each part of the keys. Where keys are widened, the turns take longer than the memory, and
+// each prefetches its share of the `following` keys (measured, eight rows from memory: 1.1 to 1.25 times as fast).
 template <class M>
 CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* const keys[4],
                         const typename M::right* const following[4], int vectors, float scores[][4]) {
-  constexpr int ROWS = dot_rows<M>();
-  if (rows <= ROWS)
-    return for_rows<ROWS>(rows, [&]<int SOME>() CH_INLINED {
-      vf sum[SOME][4] = {};
-      add_four<M, SOME>(sum, a, a_row, keys, 0, vectors);
-#pragma GCC unroll 4
-      for (int r = 0; r < SOME; r++) horizontal_sums(sum[r], scores[r]);
-    });
-  vf total[MAX_DOT_ROWS][4];
-  memset(total, 0, (size_t)rows * sizeof(total[0]));
-  const int turns = (rows + ROWS - 1) / ROWS, at_once = (rows + turns - 1) / turns;
-  constexpr int PART = DOT_BYTES / (VL * (int)sizeof(typename M::right));
+  constexpr int ROWS = dot_rows<M>(), PART = DOT_BYTES / (VL * (int)sizeof(typename M::right));
   static_assert(PART % M::LOAD_VECTORS == 0);
-  for (int x = 0; x < vectors; x += PART)
-    for (int r = 0, turn = 0; r < rows; r += at_once, turn++) {
-      NextKeys<M> next = {following, 0};
-      for (int k = turn; k < 4 && turns > 2; k += turns) next.share |= 1 << k;
+  const int turns = (rows + ROWS - 1) / ROWS, at_once = (rows + turns - 1) / turns, share = turns < 4 ? 2 : 1;
+  const int step = turns == 1 ? maximum(vectors, 1) : PART;
+  vf total[MAX_DOT_ROWS][4];
+  for (int x = 0; x == 0 || x < vectors; x += step) {
+    const KeyPart part = {x, minimum(x + step, vectors), vectors};
+    for (int r = 0, next = 0; r < rows; r += at_once, next += share)
       for_rows<ROWS>(minimum(at_once, rows - r), [&]<int SOME>() CH_INLINED {
-        vf sum[SOME][4];
-#pragma GCC unroll 4
-        for (int i = 0; i < SOME; i++)
-#pragma GCC unroll 4
-          for (int k = 0; k < 4; k++) sum[i][k] = total[r + i][k];
-        add_four<M, SOME>(sum, a + r * a_row, a_row, keys, x, minimum(x + PART, vectors),
-                          M::LOAD_VECTORS == 2 ? &next : nullptr);
-#pragma GCC unroll 4
-        for (int i = 0; i < SOME; i++)
-#pragma GCC unroll 4
-          for (int k = 0; k < 4; k++) total[r + i][k] = sum[i][k];
+        const bool prefetches = M::LOAD_VECTORS == 2 && turns > 1 && next < 4;
+        const auto run = !prefetches ? dot_part<M, SOME, 0> : share == 2 ? dot_part<M, SOME, 2> : dot_part<M, SOME, 1>;
+        run(a + r * a_row, a_row, keys, prefetches ? following + next : nullptr, part, total + r, scores + r);
       });
-    }
-  for (int r = 0; r < rows; r++) horizontal_sums(total[r], scores[r]);
+  }
 }
 
 // The dot product of a row of A with one key.
