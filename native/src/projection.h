@@ -292,7 +292,7 @@ template <class M, class IO> class Projection {
     parallel(threads, parts, [&](int64_t part) {
       const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
       const int64_t columns_floats = TILES && uses_across ? group.steps * VL : 0;
-      const int at_once = panels != nullptr && w.rows <= MAX_PANELS_ROWS && group.steps > 0 ? panels_for(w.rows) : 1;
+      const int at_once = panels != nullptr && w.rows <= MAX_PANELS_ROWS && group.count == 1 ? panels_for(w.rows) : 1;
       const int64_t tile_floats = uses_dot ? w.rows * (DOT_COLUMNS + PW) : block * PW * at_once;
       float* tile = (float*)scratch(clearhead::SLOT_COLUMNS,
                                     (size_t)(tile_floats + left_floats + columns_floats) * sizeof(float) + 64);
@@ -506,13 +506,15 @@ template <class M, class IO> class Projection {
   void compute_panels(const Group& group, int64_t panel, int64_t count, const operand* packed_left, float* tile,
                       DropoutMask& mask) const {
     const int64_t turns = (w.rows + ROWS_BY_PANELS - 1) / ROWS_BY_PANELS, at_once = (w.rows + turns - 1) / turns;
-    const int64_t steps = group.steps, tile_size = w.rows * PW, bytes = PW * (int64_t)sizeof(operand) / turns;
-    const operand *right = panels + panel * steps * PW, *left = left_at(group, packed_left, 0);
+    // A panel's steps are rounded up, those of left, which may lie in place, are not.
+    const int64_t steps = group.pieces[0].steps(), stride = group.steps * PW;
+    const int64_t tile_size = w.rows * PW, bytes = PW * (int64_t)sizeof(operand) / turns;
+    const operand *right = panels + panel * stride, *left = left_at(group, packed_left, 0);
     const auto add = [&]<bool ADDS>(int64_t s) CH_INLINED {
       const int64_t depth = minimum(DEPTH, steps - s);
-      const PackedPanels<M> stretch = {right + s * PW, steps * PW, count};
+      const PackedPanels<M> stretch = {right + s * PW, stride, count};
       // The next stretch of two panels, a share in each turn. The hardware prefetches for a single turn.
-      const operand* next = s + DEPTH < steps ? right + (s + DEPTH) * PW : right + 2 * steps * PW;
+      const operand* next = s + DEPTH < steps ? right + (s + DEPTH) * PW : right + 2 * stride;
       for (int64_t r = 0, turn = 0; r < w.rows; r += at_once, turn++) {
         const StepPrefetch upcoming = {turns > 1 ? (const char*)next + turn * depth * bytes : nullptr, bytes};
         sum_panels<M, ADDS>(minimum(at_once, w.rows - r), depth, left + r * left_stride(group) + s, left_stride(group),

@@ -17,11 +17,19 @@ pytestmark = needs_native
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 17, 24)
 #: Outputs and inputs: streams of all lengths, the last rows of a weight, and more than a unit of work.
 SIZES = ((1, 256), (5, 512), (67, 264), (259, 1032), (600, 640), (1101, 256))
+#: Inputs that are no whole vectors.
+ODD_SIZES = ((200, 17), (300, 1025))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _among_nan(x: Tensor) -> Tensor:
+    """The same rows with NaN before and behind each."""
+    rows, size = x.shape
+    return torch.full((rows, size + 32), torch.nan, dtype=x.dtype).narrow(1, 16, size).copy_(x)
 
 
 def _on_threads(counts: tuple[int, ...], x: Tensor, weight: Tensor | StoredWeight) -> Tensor:
@@ -47,16 +55,16 @@ def test_rows_of_a_weight_in_place(size: tuple[int, int], dtype: torch.dtype) ->
     # The same weight with rows that do not follow each other in memory.
     strided = torch.cat((weight, weight), dim=1)[:, : size[1]]
     for rows in ROWS:
-        x = _draw(rows, size[1]).to(dtype)
+        x = _among_nan(_draw(rows, size[1]).to(dtype))
         output, exact = _on_threads((1, 2, 3), x, weight), x.double() @ weight.double().t()
         within_budget(f"{rows} rows", output, x @ weight.t(), exact, terms=size[1], dtype=dtype)
         assert torch.equal(output, _on_threads((1, 2), x, strided))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES + ODD_SIZES, ids=str)
 def test_packed_rows_have_the_bits_that_they_have_among_many(size: tuple[int, int], dtype: torch.dtype) -> None:
-    dense, x = _draw(*size, seed=1).to(dtype), _draw(40, size[1]).to(dtype)
+    dense, x = _draw(*size, seed=1).to(dtype), _among_nan(_draw(40, size[1]).to(dtype))
     weight = PackedWeight.of(dense)
     many = _on_threads((1, 2, 3), x, weight)
     within_budget("40 rows", many, x @ dense.t(), x.double() @ dense.double().t(), terms=size[1], dtype=dtype)
@@ -78,6 +86,6 @@ def test_rows_of_integers(size: tuple[int, int], bits: int) -> None:
         weight = QuantizedWeight(codes, scale, offset)
     dense = weight.dequantized()
     for rows in (1, 2, 3, 5, 8):
-        x = _draw(rows, steps)
+        x = _among_nan(_draw(rows, steps))
         exact = x.double() @ weight.dequantized(torch.float64).t()
         within_budget(f"{rows} rows", _on_threads((1, 2, 3), x, weight), x @ dense.t(), exact, terms=steps)
