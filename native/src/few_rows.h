@@ -170,7 +170,8 @@ __attribute__((noinline)) void sum_panels(int64_t steps, const typename M::opera
     for (int r = 0; r < ROWS; r++) row[r] = M::broadcast(a + r * a_row);
 #pragma GCC unroll 16
     for (int v = 0; v < VECS; v++) {
-      const vf right = M::get(b + v / NV * panels.stride + v % NV * VL);
+      vf right = M::get(b + v / NV * panels.stride + v % NV * VL);
+      if (ROWS > 1) hold(right);
 #pragma GCC unroll 3
       for (int r = 0; r < ROWS; r++) sum[r][v] = M::madd_broadcast(sum[r][v], row[r], right);
     }

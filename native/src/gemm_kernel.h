@@ -112,6 +112,7 @@ CH_INLINE void micro_kernel(int64_t steps, const typename M::operand* __restrict
           continue;
         }
       bv[v] = M::get(b + v * VL);
+      if (ROWS == 2 || ROWS == 3) hold(bv[v]);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {

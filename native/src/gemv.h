@@ -94,6 +94,7 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a
     vf b[AT];
     if constexpr (AT == 2) M::get_two(keys[k] + x * VL, b[0], b[1]);
     else b[0] = M::get(keys[k] + x * VL);
+    if (AT == 1 && ROWS > 1) hold(b[0]);
 #pragma GCC unroll 2
     for (int v = 0; v < AT; v++)
 #pragma GCC unroll 4
@@ -166,8 +167,8 @@ __attribute__((noinline)) void dot_part(const typename M::operand* a, int64_t a_
 }
 
 // Dot products of rows of A, at most MAX_DOT_ROWS, with four keys of `vectors` vectors, to [row][key]. Rows that do not fit
-// in registers take turns over each part of the keys. Where keys are widened, the turns take longer than the memory, and
-// each prefetches its share of the `following` keys (measured, eight rows from memory: 1.1 to 1.25 times as fast).
+// in registers take turns over each part of the keys, and each turn prefetches its share of the `following` keys (measured,
+// eight rows from memory: 1.1 to 1.25 times as fast). One turn waits for the memory, and prefetching makes it slower.
 template <class M>
 CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* const keys[4],
                         const typename M::right* const following[4], int vectors, float scores[][4]) {
@@ -180,7 +181,7 @@ CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, c
     const KeyPart part = {x, minimum(x + step, vectors), vectors};
     for (int r = 0, next = 0; r < rows; r += at_once, next += share)
       for_rows<ROWS>(minimum(at_once, rows - r), [&]<int SOME>() CH_INLINED {
-        const bool prefetches = M::LOAD_VECTORS == 2 && turns > 1 && next < 4;
+        const bool prefetches = turns > 1 && next < 4;
         const auto run = !prefetches ? dot_part<M, SOME, 0> : share == 2 ? dot_part<M, SOME, 2> : dot_part<M, SOME, 1>;
         run(a + r * a_row, a_row, keys, prefetches ? following + next : nullptr, part, total + r, scores + r);
       });

@@ -51,9 +51,8 @@ template <class M, class IO> class Projection {
   // Columns of dot products before their epilogue, a multiple of PW: four streams of memory.
   static constexpr int64_t DOT_COLUMNS = 256;
   // The same with rows of right that are transposed in registers, in the order of the panels: measured, faster than
-  // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.03 times as long as
-  // dot products, which do not run for them. One row takes 0.9 to 1.1 times as long, more rows up to 1.2 times, and 16
-  // bits, where the transpose adds more to the work, 0.8 to 1.5 times.
+  // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.0 times as long as
+  // dot products where these are shorter than LONG_STEPS, and do not run; 1.05 to 1.8 times where they are longer.
   static constexpr int64_t MAX_ACROSS_ROWS = TILES ? MR : VL == 16 ? (__is_same(IO, Float32) ? 16 : 24) : 8;
   // In tiles, rows of right in place are A, and left is B: nothing is transposed but left.
   static constexpr bool REPLACES_DOT = VL == 16 && __is_same(IO, Float32);
@@ -99,7 +98,7 @@ template <class M, class IO> class Projection {
     const bool one_term = !w.left_transposed && w.num_terms == 1 && w.terms[0].steps > 0 && panels == nullptr;
     const bool invariant = clearhead::is_invariant();
     // Independent of the threads: dot products add in another order than panels do.
-    const bool replaces_dot = REPLACES_DOT && w.rows > 1 && w.rows <= ACROSS_ROWS;
+    const bool replaces_dot = REPLACES_DOT && w.rows > 1 && w.rows <= ACROSS_ROWS && w.terms[0].steps < LONG_STEPS;
     uses_across = one_term && w.right_transposed && (invariant || TILES ? w.rows <= MAX_ACROSS_ROWS : replaces_dot) &&
                   w.terms[0].steps % (operands_across<M, IO>() * M::PACK) == 0;
     uses_dot = one_term && !invariant && !TILES && !uses_across && can_use_dot();

@@ -58,6 +58,15 @@ CH_INLINE vh get_halves(const uint16_t* p) {
 CH_INLINE void put_halves(uint16_t* p, vh halves) { memcpy(p, &halves, sizeof(halves)); }
 CH_INLINE vf all(float x) { return x - (vf){}; }
 
+// Holds a value that was loaded in a register. GCC would load it again for each of two or three products.
+CH_INLINE void hold([[maybe_unused]] vf& value) {
+#if defined(CH_AVX512) && defined(__AVX512F__)
+  asm("" : "+v"(value));
+#elif defined(CH_AVX2)
+  asm("" : "+x"(value));
+#endif
+}
+
 // a * b + c with one rounding, except in the baseline set, which has no such instruction.
 CH_INLINE vf fused(vf a, vf b, vf c) {
 #if defined(CH_AVX512)
