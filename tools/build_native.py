@@ -23,7 +23,7 @@ FAILED, NO_TOOLS = 2, 3
 FORMS = {
     "native": ["-DCLEARHEAD_IN_PLACE=ON"],
     "tests": ["-DCLEARHEAD_TESTS=ON"],
-    "emulated": ["-DCLEARHEAD_TESTS=ON", "-DCLEARHEAD_EMULATED=amx;avx512bf16;avx512"],
+    "emulated": ["-DCLEARHEAD_TESTS=ON", "-DCLEARHEAD_EMULATED=amx;avx512bf16;avx512vnni;avx512"],
     "arm": ["-DCLEARHEAD_TESTS=ON", f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'tests' / 'aarch64.cmake'}"],
 }
 CROSS_COMPILER, EMULATORS = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "qemu-aarch64")

@@ -24,9 +24,14 @@
 
 // The build defines CH_WITH_<SET> for each set that it compiles, as the name of the function below that tests the
 // processor.
-#define CH_DECLARE(set)                       \
-  namespace set {                             \
-  extern const clearhead::Kernels kernels;    \
+#define CH_DECLARE_QUANTIZED(set)                  \
+  namespace set {                                  \
+  int multiply_quantized(const ch_quantized* work); \
+  }
+#define CH_DECLARE(set)                    \
+  CH_DECLARE_QUANTIZED(set)                \
+  namespace set {                          \
+  extern const clearhead::Kernels kernels; \
   }
 #ifdef CH_WITH_AMX
 CH_DECLARE(amx)
@@ -34,14 +39,23 @@ CH_DECLARE(amx)
 #ifdef CH_WITH_AVX512BF16
 CH_DECLARE(avx512bf16)
 #endif
+#ifdef CH_WITH_AVX512VNNI
+CH_DECLARE_QUANTIZED(avx512vnni)
+#endif
 #ifdef CH_WITH_AVX512
 CH_DECLARE(avx512)
+#endif
+#ifdef CH_WITH_AVXVNNI
+CH_DECLARE_QUANTIZED(avxvnni)
 #endif
 #ifdef CH_WITH_AVX2
 CH_DECLARE(avx2)
 #endif
 #ifdef CH_WITH_NEONBF16
 CH_DECLARE(neonbf16)
+#endif
+#ifdef CH_WITH_NEONDOT
+CH_DECLARE_QUANTIZED(neondot)
 #endif
 #ifdef CH_WITH_NEON
 CH_DECLARE(neon)
@@ -58,6 +72,7 @@ struct Set {
   const char* name;
   bool (*usable)();
   const Kernels* kernels;
+  QuantizedKernel quantized;
   int32_t slow_on = CH_OTHER_VENDOR;  // the vendor whose processors run the next set faster, if there is one
 };
 
@@ -71,8 +86,12 @@ struct Set {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
-[[maybe_unused]] bool has_avx512bf16() {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+[[maybe_unused]] bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+[[maybe_unused]] bool has_avx512bf16() { return has_avx512vnni() && __builtin_cpu_supports("avx512bf16"); }
+// Not every compiler knows the name of AVX-VNNI.
+[[maybe_unused]] bool has_avxvnni() {
+  unsigned eax, ebx, ecx, edx;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & 1u << 4) != 0;
 }
 
 // Asks the operating system for tile registers, which a process has only with its permission; it is kept by all threads
@@ -103,20 +122,29 @@ bool permits_amx() {
 }
 #endif
 #if defined(__aarch64__)
+#if defined(__APPLE__)
+bool has_feature(const char* name) {
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname(name, &has, &size, nullptr, 0) == 0 && has != 0;
+}
+#endif
 [[maybe_unused]] bool has_neon() { return true; }  // part of the architecture
+[[maybe_unused]] bool has_neondot() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__APPLE__)
+  return has_feature("hw.optional.arm.FEAT_DotProd");
+#else
+  return false;
+#endif
+}
 [[maybe_unused]] bool has_neonbf16() {
 #if defined(__linux__)
-  const unsigned long halves = HWCAP_FPHP | HWCAP_ASIMDHP | HWCAP_ASIMDDP;
-  return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 && (getauxval(AT_HWCAP) & halves) == halves;
+  const unsigned long halves = HWCAP_FPHP | HWCAP_ASIMDHP;
+  return has_neondot() && (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 && (getauxval(AT_HWCAP) & halves) == halves;
 #elif defined(__APPLE__)
-  static const char* const needed[] = {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_FP16",
-                                       "hw.optional.arm.FEAT_DotProd"};
-  for (const char* feature : needed) {
-    int has = 0;
-    size_t size = sizeof(has);
-    if (sysctlbyname(feature, &has, &size, nullptr, 0) != 0 || has == 0) return false;
-  }
-  return true;
+  return has_neondot() && has_feature("hw.optional.arm.FEAT_BF16") && has_feature("hw.optional.arm.FEAT_FP16");
 #else
   return false;
 #endif
@@ -126,26 +154,35 @@ bool always() { return true; }
 
 const Set sets[] = {
 #ifdef CH_WITH_AMX
-    {"amx", CH_WITH_AMX, &amx::kernels},
+    {"amx", CH_WITH_AMX, &amx::kernels, amx::multiply_quantized},
 #endif
 #ifdef CH_WITH_AVX512BF16
     // Intel's processors multiply bfloat16 by VDPBF16PS at half the rate of float32 (docs/adr/0004-choices-by-table.md).
     // Hypervisors hide AMX and change the model number, so the row names the vendor.
-    {"avx512bf16", CH_WITH_AVX512BF16, &avx512bf16::kernels, CH_INTEL},
+    {"avx512bf16", CH_WITH_AVX512BF16, &avx512bf16::kernels, avx512bf16::multiply_quantized, CH_INTEL},
+#endif
+#ifdef CH_WITH_AVX512VNNI
+    {"avx512vnni", CH_WITH_AVX512VNNI, &avx512::kernels, avx512vnni::multiply_quantized},
 #endif
 #ifdef CH_WITH_AVX512
-    {"avx512", CH_WITH_AVX512, &avx512::kernels},
+    {"avx512", CH_WITH_AVX512, &avx512::kernels, avx512::multiply_quantized},
+#endif
+#ifdef CH_WITH_AVXVNNI
+    {"avxvnni", CH_WITH_AVXVNNI, &avx2::kernels, avxvnni::multiply_quantized},
 #endif
 #ifdef CH_WITH_AVX2
-    {"avx2", CH_WITH_AVX2, &avx2::kernels},
+    {"avx2", CH_WITH_AVX2, &avx2::kernels, avx2::multiply_quantized},
 #endif
 #ifdef CH_WITH_NEONBF16
-    {"neonbf16", CH_WITH_NEONBF16, &neonbf16::kernels},
+    {"neonbf16", CH_WITH_NEONBF16, &neonbf16::kernels, neonbf16::multiply_quantized},
+#endif
+#ifdef CH_WITH_NEONDOT
+    {"neondot", CH_WITH_NEONDOT, &neon::kernels, neondot::multiply_quantized},
 #endif
 #ifdef CH_WITH_NEON
-    {"neon", CH_WITH_NEON, &neon::kernels},
+    {"neon", CH_WITH_NEON, &neon::kernels, neon::multiply_quantized},
 #endif
-    {"baseline", always, &baseline::kernels},
+    {"baseline", always, &baseline::kernels, baseline::multiply_quantized},
 };
 constexpr int num_sets = sizeof(sets) / sizeof(sets[0]);
 
@@ -155,6 +192,12 @@ int32_t vendor() {
 #else
   return CH_OTHER_VENDOR;
 #endif
+}
+
+// By its index, -1 for the best; null if this processor lacks it.
+const Set* set_of(int isa) {
+  const int index = isa == -1 ? ch_isa_best() : isa;
+  return ch_isa_usable(index) ? &sets[index] : nullptr;
 }
 
 // ---- forks ------------------------------------------------------------------------------------------------
@@ -170,8 +213,13 @@ __attribute__((constructor)) void register_fork_handler() { pthread_atfork(nullp
 bool after_fork() noexcept { return forked; }
 
 const Kernels* kernels_of(int isa) {
-  const int index = isa == -1 ? ch_isa_best() : isa;
-  return ch_isa_usable(index) ? sets[index].kernels : nullptr;
+  const Set* set = set_of(isa);
+  return set == nullptr ? nullptr : set->kernels;
+}
+
+QuantizedKernel quantized_kernel_of(int isa) {
+  const Set* set = set_of(isa);
+  return set == nullptr ? nullptr : set->quantized;
 }
 
 }  // namespace clearhead

@@ -12,7 +12,7 @@ namespace CH_NS {
 // Dot products along rows of the weight, which are read in place: ROWS rows of activations times COLUMNS rows of the
 // weight have their sums in registers.
 struct IntegerDot {
-#if defined(CH_VNNI)
+#if defined(CH_VNNI) && defined(CH_AVX512)
   // VPDPBUSD multiplies unsigned by signed bytes.
   typedef int8_t Left;
   typedef __m512i Vector;
@@ -24,6 +24,18 @@ struct IntegerDot {
   static CH_INLINE Vector unsigned_bytes(vu bytes) { return (Vector)bytes; }
   static CH_INLINE Vector madd(Vector sum, Vector weight, const Left* x) {
     return _mm512_dpbusd_epi32(sum, weight, _mm512_loadu_si512(x));
+  }
+#elif defined(CH_VNNI)
+  typedef int8_t Left;
+  typedef __m256i Vector;
+  static constexpr int STEPS = 32, ROWS = 2, SHIFT = 128;
+  static CH_INLINE Vector zero() { return _mm256_setzero_si256(); }
+  static CH_INLINE Vector load_weight(const int8_t* w) {
+    return _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)w), _mm256_set1_epi8((char)0x80));
+  }
+  static CH_INLINE Vector unsigned_bytes(vu bytes) { return (Vector)bytes; }
+  static CH_INLINE Vector madd(Vector sum, Vector weight, const Left* x) {
+    return _mm256_dpbusd_epi32(sum, weight, _mm256_loadu_si256((const __m256i*)x));
   }
 #elif defined(CH_AVX512)
   typedef int16_t Left;
@@ -101,9 +113,13 @@ struct IntegerGemm {
     return broadcast_float(&bits);
   }
   static CH_INLINE vf get(const uint32_t* b) { return (vf)*(const vu_any*)b; }
-#if defined(CH_VNNI)
+#if defined(CH_VNNI) && defined(CH_AVX512)
   static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
     return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, (__m512i)a);
+  }
+#elif defined(CH_VNNI)
+  static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {
+    return (vf)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)b, (__m256i)a);
   }
 #elif defined(CH_AVX512)
   static CH_INLINE vf madd_broadcast(vf sum, Broadcast a, vf b) {

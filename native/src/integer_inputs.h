@@ -29,6 +29,7 @@ template <class IO, class Codes> class IntegerInputs {
   // Weights that become unsigned by adding Dot::SHIFT have that subtracted from sums.
   static constexpr bool SHIFTED = Codes::BITS == 8 && Dot::SHIFT != 0;
   static constexpr int BITS_OF_LARGEST = 14;
+  static constexpr int MAX_TILES = FourRows::MAX_OF_X / DOT_ROWS;
 
   const ch_quantized& w;
   const int64_t blocks, groups;
@@ -56,7 +57,7 @@ template <class IO, class Codes> class IntegerInputs {
   }
 
   void allocate(BumpAllocator& parts) {
-    const int64_t rows = w.rows > DOT_ROWS ? 2 * DOT_ROWS : w.rows;
+    const int64_t rows = w.rows > DOT_ROWS ? round_up(w.rows, DOT_ROWS) : w.rows;
     left = parts.take<int8_t>(rows * blocks * PIECES * BLOCK);
     shifts = parts.take<Vector>(SHIFTED ? rows * blocks : 0);
     units = parts.take<float>(rows * blocks);
@@ -72,18 +73,24 @@ template <class IO, class Codes> class IntegerInputs {
 
   // Adds the lanes of the sums of all rows to `total`.
   void multiply(const FourRows& four, vf total[][COLUMNS]) const {
-    if (w.rows > DOT_ROWS) return multiply_tiles<DOT_ROWS, 2>(four, total);
+    if (w.rows > DOT_ROWS) return multiply_many<MAX_TILES>(four, total);
     multiply_rows<DOT_ROWS>(four, total);
   }
 
  private:
+  template <int TILES> void multiply_many(const FourRows& four, vf total[][COLUMNS]) const {
+    if constexpr (TILES > 2)
+      if (w.rows <= (TILES - 1) * DOT_ROWS) return multiply_many<TILES - 1>(four, total);
+    multiply_tiles<DOT_ROWS, TILES>(four, total);
+  }
+
   template <int ROWS> void multiply_rows(const FourRows& four, vf total[][COLUMNS]) const {
     if constexpr (ROWS > 1)
       if (w.rows < ROWS) return multiply_rows<ROWS - 1>(four, total);
     multiply_tiles<ROWS, 1>(four, total);
   }
 
-  // ROWS rows in each of so many tiles, which read a block one after the other.
+  // ROWS rows in each of so many tiles, which read a block one after the other. Sums of rows beyond the last one mean nothing.
   template <int ROWS, int TILES> void multiply_tiles(const FourRows& four, vf total[][COLUMNS]) const {
     const int64_t last = w.steps * Codes::BITS / 8 - (blocks - 1) * BLOCK_BYTES;  // bytes of the last block
     const uint8_t* weight[COLUMNS];
@@ -102,7 +109,7 @@ template <class IO, class Codes> class IntegerInputs {
       vf factor[COLUMNS];
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS && GROUPED; c++) factor[c] = factors(four.scale[c] + g, groups - g);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int tile = 0; tile < TILES; tile++) {
         // Sums of a block stay in registers, totals do not.
         vf(*totals)[COLUMNS] = total + tile * ROWS;
@@ -197,8 +204,8 @@ template <class IO, class Codes> class IntegerInputs {
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++) {
           if (piece == 0) sum[r][c] = Dot::zero();
-          else if (SHIFTED) sum[r][c] = (Vector)(((vi)sum[r][c] << 8) + (vi)shift[r]);
-          else sum[r][c] = (Vector)((vi)sum[r][c] << 8);
+          else if (SHIFTED) sum[r][c] = (Vector)(((vu)sum[r][c] << 8) + (vu)shift[r]);
+          else sum[r][c] = (Vector)((vu)sum[r][c] << 8);
         }
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) {

@@ -6,7 +6,8 @@
 
 namespace clearhead {
 
-// The kernels of one instruction set. Descriptions have passed every check of the entry points.
+// The kernels of one instruction set but those of quantised linear layers. Descriptions have passed every check of the
+// entry points.
 struct Kernels {
   double (*rate)(int dtype, int threads);  // peak throughput of its GEMM, operations per second
   // Calls a function whose work, on this set, a team of threads shares.
@@ -25,11 +26,12 @@ struct Kernels {
   int (*norm_backward)(const ch_norm* work);
   int (*append)(const ch_append* work);
   int (*rotate)(const ch_rotation* work);
-  int (*multiply_quantized)(const ch_quantized* work);
 };
+typedef int (*QuantizedKernel)(const ch_quantized* work);
 
 // The kernels of a set by its index, -1 for the best; null if this processor lacks it.
 const Kernels* kernels_of(int isa);
+QuantizedKernel quantized_kernel_of(int isa);
 
 // True in a process that was forked from one in which this library was loaded: the threads of the OpenMP pool do not
 // survive the fork, and GNU's runtime would wait for them forever.
@@ -42,7 +44,7 @@ bool after_fork() noexcept;
 namespace CH_NS {
 using clearhead::Kernels;
 extern const Kernels kernels;
-int multiply_quantized(const ch_quantized* work);  // in quantized_kernels.cpp
+int multiply_quantized(const ch_quantized* work);
 }  // namespace CH_NS
 #endif
 

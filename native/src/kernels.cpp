@@ -79,8 +79,8 @@ double rate(int dtype, int threads) {
 }
 
 void in_team(int threads, void (*function)(void* of), void* of) {
-  if (threads < 2 || Team::led() != nullptr || clearhead::after_fork()) return function(of);
-  Team team;
+  if (threads < 2 || clearhead::Team::led() != nullptr || clearhead::after_fork()) return function(of);
+  clearhead::Team team;
 #pragma omp parallel num_threads(threads)
   {
     bool leads = false;
@@ -99,7 +99,6 @@ extern const clearhead::Kernels kernels = {rate, in_team, run_forward, run_backw
                                            run_linear<LinearBackward>, run_projection, run_pack, run_unpack,
                                            panel_bytes, panel_columns, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
-                                           run_each<Appending>, run_each<Rotating>,
-                                           multiply_quantized};
+                                           run_each<Appending>, run_each<Rotating>};
 
 }  // namespace CH_NS

@@ -50,5 +50,5 @@ extern "C" int ch_multiply_quantized(const ch_quantized* work) {
   const clearhead::Kernels* kernels = nullptr;
   CH_TRY(clearhead::check_library(work, &kernels));
   CH_TRY(clearhead::check(*work));
-  return work->rows == 0 || work->columns == 0 ? CH_OK : kernels->multiply_quantized(work);
+  return work->rows == 0 || work->columns == 0 ? CH_OK : clearhead::quantized_kernel_of(work->isa)(work);
 }

@@ -1,6 +1,7 @@
 // Shared by forward and backward: derived sizes, and the distribution of work over threads.
 #pragma once
 
+#include "amx_tile.h"
 #include "isa.h"
 #include "pack.h"
 #include "philox.h"
@@ -98,8 +99,13 @@ template <class Body> void parallel(int threads, int64_t units, const Body& body
     for (int64_t u = 0; u < units; u++) body(u);
     return;
   }
-  if (Team* team = Team::led(); team != nullptr)
-    return team->run(threads, units, [](const void* of, int64_t u) { (*(const Body*)of)(u); }, &body);
+  if (clearhead::Team* team = clearhead::Team::led(); team != nullptr) {
+    const auto share = [](clearhead::Team& of, const void* work) {
+      const TileScope scope;
+      for (int64_t u; (u = of.take()) >= 0;) (*(const Body*)work)(u);
+    };
+    return team->run(threads, units, share, &body);
+  }
 #pragma omp parallel num_threads(threads)
   {
     const TileScope scope;

@@ -12,7 +12,18 @@ from clearhead.errors import UnsupportedError
 __all__ = ["INSTRUCTION_SETS", "VARIABLES", "Variable", "value_of"]
 
 #: The instruction sets for which the kernels can be built, on x86, on ARM and anywhere.
-INSTRUCTION_SETS: Final = ("amx", "avx512bf16", "avx512", "avx2", "neonbf16", "neon", "baseline")
+INSTRUCTION_SETS: Final = (
+    "amx",
+    "avx512bf16",
+    "avx512vnni",
+    "avx512",
+    "avxvnni",
+    "avx2",
+    "neonbf16",
+    "neondot",
+    "neon",
+    "baseline",
+)
 _GEMMS: Final = ("torch", "onednn", "native")
 
 

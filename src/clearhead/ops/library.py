@@ -53,7 +53,7 @@ def isa_names() -> list[str]:
     """The instruction sets that were built and that this processor has, widest first; ``CLEARHEAD_ISA`` picks one.
 
     Without it the table in ``native/src/entry.cpp`` does: Intel's processors run the dot products of ``avx512bf16`` at
-    half the rate of float32, so those without AMX widen bfloat16 and take ``avx512``.
+    half the rate of float32, so those without AMX widen bfloat16 and take ``avx512vnni``.
     """
     return list(loaded_library().names)
 
