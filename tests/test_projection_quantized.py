@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -14,11 +12,12 @@ from clearhead.invariance import invariant
 from clearhead.nn.fused import fused_attention
 from clearhead.nn.spec import Projections
 from clearhead.ops.kinds import Rounding
-from clearhead.ops.library import isa_index, isa_names, library
+from clearhead.ops.library import isa_names
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection import ACTIVATIONS, project_activate, project_activate_project
 from clearhead.projection.stored import project_stored
 from tests.agreement import needs_native
+from tests.instruction_sets import use_set
 
 pytestmark = needs_native
 
@@ -34,22 +33,10 @@ ROUNDED = [Rounding.SYMMETRIC, Rounding.ASYMMETRIC, Rounding.TENSOR]
 
 
 @pytest.fixture(params=isa_names() or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> str:
     """Each instruction set of the kernels that this processor runs."""
-    with _on(request.param):
-        yield request.param
-
-
-@contextmanager
-def _on(name: str) -> Iterator[None]:
-    """On this instruction set."""
-    loaded = library()
-    assert loaded is not None
-    loaded.ch_use_isa(next(place for place in range(99) if loaded.ch_isa_name(place) == name.encode()))
-    try:
-        yield
-    finally:
-        loaded.ch_use_isa(isa_index())
+    use_set(request.param)
+    return str(request.param)
 
 
 def _weight(inputs: int, outputs: int, group: int, bits: int = 8, *, offset: bool = False) -> QuantizedWeight:
@@ -155,8 +142,8 @@ def test_sums_of_rounded_rows_have_the_same_bits_on_every_set(rounding: Rounding
         x, bias = torch.randn(rows, inputs) + 0.3, torch.randn(outputs)
         results = []
         for name in isa_names():
-            with _on(name):
-                results.append(project_stored(x, weight, bias))
+            use_set(name)
+            results.append(project_stored(x, weight, bias))
         # The set without a fused multiply-add adds the bias in two steps.
         assert all(torch.equal(result, results[0]) for result in results[:-1])
         torch.testing.assert_close(results[-1], results[0], rtol=1e-6, atol=1e-6)

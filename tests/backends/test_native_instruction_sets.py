@@ -14,8 +14,9 @@ import torch
 import clearhead as ch
 from clearhead.backends.dropout import keep_mask
 from clearhead.masks.base import index_tensors
-from clearhead.ops.library import isa_names, library
+from clearhead.ops.library import isa_names
 from tests.agreement import compare, needs_native
+from tests.instruction_sets import use_set
 from tests.problems import MASKS, RULES, tensors
 from tests.processes import reported
 
@@ -23,19 +24,12 @@ pytestmark = [needs_native, pytest.mark.covering(1)]
 SETS = isa_names()
 
 
-def force(name: str) -> None:
-    """Let every operator run on one instruction set, until the fixture of all tests puts the best one back."""
-    kernels = library()
-    assert kernels is not None
-    kernels.ch_use_isa(next(place for place in range(99) if kernels.ch_isa_name(place) == name.encode()))
-
-
 class TestInstructionSets:
     """Each set that this processor has, forward and backward."""
 
     @pytest.fixture(params=SETS, autouse=True)
     def _use(self, request: pytest.FixtureRequest) -> None:
-        force(request.param)
+        use_set(request.param)
 
     @pytest.mark.parametrize(
         ("mask", "rule"),
@@ -142,5 +136,5 @@ def test_the_variable_reaches_the_kernels() -> None:
 
 
 def _bits_of(name: str) -> str:
-    force(name)
+    use_set(name)
     return _bits()

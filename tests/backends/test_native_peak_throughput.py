@@ -9,6 +9,7 @@ import torch
 
 from clearhead.ops.library import isa_names, library
 from clearhead.ops.throughput import product_rate
+from tests.instruction_sets import place_of
 
 needs_library = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
 SETS = isa_names()
@@ -16,10 +17,7 @@ SETS = isa_names()
 
 def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure another instruction set than the one in use."""
-    kernels = library()
-    assert kernels is not None
-    index = next(place for place in range(99) if kernels.ch_isa_name(place) == name.encode())
-    monkeypatch.setattr("clearhead.ops.throughput.isa_index", lambda: index)
+    monkeypatch.setattr("clearhead.ops.throughput.isa_index", lambda: place_of(name))
 
 
 @needs_library

@@ -11,7 +11,7 @@ import torch
 import clearhead as ch
 from clearhead.ops import library as native_library
 from tests.agreement import draw, needs_native
-from tests.backends.test_native_instruction_sets import force
+from tests.instruction_sets import use_set
 from tests.problems import MASKS, RULES, tensors
 from tests.statistics_agreement import check_statistics, everything
 
@@ -62,7 +62,7 @@ def test_statistics_are_bitwise_equal_at_any_thread_count(way: str, causal: bool
     ("mask", "rule"), [("none", "none"), ("causal window", "cap, then dense bias"), ("dense", "sink")]
 )
 def test_every_instruction_set(name: str, mask: str, rule: str) -> None:
-    force(name)
+    use_set(name)
     inputs = tensors()
     check_statistics("native", inputs, everything(inputs, top_k=20), mask=MASKS[mask].mask, scores=RULES[rule].rules)
 

@@ -16,6 +16,7 @@ from clearhead.linear import LinearState, forms, native
 from clearhead.masks import Padding
 from clearhead.ops import library as native_library
 from clearhead.ops.library import library, reason
+from tests.instruction_sets import use_set
 from tests.linear.members import MEMBERS, Inputs, Member
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"the CPU kernels {reason()}")
@@ -113,10 +114,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(params=native_library.isa_names())
 def instruction_set(request: pytest.FixtureRequest) -> None:
     """Every set that this processor has."""
-    loaded = library()
-    assert loaded is not None
-    index = next(place for place in range(99) if loaded.ch_isa_name(place) == request.param.encode())
-    loaded.ch_use_isa(index)
+    use_set(request.param)
 
 
 @pytest.mark.covering(1)
