@@ -24,8 +24,8 @@
 
 // The build defines CH_WITH_<SET> for each set that it compiles, as the name of the function below that tests the
 // processor.
-#define CH_DECLARE_QUANTIZED(set)                  \
-  namespace set {                                  \
+#define CH_DECLARE_QUANTIZED(set)                   \
+  namespace set {                                   \
   int multiply_quantized(const ch_quantized* work); \
   }
 #define CH_DECLARE(set)                    \

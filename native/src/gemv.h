@@ -104,10 +104,10 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a
 
 // Adds dot products of ROWS rows with four keys over vectors [from, to), and prefetches so many others meanwhile. Rows of
 // A have the element order that M reads keys in.
-template <class M, int ROWS, int PREFETCHED = 0>
+template <class M, int ROWS, int PREFETCHED>
 CH_INLINE void add_four(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row,
                         const typename M::right* const keys[4], int from, int to,
-                        [[maybe_unused]] const typename M::right* const* others = nullptr) {
+                        [[maybe_unused]] const typename M::right* const* others) {
   constexpr int AT = M::LOAD_VECTORS, LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors
   int x = from;
   for (; x + AT <= to; x += AT) {

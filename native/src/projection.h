@@ -51,8 +51,8 @@ template <class M, class IO> class Projection {
   // Columns of dot products before their epilogue, a multiple of PW: four streams of memory.
   static constexpr int64_t DOT_COLUMNS = 256;
   // The same with rows of right that are transposed in registers, in the order of the panels: measured, faster than
-  // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.0 times as long as
-  // dot products where these are shorter than LONG_STEPS, and do not run; 1.05 to 1.8 times where they are longer.
+  // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.1 times as long as
+  // dot products where these are shorter than LONG_STEPS, and do not run; 1.03 to 1.8 times where they are longer.
   static constexpr int64_t MAX_ACROSS_ROWS = TILES ? MR : VL == 16 ? (__is_same(IO, Float32) ? 16 : 24) : 8;
   // In tiles, rows of right in place are A, and left is B: nothing is transposed but left.
   static constexpr bool REPLACES_DOT = VL == 16 && __is_same(IO, Float32);
