@@ -11,11 +11,11 @@ from torch import Tensor
 from clearhead.invariance import invariant
 from clearhead.nn.fused import fused_attention
 from clearhead.nn.spec import Projections
-from clearhead.ops.kinds import Rounding
+from clearhead.ops.kinds import Activation, Rounding
 from clearhead.ops.library import isa_names
 from clearhead.ops.quantized_weight import QuantizedWeight
 from clearhead.projection import ACTIVATIONS, project_activate, project_activate_project
-from clearhead.projection.stored import project_stored
+from clearhead.projection.stored import multiply_stored, project_stored
 from tests.agreement import needs_native
 from tests.instruction_sets import use_set
 
@@ -131,6 +131,34 @@ def test_number_of_threads_changes_no_bit(isa: str, rows: int, bits: int, roundi
         results.append(project_stored(x, weight))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("rounding", ROUNDED)
+def test_panels_have_the_bits_of_the_integers(isa: str, rounding: Rounding, dtype: torch.dtype) -> None:
+    for inputs, outputs in [(64, 5), (1, 1), (131, 67), (4097, 66), (2050, 130), (8, 0)]:
+        plain = _weight(inputs, outputs, inputs)
+        bounds = (0, 127) if rounding is Rounding.TENSOR else (-128, 127)
+        weight = QuantizedWeight(plain.codes, plain.scale, None, rounding, bounds)
+        packed = weight.packed()
+        assert packed.panels is not None
+        assert packed.shape == weight.shape
+        bias = torch.randn(outputs).to(dtype)
+        for rows in (0, 1, 4, 5, 17):
+            x = torch.randn(rows, inputs).to(dtype)
+            for activation in (Activation.PLAIN, Activation.GELU):
+                results = [multiply_stored(x, each, bias, activation) for each in (weight, packed)]
+                assert torch.equal(*results)
+
+
+def test_rows_of_a_packed_weight_keep_whole_panels_alone(isa: str) -> None:
+    plain = _weight(70, 3 * 64 + 5, 70)
+    weight = QuantizedWeight(plain.codes, plain.scale, None, Rounding.SYMMETRIC).packed()
+    x = torch.randn(9, 70)
+    for first, last, whole in [(64, 128, True), (128, 197, True), (0, 197, True), (1, 128, False), (64, 127, False)]:
+        part = weight.rows(first, last)
+        assert (part.panels is not None) is whole
+        assert torch.equal(project_stored(x, part), project_stored(x, weight)[:, first:last])
 
 
 @pytest.mark.parametrize("rounding", ROUNDED)

@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 30
+#define CH_ABI 31
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -340,6 +340,8 @@ typedef struct ch_quantized {
   int64_t gate_row;
   void* output;         /* [rows, columns], written                                                         */
   int64_t output_row;
+  const void* panels;   /* weight as ch_pack_quantized wrote it for this set, read in its place; null for none. Only with
+                           rounding                                                                         */
 } ch_quantized;
 #define CH_MAX_ROUNDED 65535 /* steps whose sums fit in 32 bits */
 
@@ -473,6 +475,11 @@ CH_EXPORT int64_t ch_panel_columns(int32_t dtype, int32_t isa);
 CH_EXPORT int64_t ch_panel_bytes(int32_t dtype, int32_t isa, int64_t steps, int64_t columns);
 /* A linear layer with a weight of integers. */
 CH_EXPORT int ch_multiply_quantized(const ch_quantized* work);
+/* Packs the weight, where x is rounded, into ch_quantized_panel_bytes() bytes at `output`. Results have the same bits. A
+ * panel has ch_panel_columns(CH_FLOAT32, isa) columns. */
+CH_EXPORT int ch_pack_quantized(const ch_quantized* work);
+/* Bytes of the panels of a weight [columns, steps]; 0 if set or sizes are out of range. */
+CH_EXPORT int64_t ch_quantized_panel_bytes(int32_t isa, int64_t steps, int64_t columns);
 CH_EXPORT int ch_drop(const ch_dropout* work);
 CH_EXPORT int ch_norm_forward(const ch_norm* work);
 CH_EXPORT int ch_norm_backward(const ch_norm* work);

@@ -24,9 +24,9 @@
 
 // The build defines CH_WITH_<SET> for each set that it compiles, as the name of the function below that tests the
 // processor.
-#define CH_DECLARE_QUANTIZED(set)                   \
-  namespace set {                                   \
-  int multiply_quantized(const ch_quantized* work); \
+#define CH_DECLARE_QUANTIZED(set)                             \
+  namespace set {                                             \
+  extern const clearhead::QuantizedKernels quantized_kernels; \
   }
 #define CH_DECLARE(set)                    \
   CH_DECLARE_QUANTIZED(set)                \
@@ -72,7 +72,7 @@ struct Set {
   const char* name;
   bool (*usable)();
   const Kernels* kernels;
-  QuantizedKernel quantized;
+  const QuantizedKernels* quantized;
   int32_t slow_on = CH_OTHER_VENDOR;  // the vendor whose processors run the next set faster, if there is one
 };
 
@@ -154,35 +154,35 @@ bool always() { return true; }
 
 const Set sets[] = {
 #ifdef CH_WITH_AMX
-    {"amx", CH_WITH_AMX, &amx::kernels, amx::multiply_quantized},
+    {"amx", CH_WITH_AMX, &amx::kernels, &amx::quantized_kernels},
 #endif
 #ifdef CH_WITH_AVX512BF16
     // Intel's processors multiply bfloat16 by VDPBF16PS at half the rate of float32 (docs/adr/0004-choices-by-table.md).
     // Hypervisors hide AMX and change the model number, so the row names the vendor.
-    {"avx512bf16", CH_WITH_AVX512BF16, &avx512bf16::kernels, avx512bf16::multiply_quantized, CH_INTEL},
+    {"avx512bf16", CH_WITH_AVX512BF16, &avx512bf16::kernels, &avx512bf16::quantized_kernels, CH_INTEL},
 #endif
 #ifdef CH_WITH_AVX512VNNI
-    {"avx512vnni", CH_WITH_AVX512VNNI, &avx512::kernels, avx512vnni::multiply_quantized},
+    {"avx512vnni", CH_WITH_AVX512VNNI, &avx512::kernels, &avx512vnni::quantized_kernels},
 #endif
 #ifdef CH_WITH_AVX512
-    {"avx512", CH_WITH_AVX512, &avx512::kernels, avx512::multiply_quantized},
+    {"avx512", CH_WITH_AVX512, &avx512::kernels, &avx512::quantized_kernels},
 #endif
 #ifdef CH_WITH_AVXVNNI
-    {"avxvnni", CH_WITH_AVXVNNI, &avx2::kernels, avxvnni::multiply_quantized},
+    {"avxvnni", CH_WITH_AVXVNNI, &avx2::kernels, &avxvnni::quantized_kernels},
 #endif
 #ifdef CH_WITH_AVX2
-    {"avx2", CH_WITH_AVX2, &avx2::kernels, avx2::multiply_quantized},
+    {"avx2", CH_WITH_AVX2, &avx2::kernels, &avx2::quantized_kernels},
 #endif
 #ifdef CH_WITH_NEONBF16
-    {"neonbf16", CH_WITH_NEONBF16, &neonbf16::kernels, neonbf16::multiply_quantized},
+    {"neonbf16", CH_WITH_NEONBF16, &neonbf16::kernels, &neonbf16::quantized_kernels},
 #endif
 #ifdef CH_WITH_NEONDOT
-    {"neondot", CH_WITH_NEONDOT, &neon::kernels, neondot::multiply_quantized},
+    {"neondot", CH_WITH_NEONDOT, &neon::kernels, &neondot::quantized_kernels},
 #endif
 #ifdef CH_WITH_NEON
-    {"neon", CH_WITH_NEON, &neon::kernels, neon::multiply_quantized},
+    {"neon", CH_WITH_NEON, &neon::kernels, &neon::quantized_kernels},
 #endif
-    {"baseline", always, &baseline::kernels, baseline::multiply_quantized},
+    {"baseline", always, &baseline::kernels, &baseline::quantized_kernels},
 };
 constexpr int num_sets = sizeof(sets) / sizeof(sets[0]);
 
@@ -217,7 +217,7 @@ const Kernels* kernels_of(int isa) {
   return set == nullptr ? nullptr : set->kernels;
 }
 
-QuantizedKernel quantized_kernel_of(int isa) {
+const QuantizedKernels* quantized_kernels_of(int isa) {
   const Set* set = set_of(isa);
   return set == nullptr ? nullptr : set->quantized;
 }

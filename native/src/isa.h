@@ -27,11 +27,16 @@ struct Kernels {
   int (*append)(const ch_append* work);
   int (*rotate)(const ch_rotation* work);
 };
-typedef int (*QuantizedKernel)(const ch_quantized* work);
+// Those of quantised linear layers.
+struct QuantizedKernels {
+  int (*multiply)(const ch_quantized* work);
+  int (*pack)(const ch_quantized* work);
+  int64_t (*panel_bytes)(int64_t steps, int64_t columns);
+};
 
 // The kernels of a set by its index, -1 for the best; null if this processor lacks it.
 const Kernels* kernels_of(int isa);
-QuantizedKernel quantized_kernel_of(int isa);
+const QuantizedKernels* quantized_kernels_of(int isa);
 
 // True in a process that was forked from one in which this library was loaded: the threads of the OpenMP pool do not
 // survive the fork, and GNU's runtime would wait for them forever.
@@ -44,7 +49,7 @@ bool after_fork() noexcept;
 namespace CH_NS {
 using clearhead::Kernels;
 extern const Kernels kernels;
-int multiply_quantized(const ch_quantized* work);
+extern const clearhead::QuantizedKernels quantized_kernels;
 }  // namespace CH_NS
 #endif
 

@@ -80,38 +80,37 @@ struct Lines {
   }
 };
 
-// The epilogue of a part of a row: activation(sums * scale + bias) or (sums * scale + bias) * gate, rounded once.
-// `sums_at(c)`: the vector of sums from column c on. Each kind has a loop of its own: in one loop with branches the
-// compiler has no registers for the addresses.
-template <class IO, class Sums>
-CH_INLINE void put_scaled(const ch_quantized& w, int64_t row, int64_t column, int columns, const Sums& sums_at,
-                          const float* scale, const float* bias) {
+// Sums of rows from `row` on by columns from `column` on, `stride` apart; with room for whole vectors of columns.
+struct Sums {
+  int64_t row, rows, column;
+  int columns;
+  float* at;
+  int64_t stride;
+};
+
+// The epilogue of sums that have their scale and bias: an activation or a gate, rounded once. It is applied to all rows
+// before any is stored: those are chains of operations that overlap.
+template <class IO> void put_sums(const ch_quantized& w, const Sums& sums) {
   typedef typename IO::type type;
-  type* output = (type*)w.output + row * w.output_row + column;
-  const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + row * w.gate_row + column;
-  const int whole = columns / VL * VL;
-  const auto scaled = [&](int c) CH_INLINED { return fused(sums_at(c), load(scale + c), load(bias + c)); };
-  const auto activated = [&](int c) CH_INLINED {
-    vf slope;
-    return activation_of(w.activation, scaled(c), slope);
-  };
-  if (gate != nullptr)
-    for (int c = 0; c < whole; c += VL) put_vector<IO>(output + c, scaled(c) * get_vector<IO>(gate + c));
-  else if (w.activation == CH_PLAIN)
-    for (int c = 0; c < whole; c += VL) put_vector<IO>(output + c, scaled(c));
-  else
-    for (int c = 0; c < whole; c += VL) put_vector<IO>(output + c, activated(c));
-  if (whole == columns) return;
-  float rest[VL];
-  vf value;
-  if (gate != nullptr) {
-    get_row<IO>(gate + whole, columns - whole, rest, VL);
-    value = scaled(whole) * load(rest);
-  } else {
-    value = w.activation == CH_PLAIN ? scaled(whole) : activated(whole);
+  const int columns = sums.columns, whole = columns / VL * VL;
+  vf slope;
+  for (int64_t r = 0; r < sums.rows && w.activation != CH_PLAIN; r++) {
+    float* line = sums.at + r * sums.stride;
+    for (int c = 0; c < columns; c += VL) store(line + c, activation_of(w.activation, load(line + c), slope));
   }
-  store(rest, value);
-  put_row<IO>(output + whole, columns - whole, rest, 1.0f);
+  for (int64_t r = 0; r < sums.rows; r++) {
+    float* from = sums.at + r * sums.stride;
+    type* output = (type*)w.output + (sums.row + r) * w.output_row + sums.column;
+    if (w.gate != nullptr) {
+      const type* gate = (const type*)w.gate + (sums.row + r) * w.gate_row + sums.column;
+      for (int c = 0; c < whole; c += VL) store(from + c, load(from + c) * get_vector<IO>(gate + c));
+      float rest[VL];
+      if (whole < columns) get_row<IO>(gate + whole, columns - whole, rest, VL);
+      if (whole < columns) store(from + whole, load(from + whole) * load(rest));
+    }
+    for (int c = 0; c < whole; c += VL) put_vector<IO>(output + c, load(from + c));
+    if (whole < columns) put_row<IO>(output + whole, columns - whole, from + whole, 1.0f);
+  }
 }
 
 // M multiplies operands; IO is the dtype of x, bias and output; Codes is Codes8 or Codes4.
@@ -299,12 +298,13 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> class WeightOnly {
   }
 
   // Scales the sums of a tile, adds the bias, and rounds.
-  void finish(int64_t row, int64_t rows, int64_t column, int columns, const float* tile) const {
+  void finish(int64_t row, int64_t rows, int64_t column, int columns, float* tile) const {
     float scale[PW], bias[PW] = {};
     for (int c = 0; c < PW; c++) scale[c] = DEQUANTIZES || c >= columns ? 1.0f : w.scale[column + c];
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    for (int64_t r = 0; r < rows; r++, tile += PW)
-      put_scaled<IO>(w, row + r, column, columns, [&](int c) CH_INLINED { return load(tile + c); }, scale, bias);
+    for (int64_t r = 0; r < rows; r++)
+      for (int c = 0; c < columns; c += VL) store(tile + r * PW + c, fused(load(tile + r * PW + c), load(scale + c), load(bias + c)));
+    put_sums<IO>(w, Sums{row, rows, column, columns, tile, PW});
   }
 };
 

@@ -1,4 +1,4 @@
-// The entry point of quantised linear layers.
+// The entry points of quantised linear layers.
 #include "checks.h"
 
 namespace clearhead {
@@ -31,11 +31,19 @@ int check_rows(const void* data, int64_t rows, int64_t stride, int64_t last, int
   return check_memory(data, {{{rows, stride}, {1, 0}, {1, 0}}, last}, size, access);
 }
 
+// Panels are words; a weight without elements has none.
+int check_panels(const ch_quantized& work, const void* panels) {
+  if (work.columns == 0 || work.steps == 0) return CH_OK;
+  return panels == nullptr || (uintptr_t)panels % sizeof(uint32_t) != 0 ? CH_BAD_POINTER : CH_OK;
+}
+
 int check(const ch_quantized& work) {
   CH_TRY(check_sizes(work));
   const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2, groups = work.steps > 0 ? work.steps / work.group : 0;
   CH_TRY(check_rows(work.x, work.rows, work.x_row, work.steps, size));
-  CH_TRY(check_rows(work.weight, work.columns, work.weight_row, work.steps * work.bits / 8, 1));
+  if (work.panels != nullptr && work.rounding == CH_ROUND_NONE) return CH_BAD_OPTION;
+  if (work.panels != nullptr) CH_TRY(check_panels(work, work.panels));
+  else CH_TRY(check_rows(work.weight, work.columns, work.weight_row, work.steps * work.bits / 8, 1));
   CH_TRY(check_rows(work.scale, work.columns, groups, groups, sizeof(float)));
   if (work.offset != nullptr) CH_TRY(check_rows(work.offset, work.columns, groups, groups, sizeof(float)));
   if (work.bias != nullptr) CH_TRY(check_rows(work.bias, 1, 0, work.columns, size));
@@ -43,12 +51,36 @@ int check(const ch_quantized& work) {
   return check_rows(work.output, work.rows, work.output_row, work.columns, size, Access::write);
 }
 
+int check_pack(const ch_quantized& work) {
+  CH_TRY(check_sizes(work));
+  if (work.rounding == CH_ROUND_NONE || work.panels != nullptr) return CH_BAD_OPTION;
+  CH_TRY(check_rows(work.weight, work.columns, work.weight_row, work.steps, 1));
+  return check_panels(work, work.output);
+}
+
 }  // namespace
 }  // namespace clearhead
 
-extern "C" int ch_multiply_quantized(const ch_quantized* work) {
+extern "C" {
+
+int ch_multiply_quantized(const ch_quantized* work) {
   const clearhead::Kernels* kernels = nullptr;
   CH_TRY(clearhead::check_library(work, &kernels));
   CH_TRY(clearhead::check(*work));
-  return work->rows == 0 || work->columns == 0 ? CH_OK : clearhead::quantized_kernel_of(work->isa)(work);
+  return work->rows == 0 || work->columns == 0 ? CH_OK : clearhead::quantized_kernels_of(work->isa)->multiply(work);
 }
+
+int ch_pack_quantized(const ch_quantized* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check_pack(*work));
+  return work->columns == 0 ? CH_OK : clearhead::quantized_kernels_of(work->isa)->pack(work);
+}
+
+int64_t ch_quantized_panel_bytes(int32_t isa, int64_t steps, int64_t columns) {
+  const clearhead::QuantizedKernels* kernels = clearhead::quantized_kernels_of(isa);
+  if (kernels == nullptr || !clearhead::is_count(steps) || !clearhead::is_count(columns)) return 0;
+  return clearhead::countable(1, 1, columns, steps) ? kernels->panel_bytes(steps, columns) : 0;
+}
+
+}  // extern "C"

@@ -199,13 +199,13 @@ template <class IO, class Inputs> class QuantizedGemv {
 
   // All rows of x by the weight's rows [column, column + columns).
   void multiply_columns(int64_t column, int columns) const {
-    float sums[MAX_ROWS * WIDTH] = {}, ones[WIDTH], bias[WIDTH] = {};
+    float sums[MAX_ROWS * WIDTH] = {}, bias[WIDTH] = {};
     const int64_t quarter = (columns + COLUMNS - 1) / COLUMNS;
     for (int64_t c = 0; c < quarter; c++) multiply_four(FourRows(w, groups, column + c, quarter), sums + c, quarter);
-    for (int64_t c = 0; c < WIDTH; c += VL) store(ones + c, all(1.0f));
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, WIDTH);
     for (int64_t r = 0; r < w.rows; r++)
-      put_scaled<IO>(w, r, column, columns, [&](int c) CH_INLINED { return load(sums + r * WIDTH + c); }, ones, bias);
+      for (int c = 0; c < columns; c += VL) store(sums + r * WIDTH + c, load(sums + r * WIDTH + c) + load(bias + c));
+    put_sums<IO>(w, Sums{0, w.rows, column, columns, sums, WIDTH});
   }
 
   // The sums of all rows by four rows of the weight, which are `stride` apart.

@@ -27,14 +27,19 @@ template <class M, class IO> int run(const ch_quantized& w) {
   return dequantizes ? run_weight_only<M, IO, Codes8, true>(w) : run_weight_only<M, IO, Codes8, false>(w);
 }
 
-}  // namespace
-
-int multiply_quantized(const ch_quantized* work) {
+int multiply(const ch_quantized* work) {
   switch (work->dtype) {
     case CH_FLOAT32: return run<Fp32Fma, Float32>(*work);
     case CH_BFLOAT16: return run<Bf16Gemm, BFloat16>(*work);
     default: return run<Fp32Fma, Float16>(*work);
   }
 }
+
+// Panels are the same for all dtypes of x.
+int pack(const ch_quantized* work) { return RoundedRows<Float32>(*work).pack(); }
+
+}  // namespace
+
+const clearhead::QuantizedKernels quantized_kernels = {multiply, pack, RoundedRows<Float32>::panel_bytes};
 
 }  // namespace CH_NS

@@ -4,7 +4,8 @@
 // The scales of rows and the rounding are those of torchao (`Rounding`) and of torch.ao (one scale for all rows), step by
 // step in the dtype of x, so that the integers are the same. A row with NaN or infinity has NaN as its scale.
 //
-// Few rows are dot products with the weight where it lies; many are multiplied by panels of it. The sums are the same.
+// Few rows are dot products with the weight where it lies; many are multiplied by panels of it, which are filled in the call
+// or were packed before. The sums are the same.
 #pragma once
 
 #include "integer_dot.h"
@@ -18,6 +19,10 @@ template <class IO> CH_INLINE float rounded_to(float x) {
   put_one<IO>(&rounded, x);
   return get_one<IO>(&rounded);
 }
+
+// Integers of the size of an element.
+int32_t signed_bits(float);
+int16_t signed_bits(uint16_t);
 
 // Smallest and largest element, with 0 among them; NaN if there is a NaN or infinity.
 struct Extent {
@@ -47,6 +52,34 @@ template <class IO> Extent extent_of(const typename IO::type* row, int64_t count
   return {-max_of(-low[0]) + nan, max_of(high[0]) + nan};
 }
 
+// The largest magnitude; NaN if there is a NaN or infinity. Bits of floats without their sign are in the order of the floats.
+template <class IO> float largest_of(const typename IO::type* row, int64_t count) {
+  typedef decltype(signed_bits(typename IO::type{})) bits;
+  typedef bits Vector __attribute__((vector_size(VL * 4)));
+  constexpr int LANES_OF_BITS = VL * 4 / sizeof(bits);
+  const Vector without_sign = ((bits)((uint64_t)1 << (8 * sizeof(bits) - 1)) ^ (bits)-1) + Vector{};
+  Vector most[2] = {};
+  const auto add = [&](int i, const void* from) CH_INLINED {
+    Vector magnitude;
+    memcpy(&magnitude, from, sizeof(magnitude));
+    magnitude &= without_sign;
+    most[i] = magnitude > most[i] ? magnitude : most[i];
+  };
+  int64_t c = 0;
+  for (; c + 2 * LANES_OF_BITS <= count; c += 2 * LANES_OF_BITS) add(0, row + c), add(1, row + c + LANES_OF_BITS);
+  for (; c < count; c += LANES_OF_BITS) {
+    typename IO::type rest[LANES_OF_BITS] = {};
+    memcpy(rest, row + c, (size_t)minimum((int64_t)LANES_OF_BITS, count - c) * sizeof(*row));
+    add(0, rest);
+  }
+  bits largest = 0;
+  for (int i = 0; i < LANES_OF_BITS; i++) largest = maximum(largest, maximum(most[0][i], most[1][i]));
+  typename IO::type as_float;
+  memcpy(&as_float, &largest, sizeof(largest));
+  const float value = get_one<IO>(&as_float);
+  return value + value * 0.0f;
+}
+
 // Rounds to nearest, ties to even: below 2**22 the addition drops the fraction; larger ones are out of every range.
 CH_INLINE vf nearest(vf x) {
   const vf most = all(4194304.0f), shift = all(12582912.0f);
@@ -64,8 +97,7 @@ struct RowScale {
 
 CH_INLINE float clamped(float x, float low, float high) { return x > low ? (x < high ? x : high) : low; }
 
-template <class IO> RowScale symmetric_scale(const Extent& extent, int low, int high) {
-  const float largest = maximum(-extent.low, extent.high);
+template <class IO> RowScale symmetric_scale(float largest, int low, int high) {
   const float scale = rounded_to<IO>(largest / ((float)(high - low) / 2.0f));
   return {scale < __FLT_EPSILON__ ? __FLT_EPSILON__ : scale, (low + high + 1) / 2};
 }
@@ -95,17 +127,19 @@ inline RowScale tensor_scale(const Extent& extent, int low, int high) {
 template <class IO> class RoundedRows {
   typedef typename IO::type type;
   typedef IntegerDot Dot;
+  typedef IntegerGemm M;
   typedef Dot::Left Codes __attribute__((vector_size(sizeof(Dot::Left) * VL)));
 
-  // Columns of a unit of work, operands of a stretch of a panel, and rows for which a panel is made once.
-  static constexpr int64_t WIDTH = 64, DEPTH = 512, MAX_ROWS = 192 * MR;
+  // Columns of a unit of work, most operands of a stretch of a panel, and rows for which a panel is filled once.
+  static constexpr int64_t WIDTH = 64, DEPTH = 1024, MAX_ROWS = 192 * MR;
   // Rows by which the weight is multiplied where it lies; measured on AVX2: beyond, panels are faster.
   static constexpr int64_t FEW_ROWS = 4;
   static constexpr int64_t ROWS_AT_ONCE = 8;  // that a thread rounds
   static_assert(WIDTH % PW == 0);
 
   const ch_quantized& w;
-  const int64_t padded;  // steps of a rounded row
+  const int64_t padded, operands;  // steps of a rounded row, and operands
+  const int64_t stretches, depth;  // of a panel, and operands of one
   int threads;
   typename Dot::Left* left;
   RowScale* scales;
@@ -113,7 +147,9 @@ template <class IO> class RoundedRows {
 
  public:
   explicit RoundedRows(const ch_quantized& work)
-      : w(work), padded(round_up(work.steps, Dot::STEPS)), left(nullptr), scales(nullptr), row_sums(nullptr) {
+      : w(work), padded(round_up(work.steps, Dot::STEPS)), operands(padded / M::PACK),
+        stretches(maximum((int64_t)1, (operands + DEPTH - 1) / DEPTH)),
+        depth(round_up((operands + stretches - 1) / stretches, VL)), left(nullptr), scales(nullptr), row_sums(nullptr) {
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * (double)w.steps);
   }
 
@@ -129,9 +165,8 @@ template <class IO> class RoundedRows {
           round_row(row, r, rows, all_rows);
       });
       parallel(threads, (w.columns + WIDTH - 1) / WIDTH, [&](int64_t unit) {
-        const int64_t size = (rows + 1) * WIDTH;
-        int32_t* sums = (int32_t*)scratch(clearhead::SLOT_WORK, (size_t)size * sizeof(int32_t));
-        uint32_t* panel = (uint32_t*)scratch(clearhead::SLOT_KEYS, (size_t)(DEPTH * PW) * sizeof(uint32_t));
+        int32_t* sums = (int32_t*)scratch(clearhead::SLOT_WORK, (size_t)((rows_of_sums(rows) + 1) * WIDTH) * sizeof(int32_t));
+        uint32_t* panel = (uint32_t*)scratch(clearhead::SLOT_KEYS, (size_t)(depth * PW) * sizeof(uint32_t));
         if (sums == nullptr || panel == nullptr) return fault.set(CH_NO_MEMORY);
         multiply(row, rows, unit * WIDTH, panel, sums);
       });
@@ -140,7 +175,29 @@ template <class IO> class RoundedRows {
     return fault.get();
   }
 
+  static int64_t panel_bytes(int64_t steps, int64_t columns) {
+    return (columns + PW - 1) / PW * PW * (round_up(steps, Dot::STEPS) / M::PACK) * (int64_t)sizeof(uint32_t);
+  }
+
+  // Writes the panels to the output.
+  int pack() const {
+    const int64_t panels = (w.columns + PW - 1) / PW;
+    parallel(threads_for(w, 8.0 * (double)w.columns * (double)w.steps), panels, [&](int64_t p) {
+      const int count = (int)minimum((int64_t)PW, w.columns - p * PW);
+      // Vectors without columns would keep what was there.
+      uint32_t* panel = (uint32_t*)w.output + p * operands * PW;
+      memset(panel, 0, (size_t)(operands * PW) * sizeof(*panel));
+      fill_panel(p * PW, count, 0, padded, panel);
+    });
+    return CH_OK;
+  }
+
  private:
+  bool few(int64_t rows) const { return rows <= FEW_ROWS && w.panels == nullptr; }
+
+  // For which sums are held at a time, beside those of ones: of a panel in one stretch, a tile.
+  int64_t rows_of_sums(int64_t rows) const { return few(rows) || stretches > 1 ? rows : minimum(rows, (int64_t)MR); }
+
   bool allocate(int64_t rows) {
     BumpAllocator parts = {nullptr};
     for (int pass = 0; pass < 2; pass++) {
@@ -163,11 +220,11 @@ template <class IO> class RoundedRows {
     return all;
   }
 
-  RowScale scale_of(const Extent& extent) const {
+  RowScale scale_of(const type* row, const Extent& all_rows) const {
     switch (w.rounding) {
-      case CH_ROUND_SYMMETRIC: return symmetric_scale<IO>(extent, w.low, w.high);
-      case CH_ROUND_ASYMMETRIC: return asymmetric_scale<IO>(extent, w.low, w.high);
-      default: return tensor_scale(extent, w.low, w.high);
+      case CH_ROUND_SYMMETRIC: return symmetric_scale<IO>(largest_of<IO>(row, w.steps), w.low, w.high);
+      case CH_ROUND_ASYMMETRIC: return asymmetric_scale<IO>(extent_of<IO>(row, w.steps), w.low, w.high);
+      default: return tensor_scale(all_rows, w.low, w.high);
     }
   }
 
@@ -182,7 +239,7 @@ template <class IO> class RoundedRows {
       return;
     }
     const type* row = (const type*)w.x + (first + r) * w.x_row;
-    scales[r] = scale_of(w.rounding == CH_ROUND_TENSOR ? all_rows : extent_of<IO>(row, w.steps));
+    scales[r] = scale_of(row, all_rows);
     const float zero = (float)scales[r].zero;
     const vf inverse = all(1.0f / scales[r].scale), low = all((float)w.low - zero), high = all((float)w.high - zero);
     int32_t sum = 0;
@@ -211,7 +268,7 @@ template <class IO> class RoundedRows {
   // All rows by WIDTH rows of the weight.
   void multiply(int64_t row, int64_t rows, int64_t column, uint32_t* panel, int32_t* sums) const {
     const int64_t columns = minimum(WIDTH, w.columns - column);
-    if (rows > FEW_ROWS) return multiply_many(row, rows, column, columns, panel, sums);
+    if (!few(rows)) return multiply_many(row, rows, column, columns, panel, sums);
     multiply_few(rows + (needs_weight_sums() ? 1 : 0), column, columns, sums);
     const int32_t* of_ones = needs_weight_sums() ? sums + rows * WIDTH : nullptr;
     finish(row, 0, rows, columns_of(column, (int)columns, of_ones), sums, WIDTH);
@@ -220,40 +277,60 @@ template <class IO> class RoundedRows {
   // Symmetric rows need no sums of the weight.
   bool needs_weight_sums() const { return w.rounding != CH_ROUND_SYMMETRIC || w.low + w.high != -1; }
 
-  // A panel at a time: a tile of sums leaves while the next one is multiplied. The weight of the columns that this thread is
-  // likely to take next is prefetched meanwhile, or filling a panel would wait for memory.
-  void multiply_many(int64_t row, int64_t rows, int64_t column, int64_t columns, uint32_t* panel, int32_t* sums) const {
-    typedef IntegerGemm M;
-    const int64_t operands = padded / M::PACK, stretches = maximum((int64_t)1, (operands + DEPTH - 1) / DEPTH);
+  // A panel at a time: a tile of sums leaves while the next one is multiplied. What this thread is likely to multiply by next
+  // is prefetched meanwhile, or it would wait for memory.
+  void multiply_many(int64_t row, int64_t rows, int64_t column, int64_t columns, uint32_t* filled, int32_t* sums) const {
     const uint32_t* words = (const uint32_t*)left;
-    int32_t* of_ones = needs_weight_sums() ? sums + rows * PW : nullptr;
-    const int64_t upcoming = minimum(column + threads * WIDTH, w.columns), rows_ahead = minimum(WIDTH, w.columns - upcoming);
-    Lines upcoming_lines = {(const uint8_t*)w.weight + upcoming * w.weight_row, w.weight_row, w.steps, rows_ahead};
+    int32_t* of_ones = needs_weight_sums() ? sums + rows_of_sums(rows) * PW : nullptr;
     const int64_t tiles = (columns + PW - 1) / PW * stretches * ((rows + MR - 1) / MR);
-    const int64_t lines_per_tile = (rows_ahead * ((w.steps + 63) / 64) + tiles - 1) / tiles;
+    Upcoming upcoming = upcoming_after(column, tiles * depth);
     for (int64_t c = 0; c < columns; c += PW) {
       const int count = (int)minimum((int64_t)PW, columns - c), vecs = (count + VL - 1) / VL;
-      for (int64_t stretch = 0; stretch < stretches; stretch++) {
-        const int64_t s = stretch * DEPTH, depth = minimum(DEPTH, operands - s);
-        fill_panel(column + c, count, s * M::PACK, depth * M::PACK, panel);
-        const auto add = [&](int height, int64_t r, int32_t* to) CH_INLINED {
+      for (int64_t s = 0, stretch = 0; stretch < stretches; stretch++, s += depth) {
+        const int64_t steps = minimum(depth, operands - s);
+        const uint32_t* panel = w.panels != nullptr ? panels_from(column + c) + s * PW : filled;
+        if (w.panels == nullptr) fill_panel(column + c, count, s * M::PACK, steps * M::PACK, filled);
+        const auto add = [&](int height, int64_t r, int32_t* to, const StepPrefetch& lines) CH_INLINED {
           const uint32_t* a = words + r * operands + s;
-          if (s == 0) gemm<M, SET>(height, vecs, depth, a, operands, 1, panel, PW, (float*)to, PW);
-          else gemm<M, CONTINUE>(height, vecs, depth, a, operands, 1, panel, PW, (float*)to, PW);
+          if (s == 0) gemm<M, SET>(height, vecs, steps, a, operands, 1, panel, PW, (float*)to, PW, nullptr, lines);
+          else gemm<M, CONTINUE>(height, vecs, steps, a, operands, 1, panel, PW, (float*)to, PW, nullptr, lines);
         };
-        if (of_ones != nullptr) add(1, rows, of_ones);
+        if (of_ones != nullptr) add(1, rows, of_ones, {upcoming.next, 0});
         const bool last = stretch == stretches - 1;
         const Columns these = last ? columns_of(column + c, count, of_ones) : Columns{};
         for (int64_t r = 0; r < rows; r += MR) {
           const int height = (int)minimum((int64_t)MR, rows - r);
+          int32_t* to = stretches == 1 ? sums : sums + r * PW;
           if (last) prefetch_output(row + r, height, column + c);
-          for (int64_t line = 0; line < lines_per_tile; line++) upcoming_lines.prefetch_next();
-          add(height, r, sums + r * PW);
-          if (last) finish(row, r, height, these, sums + r * PW, PW);
+          add(height, r, to, upcoming.take(steps));
+          if (last) finish(row, r, height, these, to, PW);
         }
       }
     }
   }
+
+  // What is prefetched, spread over the steps of a unit of work.
+  struct Upcoming {
+    const char* next;
+    int64_t bytes;  // for each step
+    StepPrefetch take(int64_t steps) {
+      const StepPrefetch lines = {next, bytes};
+      next += steps * bytes;
+      return lines;
+    }
+  };
+
+  // The columns that a thread takes after those from `column` on: their panels, or their rows of the weight.
+  Upcoming upcoming_after(int64_t column, int64_t steps) const {
+    const int64_t first = minimum(column + threads * WIDTH, w.columns), count = minimum(WIDTH, w.columns - first);
+    if (count == 0) return {(const char*)left, 0};
+    const char* next = w.panels != nullptr ? (const char*)panels_from(first) : (const char*)w.weight + first * w.weight_row;
+    const int64_t bytes = w.panels != nullptr ? panel_bytes(w.steps, count) : count * w.weight_row;
+    return {next, bytes / maximum(steps, (int64_t)1) + 1};
+  }
+
+  // The panels that were packed, of the columns from a multiple of PW on.
+  const uint32_t* panels_from(int64_t column) const { return (const uint32_t*)w.panels + column * operands; }
 
   void prefetch_output(int64_t row, int height, int64_t column) const {
     for (int r = 0; r < height; r++) {
@@ -279,7 +356,7 @@ template <class IO> class RoundedRows {
         }
         transpose_words(words);
 #pragma GCC unroll 16
-        for (int i = 0; i < VL; i++) store_words(panel + ((s - first) / IntegerGemm::PACK + i) * PW + c, words[i]);
+        for (int i = 0; i < VL; i++) store_words(panel + ((s - first) / M::PACK + i) * PW + c, words[i]);
       }
   }
 
@@ -346,19 +423,21 @@ template <class IO> class RoundedRows {
     return columns;
   }
 
-  // Scales the sums of rows [row, row + count) of those from `first` on, and stores them through the epilogue.
-  void finish(int64_t first, int64_t row, int64_t count, const Columns& columns, const int32_t* sums, int64_t sums_row) const {
+  // Scales the sums of rows [row, row + count) of those from `first` on, in their place, and stores them through the epilogue.
+  void finish(int64_t first, int64_t row, int64_t count, const Columns& columns, int32_t* sums, int64_t stride) const {
     const bool shifted = columns.shifted;
-    for (int64_t r = row; r < row + count; r++, sums += sums_row) {
+    for (int64_t r = row; r < row + count; r++) {
       const vu shift = (uint32_t)Dot::SHIFT * (uint32_t)row_sums[r] + (vu){}, zero = (uint32_t)scales[r].zero + (vu){};
       const vf scale = all(scales[r].scale);
-      const auto sums_at = [&](int c) CH_INLINED {
-        vu sum = *(const vu_any*)(sums + c) - shift;
+      int32_t* line = sums + (r - row) * stride;
+      for (int c = 0; c < columns.count; c += VL) {
+        vu sum = *(const vu_any*)(line + c) - shift;
         if (shifted) sum -= zero * *(const vu_any*)(columns.weight_sums + c);
-        return __builtin_convertvector((vi)sum, vf) * scale;
-      };
-      put_scaled<IO>(w, first + r, columns.first, columns.count, sums_at, columns.scale, columns.bias);
+        const vf scaled = __builtin_convertvector((vi)sum, vf) * scale;
+        store((float*)line + c, fused(scaled, load(columns.scale + c), load(columns.bias + c)));
+      }
     }
+    put_sums<IO>(w, Sums{first + row, count, columns.first, columns.count, (float*)sums, stride});
   }
 };
 

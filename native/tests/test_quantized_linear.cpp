@@ -57,6 +57,19 @@ struct QuantizedCall {
     return ch_multiply_quantized(&work);
   }
 
+  // The same from panels, with nothing in the place of the weight.
+  int run_packed(int isa, int threads) {
+    std::vector<uint32_t> panels(static_cast<size_t>(ch_quantized_panel_bytes(isa, work.steps, work.columns)) / 4 + 1, 0x7f7f7f7f);
+    ch_quantized packing = work;
+    packing.isa = isa, packing.threads = threads, packing.output = panels.data();
+    if (const int code = ch_pack_quantized(&packing); code != CH_OK) return code;
+    check(panels.back() == 0x7f7f7f7f, "packing wrote beyond the panels");
+    output.clear();
+    ch_quantized packed = work;
+    packed.isa = isa, packed.threads = threads, packed.panels = panels.data(), packed.weight = nullptr;
+    return ch_multiply_quantized(&packed);
+  }
+
   double code(int64_t column, int64_t step) const {
     const uint8_t* row = weight.data() + column * work.weight_row;
     return work.bits == 8 ? static_cast<double>(static_cast<int8_t>(row[step])) : static_cast<double>(row[step / 2] >> step % 2 * 4 & 15);
@@ -136,7 +149,7 @@ const std::vector<QuantizedCase>& cases() {
         {1, 1, 1, 1},       {3, 5, 64, 64},    {17, 33, 70, 70},     {2, 40, 256, 64},  {9, 19, 1030, 1030}, {1, 70, 1024, 128},
         {13, 66, 96, 32},   {0, 3, 8, 8},      {4, 0, 8, 8},         {5, 4, 60, 20},    {6, 130, 544, 544},  {300, 17, 128, 32},
         {8, 9, 2112, 2112}, {2, 3, 4100, 4100}, {300, 70, 64, 64},  {6, 21, 1056, 32},  {7, 5, 320, 64},
-        {8, 11, 288, 288}};
+        {8, 11, 288, 288},  {9, 66, 4200, 4200}};
     std::vector<QuantizedCase> made;
     Random random(77);
     for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
@@ -174,6 +187,9 @@ void one_case(uint64_t number) {
       if (c.steps > 0) call.compare_with_formula(c.rows, name);
       if (threads == 1) one = call.output.copy();
       check(call.output.copy() == one, name + ": bits differ from those with one thread");
+      if (c.rounding == CH_ROUND_NONE || c.rows == 0) continue;
+      expect(call.run_packed(isa, threads), CH_OK, name + ", packed");
+      check(call.output.copy() == one, name + ": bits of panels differ from those of the weight");
     }
   }
 }
@@ -238,6 +254,8 @@ int bad_descriptions() {
       {"a negative stride of x", CH_BAD_STRIDE, [](W& w) { w.x_row = -8; }},
       {"a negative stride of the weight", CH_BAD_STRIDE, [](W& w) { w.weight_row = -8; }},
       {"a huge stride of the weight", CH_BAD_STRIDE, [](W& w) { w.weight_row = INT64_MAX; }},
+      {"panels without rounding", CH_BAD_OPTION, [](W& w) { w.panels = w.weight; }},
+      {"odd panels", CH_BAD_POINTER, [](W& w) { w.rounding = 1, w.offset = nullptr, w.panels = w.x, make_odd(w.panels); }},
       {"rows of the output that overlap", CH_BAD_STRIDE, [](W& w) { w.output_row = w.columns - 1; }},
   });
   Random random(4);
@@ -246,7 +264,21 @@ int bad_descriptions() {
   QuantizedCall call(c, random);
   const int count = expect_refused(call.work, all, "quantized", ch_multiply_quantized, [&] { return call.output.untouched(); });
   expect(ch_multiply_quantized(nullptr), CH_BAD_POINTER, "a null description");
-  return count;
+  const std::vector<Bad<W>> unpackable = spoiled<W>({
+      {"no rounding", CH_BAD_OPTION, [](W& w) { w.rounding = 0; }},
+      {"4 bits", CH_BAD_OPTION, [](W& w) { w.bits = 4; }},
+      {"panels", CH_BAD_OPTION, [](W& w) { w.panels = w.weight; }},
+      {"no weight", CH_BAD_POINTER, [](W& w) { w.weight = nullptr; }},
+      {"no output", CH_BAD_POINTER, [](W& w) { w.output = nullptr; }},
+      {"negative steps", CH_BAD_SHAPE, [](W& w) { w.steps = -2; }},
+      {"a negative stride of the weight", CH_BAD_STRIDE, [](W& w) { w.weight_row = -8; }},
+  });
+  call.work.rounding = CH_ROUND_SYMMETRIC, call.work.offset = nullptr;
+  expect_refused(call.work, unpackable, "packing integers", ch_pack_quantized, [&] { return call.output.untouched(); });
+  expect(ch_pack_quantized(nullptr), CH_BAD_POINTER, "a null description");
+  check(ch_quantized_panel_bytes(-2, 8, 8) == 0 && ch_quantized_panel_bytes(-1, -1, 8) == 0 &&
+            ch_quantized_panel_bytes(-1, 8, INT64_MAX) == 0, "bytes of panels out of range");
+  return count + static_cast<int>(unpackable.size());
 }
 
 }  // namespace

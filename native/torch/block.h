@@ -28,8 +28,8 @@ struct NormSpec {
   Norm norm;
 };
 
-// How a weight is stored: as its tensor, packed into panels, or as integers of 8 or 4 bits with scales.
-enum class Stored : int64_t { plain = 0, panels = 1, int8 = 2, int4 = 3 };
+// How a weight is stored: as its tensor, packed into panels, as integers of 8 or 4 bits with scales, or as 8 bits in panels.
+enum class Stored : int64_t { plain = 0, panels = 1, int8 = 2, int4 = 3, int8_panels = 4 };
 enum class Rotary : int64_t { none = 0, by_position = 1, by_token = 2 };
 enum class Cache : int64_t { none = 0, grows = 1, memory = 2, paged = 3 };
 

@@ -67,9 +67,12 @@ class Reader {
 
 // A weight of integers, whose scales, offsets and rounding follow.
 Linear read_integers(Reader& reader, BlockCall& call, const LinearSpec& spec, Stored stored) {
-  if (spec.weight.tensor->dtype() != (stored == Stored::int4 ? Dtype::byte : Dtype::int8))
-    malformed("a weight", "be int8, or uint8 of two integers", "another dtype");
+  const bool packed = stored == Stored::int8_panels;
+  const int64_t axes = packed ? 3 : 2;
+  if (spec.weight.tensor->dtype() != (stored == Stored::int8 ? Dtype::int8 : Dtype::byte) || spec.weight.tensor->dim() != axes)
+    malformed("a weight", "be int8, uint8 of two integers, or panels", "another");
   QuantizedLayer from = {spec.weight.tensor, reader.slot().tensor, nullptr, spec.bias.tensor};
+  if (packed) from.in = reader.integer(0, most_channels, "inputs");
   from.offset = reader.optional_slot().tensor;
   from.rounding = reader.integer(), from.low = reader.integer(), from.high = reader.integer();
   return quantized_linear_of(name, from, call.dtype, call.copies);
@@ -78,8 +81,8 @@ Linear read_integers(Reader& reader, BlockCall& call, const LinearSpec& spec, St
 LinearSpec read_linear(Reader& reader, BlockCall& call) {
   LinearSpec spec;
   spec.weight = reader.slot(), spec.bias = reader.optional_slot();
-  const Stored stored = static_cast<Stored>(reader.integer(0, 3, "how a weight is stored"));
-  if (stored == Stored::int8 || stored == Stored::int4) {
+  const Stored stored = static_cast<Stored>(reader.integer(0, 4, "how a weight is stored"));
+  if (stored == Stored::int8 || stored == Stored::int4 || stored == Stored::int8_panels) {
     spec.layer = read_integers(reader, call, spec, stored);
     return spec;
   }

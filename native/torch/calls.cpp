@@ -31,6 +31,14 @@ void run(const ch_projection& work) {
   if (work.rows > 0 && work.columns > 0) check_kernel(ch_project(&work), "linear");
 }
 
+void pack_integers(const Linear& layer, void* panels) {
+  ch_quantized work = describe<ch_quantized>(Dtype::float32);
+  work.bits = 8, work.rounding = CH_ROUND_SYMMETRIC, work.low = -128, work.high = 127;
+  work.columns = layer.out, work.steps = layer.in, work.group = layer.in;
+  work.weight = layer.weight, work.weight_row = layer.step, work.output = panels;
+  check_kernel(ch_pack_quantized(&work), "pack_weight");
+}
+
 void multiply_quantized(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
   const Integers& integers = layer.integers;
   ch_quantized work = describe<ch_quantized>(dtype);
@@ -38,6 +46,7 @@ void multiply_quantized(Dtype dtype, const Matrix& x, const Linear& layer, const
   work.group = integers.group, work.scale = integers.scale, work.offset = integers.offset;
   work.rows = x.rows, work.columns = layer.out, work.steps = x.columns;
   work.x = x.data, work.x_row = x.step, work.weight = layer.weight, work.weight_row = layer.step;
+  work.panels = layer.panels;
   work.bias = layer.bias, work.output = output.data, work.output_row = output.step;
   work.activation = epilogue.activation, work.gate = epilogue.gate.data, work.gate_row = epilogue.gate.step;
   if (work.rows > 0 && work.columns > 0) check_kernel(ch_multiply_quantized(&work), "linear_quantized");
@@ -98,10 +107,12 @@ const int64_t* row_numbers_of(const char* function, const Tensor& numbers, int64
 }
 
 std::array<int64_t, 3> panels_shape(Dtype dtype, int64_t out, int64_t in) {
-  const int32_t kind = static_cast<int32_t>(dtype);
+  const bool integers = dtype == Dtype::int8;
+  const int32_t kind = integers ? CH_FLOAT32 : static_cast<int32_t>(dtype);
   const int64_t columns = ch_panel_columns(kind, instruction_set), panels = (out + columns - 1) / columns;
-  const int64_t bytes = panels == 0 ? 0 : ch_panel_bytes(kind, instruction_set, in, out) / (panels * columns);
-  return {panels, columns, bytes};
+  const int64_t bytes =
+      integers ? ch_quantized_panel_bytes(instruction_set, in, out) : ch_panel_bytes(kind, instruction_set, in, out);
+  return {panels, columns, panels == 0 ? 0 : bytes / (panels * columns)};
 }
 
 Linear packed_linear_of(const char* function, const Tensor& panels, int64_t out, int64_t in, Dtype dtype) {
@@ -115,6 +126,7 @@ Linear packed_linear_of(const char* function, const Tensor& panels, int64_t out,
 }
 
 void pack_weight(Dtype dtype, const Linear& layer, void* panels) {
+  if (dtype == Dtype::int8) return pack_integers(layer, panels);
   ch_projection work = describe<ch_projection>(dtype);
   work.num_terms = 1, work.right_transposed = layer.transposed ? 0 : 1, work.columns = layer.out;
   work.terms[0] = {nullptr, layer.weight, 0, layer.step, layer.in};

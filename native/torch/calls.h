@@ -46,7 +46,8 @@ Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias,
 // Reads a bias [out]. A copy is kept in `copies`, as above.
 const void* bias_of(const char* function, const Tensor& bias, int64_t out, Dtype dtype, std::vector<Tensor>& copies);
 
-// The shape of the panels of a weight [out, in]: panels, columns of each, and bytes of each column.
+// The shape of the panels of a weight [out, in] of floats, or of int8 for rounded inputs: panels, columns of each, and bytes of
+// each column.
 std::array<int64_t, 3> panels_shape(Dtype dtype, int64_t out, int64_t in);
 // Reads a weight from its panels, of that shape.
 Linear packed_linear_of(const char* function, const Tensor& panels, int64_t out, int64_t in, Dtype dtype);

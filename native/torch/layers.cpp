@@ -115,9 +115,11 @@ void linear_packed(StableIValue* stack, uint64_t, uint64_t) {
 void pack_weight(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor weight = arguments.tensor(), none;
-  check_dtype("pack_weight", "weight", weight);
+  if (weight.dtype() != Dtype::int8) check_dtype("pack_weight", "weight", weight);
   std::vector<Tensor> copies;
-  const Linear layer = linear_of("pack_weight", weight, none, weight.dtype(), copies);
+  Linear layer = linear_of("pack_weight", weight, none, weight.dtype(), copies);
+  if (layer.transposed && weight.dtype() == Dtype::int8)
+    layer = linear_of("pack_weight", copies.emplace_back(weight.reference().as_contiguous()), none, weight.dtype(), copies);
   const auto [count, columns, bytes] = panels_shape(weight.dtype(), layer.out, layer.in);
   Tensor panels = empty(Dtype::byte, {count, columns, bytes});
   // Packing leaves vectors beyond the last column as they are.

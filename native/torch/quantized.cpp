@@ -5,39 +5,6 @@
 namespace clearhead::torch {
 namespace {
 
-int64_t bits_of(const Tensor& weight) { return weight.dtype() == Dtype::byte ? 4 : 8; }
-
-void check_layer(const char* function, const QuantizedLayer& layer, Dtype dtype) {
-  const Tensor &weight = *layer.weight, &scale = *layer.scale;
-  if (weight.dim() != 2 || (weight.dtype() != Dtype::int8 && weight.dtype() != Dtype::byte))
-    fail(function, "weight", "be [out, in] of int8, or [out, in / 2] of uint8 with two integers a byte", weight.shape(),
-         "Read the integers of the quantised weight.");
-  const bool has_groups = scale.dim() == 2 && scale.size(0) == weight.size(0) && scale.size(1) > 0;
-  if (!has_groups || weight.size(1) * 8 / bits_of(weight) % scale.size(1) != 0 || scale.dtype() != Dtype::float32)
-    fail(function, "scale", "be float32 [out, groups] with a number of groups that divides the channels", scale.shape(),
-         "Reshape the scales to [out, groups].");
-  const Tensor *offset = layer.offset, *bias = layer.bias;
-  if (offset && (offset->dtype() != Dtype::float32 || !offset->is_shaped({scale.size(0), scale.size(1)})))
-    fail(function, "offset", "be float32 in the shape of scale", offset->shape(), "Pass None for no offset.");
-  if (bias && (bias->dtype() != dtype || !bias->is_shaped({weight.size(0)})))
-    fail(function, "bias", "be [out] in the dtype of x", bias->shape(), "Pass None for no bias.");
-}
-
-void check_rounding(const char* function, const QuantizedLayer& layer) {
-  if (layer.rounding < CH_ROUND_NONE || layer.rounding > CH_ROUND_TENSOR)
-    fail(function, "rounding", "be 0 to 3", std::to_string(layer.rounding), "See clearhead.ops.kinds.Rounding.");
-  if (layer.rounding == CH_ROUND_NONE) return;
-  if (layer.low < -128 || layer.high > 127 || layer.low >= layer.high)
-    fail(function, "low and high", "be a range within -128 to 127",
-         std::to_string(layer.low) + " to " + std::to_string(layer.high), "Use -128 and 127.");
-  if (bits_of(*layer.weight) != 8 || layer.scale->size(1) != 1 || layer.offset)
-    fail(function, "weight", "be int8 with one scale a row and no offset where x is rounded", layer.scale->shape(),
-         "Use rounding=0.");
-  if (layer.weight->size(1) > CH_MAX_ROUNDED)
-    fail(function, "x", "have at most " + std::to_string(CH_MAX_ROUNDED) + " channels where it is rounded",
-         std::to_string(layer.weight->size(1)), "Use rounding=0.");
-}
-
 // The tensor, or a contiguous copy.
 const Tensor& dense(const Tensor& tensor, std::vector<Tensor>& copies) {
   if (tensor.contiguous()) return tensor;
@@ -45,16 +12,60 @@ const Tensor& dense(const Tensor& tensor, std::vector<Tensor>& copies) {
   return copies.back();
 }
 
+bool is_packed(const Tensor& weight) { return weight.dim() == 3 && weight.dtype() == Dtype::byte; }
+int64_t bits_of(const Tensor& weight) { return weight.dtype() == Dtype::byte && !is_packed(weight) ? 4 : 8; }
+
+// The integers of a layer: outputs, channels and where they are.
+Linear integers_of(const char* function, const QuantizedLayer& from, std::vector<Tensor>& copies) {
+  const Tensor& weight = *from.weight;
+  if (is_packed(weight)) return packed_linear_of(function, weight, from.scale->dim() > 0 ? from.scale->size(0) : 0, from.in, Dtype::int8);
+  if (weight.dim() != 2 || (weight.dtype() != Dtype::int8 && weight.dtype() != Dtype::byte))
+    fail(function, "weight", "be [out, in] of int8, [out, in / 2] of uint8 with two integers a byte, or panels", weight.shape(),
+         "Read the integers of the quantised weight.");
+  Linear layer;
+  layer.out = weight.size(0), layer.in = weight.size(1) * 8 / bits_of(weight);
+  const bool has_rows = weight.stride(1) == 1 || weight.size(1) <= 1;
+  const Tensor& read = has_rows ? weight : dense(weight, copies);
+  layer.weight = read.data(), layer.step = read.stride(0);
+  return layer;
+}
+
+void check_layer(const char* function, const QuantizedLayer& from, const Linear& layer, Dtype dtype) {
+  const Tensor& scale = *from.scale;
+  const bool has_groups = scale.dim() == 2 && scale.size(0) == layer.out && scale.size(1) > 0;
+  if (!has_groups || layer.in % scale.size(1) != 0 || scale.dtype() != Dtype::float32)
+    fail(function, "scale", "be float32 [out, groups] with a number of groups that divides the channels", scale.shape(),
+         "Reshape the scales to [out, groups].");
+  const Tensor *offset = from.offset, *bias = from.bias;
+  if (offset && (offset->dtype() != Dtype::float32 || !offset->is_shaped({scale.size(0), scale.size(1)})))
+    fail(function, "offset", "be float32 in the shape of scale", offset->shape(), "Pass None for no offset.");
+  if (bias && (bias->dtype() != dtype || !bias->is_shaped({layer.out})))
+    fail(function, "bias", "be [out] in the dtype of x", bias->shape(), "Pass None for no bias.");
+}
+
+void check_rounding(const char* function, const QuantizedLayer& layer, int64_t in) {
+  if (layer.rounding < CH_ROUND_NONE || layer.rounding > CH_ROUND_TENSOR)
+    fail(function, "rounding", "be 0 to 3", std::to_string(layer.rounding), "See clearhead.ops.kinds.Rounding.");
+  if (is_packed(*layer.weight) && layer.rounding == CH_ROUND_NONE)
+    fail(function, "weight", "not be in panels where x is not rounded", layer.weight->shape(), "Pass its integers.");
+  if (layer.rounding == CH_ROUND_NONE) return;
+  if (layer.low < -128 || layer.high > 127 || layer.low >= layer.high)
+    fail(function, "low and high", "be a range within -128 to 127",
+         std::to_string(layer.low) + " to " + std::to_string(layer.high), "Use -128 and 127.");
+  if (bits_of(*layer.weight) != 8 || layer.scale->size(1) != 1 || layer.offset)
+    fail(function, "weight", "be int8 with one scale a row and no offset where x is rounded", layer.scale->shape(),
+         "Use rounding=0.");
+  if (in > CH_MAX_ROUNDED)
+    fail(function, "x", "have at most " + std::to_string(CH_MAX_ROUNDED) + " channels where it is rounded", std::to_string(in),
+         "Use rounding=0.");
+}
+
 }  // namespace
 
 Linear quantized_linear_of(const char* function, const QuantizedLayer& from, Dtype dtype, std::vector<Tensor>& copies) {
-  check_layer(function, from, dtype);
-  check_rounding(function, from);
-  Linear layer;
-  layer.out = from.weight->size(0), layer.in = from.weight->size(1) * 8 / bits_of(*from.weight);
-  const bool has_rows = from.weight->stride(1) == 1 || from.weight->size(1) <= 1;
-  const Tensor& weight = has_rows ? *from.weight : dense(*from.weight, copies);
-  layer.weight = weight.data(), layer.step = weight.stride(0);
+  Linear layer = integers_of(function, from, copies);
+  check_layer(function, from, layer, dtype);
+  check_rounding(function, from, layer.in);
   if (from.bias) layer.bias = dense(*from.bias, copies).data();
   Integers& integers = layer.integers;
   integers.bits = static_cast<int32_t>(bits_of(*from.weight)), integers.rounding = static_cast<int32_t>(from.rounding);
@@ -79,6 +90,7 @@ void linear_quantized(StableIValue* stack, uint64_t, uint64_t) {
   if (input.dim() == 0) fail(name, "x", "have an axis of channels", input.shape(), "Use .unsqueeze.");
   const Tensor x = std::move(input).as_contiguous();
   const int64_t width = x.size(x.dim() - 1);
+  from.in = width;
   std::vector<Tensor> copies;
   const Linear layer = quantized_linear_of(name, from, x.dtype(), copies);
   if (layer.in != width)

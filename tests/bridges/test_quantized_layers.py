@@ -15,6 +15,7 @@ import clearhead as ch
 from clearhead.integrations.torch.quantized import is_quantized, quantized_weight
 from clearhead.invariance import invariant
 from clearhead.nn.linear import Linear
+from clearhead.nn.weight_packing import MOST_BYTES
 from clearhead.testing import forbid_fused, fused_calls
 from tests.agreement import needs_native
 
@@ -245,7 +246,33 @@ def test_frozen_layer_reads_a_weight_that_was_written_to(config: str) -> None:
         assert _difference(model(IDS).logits, theirs(IDS).logits) < (2e-2 if "dynamic" in config else 2e-6)
 
 
-def test_frozen_and_packed_model_packs_what_is_in_floating_point_alone() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_layers_keep_their_bits_and_read_what_was_written(name: str) -> None:
+    model = _quantised("int8, dynamic", name)
+    ch.swap(model)
+    layers = [part for part in model.modules() if is_quantized(part)]
+    with torch.no_grad():
+        for _ in range(2):
+            before = _logits(model)
+            ch.freeze(model, pack=True)
+            packed = [quantized_weight(part).panels is not None for part in layers]
+            # Instruction sets without dot products of bytes have panels of twice the size.
+            assert all(packed) == any(packed) == (_panel_bytes() <= MOST_BYTES * 128 * 128)
+            assert torch.equal(_logits(model), before)
+            for part in layers:
+                part.weight.qdata.neg_()
+            written = _logits(model)
+            assert not torch.equal(written, before)
+            ch.unfreeze(model)
+            assert all(quantized_weight(part).panels is None for part in layers)
+            assert torch.equal(_logits(model), written)
+
+
+def _panel_bytes() -> int:
+    return int(torch.ops.clearhead.pack_weight(torch.zeros(128, 128, dtype=torch.int8)).numel())
+
+
+def test_packing_leaves_weights_alone_in_integers() -> None:
     model = _model()
     _quantise(model, "int8", leaves=("lm_head", "o_proj", "up_proj"))
     ch.swap(model)

@@ -87,7 +87,9 @@ def test_quantized_linear_operator_passes_opcheck(layout: str, dtype: torch.dtyp
     _check("linear_quantized", x, codes, scale, scale - 0.5, bias)
     _check("linear_quantized", x, codes, scale, None, bias, 0, -128, 127, int(Activation.SILU))
     for rounding in [*Rounding][1:] if bits == 8 else []:
-        _check("linear_quantized", x, codes, scale[:, :1], None, None, int(rounding))
+        panels = QuantizedWeight(codes, scale, None, rounding).packed().read
+        for weight in (codes, panels):
+            _check("linear_quantized", x, weight, scale[:, :1], None, None, int(rounding))
 
 
 @pytest.mark.slow

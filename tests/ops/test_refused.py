@@ -36,6 +36,7 @@ CODES, GROUPS = torch.ones(4, 6, dtype=torch.int8), torch.ones(4, 2)
 PAGES, BLOCKS, KEYS = torch.zeros(3, 16, 2, 8), torch.tensor([[2, 0], [1, 9]]).int(), torch.tensor([20, 3]).int()
 
 PANELS = PackedWeight.of(WEIGHT).panels if library() is not None else WEIGHT
+INT8_PANELS = PackedWeight.of(CODES).panels if library() is not None else CODES
 #: Valid arguments of each operator.
 GOOD: dict[str, tuple[Any, ...]] = {
     "linear": (X, WEIGHT, BIAS, 0),
@@ -72,7 +73,7 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("linear_quantized", 0, torch.tensor(1.0), "x must have an axis of channels"),
     ("linear_quantized", 0, X[:, :4], "weight must read 4 channels"),
     ("linear_quantized", 0, X.bfloat16(), r"bias must be \[out\] in the dtype of x"),
-    ("linear_quantized", 1, WEIGHT, r"weight must be \[out, in\] of int8, or \[out, in / 2\] of uint8"),
+    ("linear_quantized", 1, WEIGHT, r"weight must be \[out, in\] of int8, \[out, in / 2\] of uint8"),
     ("linear_quantized", 1, CODES[0], r"weight must be \[out, in\] of int8"),
     ("linear_quantized", 1, CODES.to(torch.uint8), "weight must read 6 channels"),
     ("linear_quantized", 2, GROUPS[:3], r"scale must be float32 \[out, groups\]"),
@@ -87,6 +88,8 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("linear_quantized", 5, 4, "rounding must be 0 to 3"),
     ("linear_quantized", 5, -1, "rounding must be 0 to 3"),
     ("linear_quantized", 5, 1, "weight must be int8 with one scale a row and no offset where x is rounded"),
+    ("linear_quantized", 1, INT8_PANELS, "weight must not be in panels where x is not rounded|panels must be bytes"),
+    ("linear_quantized", 1, INT8_PANELS[..., :-1], "panels must be bytes"),
     ("linear_packed", 0, X.double(), "x must be float32, bfloat16 or float16"),
     ("linear_packed", 0, torch.tensor(1.0), "x must have an axis of channels"),
     ("linear_packed", 0, X.half(), "panels must be bytes|bias must be"),
@@ -380,8 +383,11 @@ def test_integers_of_a_block_are_checked(recorded: list[Call]) -> None:
     given = next(each for each in recorded if each.tensors[0].dtype is torch.int8)
     codes, scale, *others = given.tensors
     for wrong, expected in [
-        ([codes.float(), scale], "a weight must be int8, or uint8 of two integers.*The description is malformed"),
-        ([codes.to(torch.uint8), scale], "a weight must be int8, or uint8 of two integers"),
+        (
+            [codes.float(), scale],
+            "a weight must be int8, uint8 of two integers, or panels.*is malformed",
+        ),
+        ([codes.to(torch.uint8), scale], "a weight must be int8, uint8 of two integers"),
         ([codes[:, :4], scale], "a feedforward's layer must be"),
         ([codes, scale[:3]], "scale must be float32"),
         ([codes, scale.double()], "scale must be float32"),

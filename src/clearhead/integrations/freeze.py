@@ -46,7 +46,8 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
     out: faster up to some hundred rows, in the same memory. The sums then have the order of
     ``ch.set_invariant(True)``, whatever the number of rows. ``state_dict`` and ``unfreeze`` give the original bits.
     Calls layer by layer read the panels too; torch's own operators, as under autocast or a compiler, read a copy that
-    is made for the call.
+    is made for the call. Quantised layers that round their inputs get panels beside their integers, a byte more for
+    each weight, and keep their bits; weights alone in int8 or int4 are read as they are.
 
     Values of parameters may still change in place, as by ``load_state_dict``; but what is written through a view,
     ``.data`` or a NumPy array of a packed weight is written to a copy and lost. A frozen model raises in training mode
@@ -95,12 +96,14 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
         for parameter in learned.values():
             parameter.requires_grad_(False)
     set_frozen(model.modules(), True)
-    hf = _transformers()
+    hf, quantized = _transformers(), _quantized()
     rows = [*_stacks(model), *([] if hf is None else hf.freeze_layers(model))]
     if pack:
         # After the trials, which compare bits: packed weights change them.
         stacks = [linear_weights(model.get_submodule(row.path)) for row in _stacks(model)]
         pack_weights(model, chain(*stacks, () if hf is None else hf.linear_weights(model)))
+        if quantized is not None:
+            quantized.pack_quantized(model.modules())
         set_frozen(model.modules(), True)
     return SwapReport(tuple(rows))
 
@@ -124,10 +127,12 @@ def unfreeze(model: nn.Module) -> SwapReport:
     """
     check_model("unfreeze", model)
     frozen = [module for module in model.modules() if is_frozen(module)]
-    hf = _transformers()
+    hf, quantized = _transformers(), _quantized()
     rows = [*(_stacks(model) if frozen else []), *([] if hf is None else hf.unfreeze_layers(model))]
     set_frozen(frozen, False)
     unpack_weights(model.modules())
+    if quantized is not None:
+        quantized.unpack_quantized(model.modules())
     for module in frozen:
         for name in _LEARNED.pop(module, ()):
             getattr(module, name).requires_grad_(True)
@@ -157,3 +162,8 @@ def _transformers() -> Any:
     from clearhead.integrations.transformers import freeze as hf
 
     return hf
+
+
+def _quantized() -> Any:
+    """The part for quantised layers, where ``swap`` has loaded it."""
+    return sys.modules.get("clearhead.integrations.torch.quantized")

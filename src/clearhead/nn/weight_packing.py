@@ -13,11 +13,11 @@ from clearhead.ops.packed_weight import PackedParameter, PackedWeight
 from clearhead.projection import DTYPES
 from clearhead.torch_private import parameters_of
 
-__all__ = ["WeightOf", "linear_weights", "pack_weights", "unpack_weights"]
+__all__ = ["MOST_BYTES", "WeightOf", "linear_weights", "pack_weights", "unpack_weights"]
 
 #: Bytes of the panels, for each byte of the weight, up to which a weight is packed. Narrow weights are padded, and
 #: instruction sets without dot products of 16 bits widen these.
-_MOST_BYTES: Final = 1.25
+MOST_BYTES: Final = 1.25
 
 
 class WeightOf(NamedTuple):
@@ -82,6 +82,6 @@ def _packed(parameter: nn.Parameter | None, use: WeightOf) -> PackedParameter | 
         return None
     packed = PackedWeight.of(parameter.t() if use.transposed else parameter)
     begins = packed.shape[0] % use.parts == 0 and packed.shape[0] // use.parts % packed.columns == 0
-    if packed.panels.numel() > _MOST_BYTES * parameter.nbytes or (use.parts > 1 and not begins):
+    if packed.panels.numel() > MOST_BYTES * parameter.nbytes or (use.parts > 1 and not begins):
         return None
     return PackedParameter.in_place_of(parameter, packed, use.transposed)

@@ -73,10 +73,13 @@ class Tape:
         """The weight and bias of each linear layer, and how its weight is stored."""
         for weight, bias in layers:
             if isinstance(weight, QuantizedWeight):
-                self.tensors.append(weight.codes)
+                self.tensors.append(weight.read)
                 self.optional(bias)
-                self.integer(Stored.INT8 if weight.bits == 8 else Stored.INT4)
+                packed = weight.panels is not None
+                self.integer(Stored.INT8_PANELS if packed else Stored.INT8 if weight.bits == 8 else Stored.INT4)
                 self.tensors.append(weight.scale)
+                if packed:
+                    self.integer(weight.shape[1])
                 self.optional(weight.offset)
                 self.integer(weight.rounding, *weight.bounds)
             elif isinstance(weight, PackedWeight):

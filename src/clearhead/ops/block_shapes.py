@@ -141,11 +141,16 @@ class _ListReader:
         bias, stored = self.optional_tensor(), self.integer()
         if stored == Stored.PANELS:
             return LinearShape(self.integer(), self.integer(), weight, bias)
-        outputs, inputs = self._tensors[weight]
-        if stored in (Stored.INT8, Stored.INT4):
-            self.tensor(), self.optional_tensor()
-            _rounding, _low, _high = self.integer(), self.integer(), self.integer()
-        return LinearShape(outputs, 2 * inputs if stored == Stored.INT4 else inputs, weight, bias)
+        if stored == Stored.PLAIN:
+            return LinearShape(*self._tensors[weight], weight, bias)
+        outputs, _groups = self._tensors[self.tensor()]
+        if stored == Stored.INT8_PANELS:
+            inputs = self.integer()
+        else:
+            inputs = self._tensors[weight][1] * (2 if stored == Stored.INT4 else 1)
+        self.optional_tensor()
+        _rounding, _low, _high = self.integer(), self.integer(), self.integer()
+        return LinearShape(outputs, inputs, weight, bias)
 
     def norm(self) -> tuple[int, int]:
         self.integer()

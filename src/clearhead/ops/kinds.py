@@ -81,12 +81,14 @@ class Rounding(IntEnum):
 
 
 class Stored(IntEnum):
-    """How the block operator reads a weight: from its tensor, from panels, or as integers of 8 or 4 bits."""
+    """How the block operator reads a weight: from its tensor, from panels, as 8-bit or 4-bit integers, or as 8-bit
+    integers from panels."""
 
     PLAIN = 0
     PANELS = 1
     INT8 = 2
     INT4 = 3
+    INT8_PANELS = 4
 
 
 class Feature(IntEnum):

@@ -28,6 +28,10 @@ def _linear(x: Tensor, weight: Tensor, **others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _linear_quantized(x: Tensor, scale: Tensor, **others: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], scale.shape[0]))
+
+
 def _linear_packed(x: Tensor, out: int, **others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], out))
 
@@ -103,7 +107,7 @@ def _block_backward(
 
 LAYER_FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear": _linear,
-    "linear_quantized": _linear,
+    "linear_quantized": _linear_quantized,
     "linear_packed": _linear_packed,
     "pack_weight": _pack_weight,
     "unpack_weight": _unpack_weight,

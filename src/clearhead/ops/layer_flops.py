@@ -16,6 +16,10 @@ def _linear(x: Shape, weight: Shape, **others: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
+def _linear_quantized(x: Shape, scale: Shape, **others: Any) -> int:
+    return 2 * math.prod(x) * scale[0]
+
+
 def _linear_packed(x: Shape, out: int, **others: Any) -> int:
     return 2 * math.prod(x) * out
 
@@ -149,7 +153,7 @@ class _BackwardFlops(_BlockSizes):
 LAYER_FLOPS: Final[dict[str, Callable[..., int]]] = {
     "linear": _linear,
     "linear_packed": _linear_packed,
-    "linear_quantized": _linear,
+    "linear_quantized": _linear_quantized,
     "pack_weight": _none,
     "unpack_weight": _none,
     "linear_input_gradient": _linear_input_gradient,

@@ -23,6 +23,8 @@ class QuantizedWeight:
         offset: the same; None for 0.
         rounding: how the layer's input is rounded to integers.
         bounds: least and largest integer of a rounded input.
+        panels: the codes as ``clearhead::pack_weight`` lays them out for the instruction set in use, uint8
+            ``[panels, columns, bytes]``; None where the codes are read. Only with rounding.
     """
 
     codes: Tensor
@@ -30,6 +32,7 @@ class QuantizedWeight:
     offset: Tensor | None = None
     rounding: Rounding = Rounding.NONE
     bounds: tuple[int, int] = (-128, 127)
+    panels: Tensor | None = None
 
     @property
     def bits(self) -> int:
@@ -46,9 +49,30 @@ class QuantizedWeight:
         return self.shape[0] * self.shape[1]
 
     def rows(self, first: int, last: int) -> QuantizedWeight:
-        """The rows from ``first`` to before ``last``, without a copy."""
+        """The rows from ``first`` to before ``last``, without a copy; without panels unless one begins at ``first``."""
         offset = None if self.offset is None else self.offset[first:last]
-        return replace(self, codes=self.codes[first:last], scale=self.scale[first:last], offset=offset)
+        panels = self.panels
+        if panels is not None:
+            columns = panels.shape[1]
+            begins = first % columns == 0 and (last % columns == 0 or last == self.shape[0])
+            panels = panels[first // columns : -(-last // columns)] if begins else None
+        return replace(self, codes=self.codes[first:last], scale=self.scale[first:last], offset=offset, panels=panels)
+
+    @property
+    def read(self) -> Tensor:
+        """What the kernels read: the panels, or else the codes."""
+        return self.codes if self.panels is None else self.panels
+
+    def packed(self) -> QuantizedWeight:
+        """The same with panels, where inputs are rounded.
+
+        >>> weight = QuantizedWeight(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[0.5]]))
+        >>> weight.packed() is weight
+        True
+        """
+        if self.rounding is Rounding.NONE:
+            return self
+        return replace(self, panels=torch.ops.clearhead.pack_weight.default(self.codes))
 
     @property
     def group(self) -> int:

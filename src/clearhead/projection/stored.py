@@ -65,7 +65,7 @@ def multiply_stored(
         output = torch.ops.clearhead.linear_packed.default(x, weight.panels, weight.shape[0], bias, int(activation))
     else:
         output = torch.ops.clearhead.linear_quantized.default(
-            x, weight.codes, weight.scale, weight.offset, bias, int(weight.rounding), *weight.bounds, int(activation)
+            x, weight.read, weight.scale, weight.offset, bias, int(weight.rounding), *weight.bounds, int(activation)
         )
     return output
 

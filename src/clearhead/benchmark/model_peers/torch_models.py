@@ -60,7 +60,7 @@ def clearhead_integers_call(work: ModelWork, number_format: str) -> Call:
     else:
         quantize_(model, Int8WeightOnlyConfig() if work.kind == "token" else Int8DynamicActivationInt8WeightConfig())
     swap(model)
-    freeze(model)
+    freeze(model, pack=True)
     return _call(work, model)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from clearhead.integrations.torch.quantized_weights import (
 )
 from clearhead.invariance import eager_if_invariant
 from clearhead.nn.linear import Linear, reads_layers
+from clearhead.nn.weight_packing import MOST_BYTES
 from clearhead.ops.kinds import DTYPES, Rounding
 from clearhead.ops.library import library
 from clearhead.ops.quantized_weight import QuantizedWeight
@@ -38,10 +39,12 @@ __all__ = [
     "described",
     "has_unfused",
     "is_quantized",
+    "pack_quantized",
     "quantized_layer",
     "quantized_weight",
     "restored_quantized",
     "swap_quantized",
+    "unpack_quantized",
 ]
 
 #: Largest relative differences from the module's own result: of rounded inputs, of a weight alone in float32, and in
@@ -69,6 +72,8 @@ def _is(one: object, other: object) -> bool:
 
 
 _READINGS: Final[WeakKeyDictionary[nn.Module, _Reading]] = WeakKeyDictionary()
+#: Layers whose integers are read with panels.
+_PACKED: Final[WeakSet[nn.Module]] = WeakSet()
 
 
 def quantized_weight(module: Any) -> QuantizedWeight:
@@ -84,8 +89,29 @@ def quantized_weight(module: Any) -> QuantizedWeight:
     reading = _READINGS.get(module)
     if reading is None or any(part is None for part in sources) or not reading.is_current(sources, versions):
         weight = read_module(module) if is_dynamic else read_weight(module.weight)
-        _READINGS[module] = reading = _Reading(sources, versions, weight)
+        _READINGS[module] = reading = _Reading(sources, versions, _with_panels(weight) if module in _PACKED else weight)
     return reading.weight
+
+
+def _with_panels(weight: QuantizedWeight) -> QuantizedWeight:
+    packed = weight.packed()
+    return weight if packed.panels is None or packed.panels.numel() > MOST_BYTES * weight.numel() else packed
+
+
+def pack_quantized(modules: Iterable[nn.Module]) -> None:
+    """Store a copy of the integers of swapped layers in the kernels' panels, where inputs are rounded."""
+    for module in modules:
+        if isinstance(module, _SWAPPED):
+            _PACKED.add(module)
+            _READINGS.pop(module, None)
+
+
+def unpack_quantized(modules: Iterable[nn.Module]) -> None:
+    """Drop the copies of ``pack_quantized``."""
+    for module in modules:
+        if module in _PACKED:
+            _PACKED.discard(module)
+            _READINGS.pop(module, None)
 
 
 def quantized_layer(module: nn.Linear) -> Layer | None:
@@ -141,6 +167,9 @@ class SwappedDynamicLinear(DynamicLinear):
         """``x @ weight^T + bias``; by torch's code where the kernels cannot read the call."""
         output = _computed(self, x, None)
         return super().forward(x) if output is None else output  # type: ignore[no-untyped-call]
+
+
+_SWAPPED: Final = (*_OF_TORCHAO.values(), SwappedDynamicLinear)
 
 
 def _computed(module: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
