@@ -458,6 +458,9 @@ CH_EXPORT double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads);
 /* Calls `function(of)`, in which calls on this set share their work with threads that stay awake meanwhile. For many short
  * calls one after the other. The function must not throw. */
 CH_EXPORT void ch_in_team(int32_t isa, int32_t threads, void (*function)(void* of), void* of);
+/* Calls `body(of, unit)` for each unit, shared in the same way where threads are awake. Calls of this library within the body
+ * must ask for one thread. The body must not throw. */
+CH_EXPORT void ch_share(int32_t isa, int32_t threads, int64_t units, void (*body)(void* of, int64_t unit), void* of);
 CH_EXPORT int ch_forward(const ch_attention* work);
 CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT int ch_linear_forward(const ch_linear* work);

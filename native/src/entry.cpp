@@ -234,6 +234,12 @@ void ch_in_team(int32_t isa, int32_t threads, void (*function)(void* of), void* 
   kernels->in_team(threads, function, of);
 }
 
+void ch_share(int32_t isa, int32_t threads, int64_t units, void (*body)(void* of, int64_t unit), void* of) {
+  const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
+  if (kernels == nullptr || threads > clearhead::max_threads) threads = 1, kernels = clearhead::kernels_of(-1);
+  kernels->share(threads, units, body, of);
+}
+
 const char* ch_isa_name(int index) {
   return index >= 0 && index < clearhead::num_sets ? clearhead::sets[index].name : nullptr;
 }

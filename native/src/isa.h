@@ -12,6 +12,8 @@ struct Kernels {
   double (*rate)(int dtype, int threads);  // peak throughput of its GEMM, operations per second
   // Calls a function whose work, on this set, a team of threads shares.
   void (*in_team)(int threads, void (*function)(void* of), void* of);
+  // Shares units of work among threads.
+  void (*share)(int threads, int64_t units, void (*body)(void* of, int64_t unit), void* of);
   int (*forward)(const ch_attention* work);
   int (*backward)(const ch_attention* work);
   int (*linear_forward)(const ch_linear* work);

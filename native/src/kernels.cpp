@@ -91,11 +91,15 @@ void in_team(int threads, void (*function)(void* of), void* of) {
   }
 }
 
+void share(int threads, int64_t units, void (*body)(void* of, int64_t unit), void* of) {
+  parallel(clearhead::after_fork() ? 1 : threads, units, [&](int64_t unit) { body(of, unit); });
+}
+
 template <class Pass> int run_linear(const ch_linear* w) { return Pass(*w).run(); }
 
 }  // namespace
 
-extern const clearhead::Kernels kernels = {rate, in_team, run_forward, run_backward, run_linear<LinearForward>,
+extern const clearhead::Kernels kernels = {rate, in_team, share, run_forward, run_backward, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_pack, run_unpack,
                                            panel_bytes, panel_columns, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,

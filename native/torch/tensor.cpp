@@ -194,7 +194,13 @@ void* Workspace::take(int64_t bytes) {
 
 int32_t instruction_set = -1;
 
+static thread_local bool is_alone = false;
+
+Alone::Alone() { is_alone = true; }
+Alone::~Alone() { is_alone = false; }
+
 int32_t threads() {
+  if (is_alone) return 1;
   uint32_t count = 1;
   check_torch(torch_get_num_threads(&count), "return its number of threads");
   return std::min<int32_t>(static_cast<int32_t>(count), max_threads);

@@ -99,8 +99,16 @@ class Workspace {
   std::vector<Block> blocks_;
 };
 
-// torch.get_num_threads(), clamped to the kernels' limit.
+// torch.get_num_threads(), clamped to the kernels' limit; 1 within `alone`.
 int32_t threads();
+// While it exists, kernels that this thread calls share their work with no other thread.
+class Alone {
+ public:
+  Alone();
+  ~Alone();
+  Alone(const Alone&) = delete;
+  Alone& operator=(const Alone&) = delete;
+};
 
 // The index of the instruction set that operators run on; -1 for the best that the processor has.
 extern int32_t instruction_set;

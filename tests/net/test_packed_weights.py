@@ -60,6 +60,45 @@ def test_every_family_has_the_bits_of_the_invariant_order(name: str, pack: bool)
     assert {"stack", "layer"} & {*kinds}
 
 
+#: Blocks that threads compute in parts of their rows.
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "norm first": {},
+    "norm last": {"norm_first": False},
+    "gated, rotary": {"gated": True, "activation": "silu", "norm": "rms", "rotary": True, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", IN_PARTS.values(), ids=IN_PARTS)
+def test_parts_of_the_rows_have_the_bits_of_all(options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = ch.nn.Encoder(64, 4, 2, feedforward_dim=96, **options).eval().to(dtype)
+    ch.freeze(model, pack=True)
+    x, lengths = torch.randn(4, 81, 64).to(dtype), torch.tensor([81, 3, 80, 64])
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        with torch.no_grad(), fused_calls() as calls:
+            results.append([model(x), model(x, mask=ch.masks.Padding(lengths))])
+        assert set(calls) <= {"stack", "layer"}
+    for parts in results[1:]:
+        assert all(map(torch.equal, parts, results[0]))
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "torch encoder", "torch encoder, pre-norm"])
+def test_parts_of_the_rows_have_the_bits_of_all_in_families(name: str) -> None:
+    model, call = FAMILIES[name].swapped(), FAMILIES[name].call(100, "none")
+    ch.freeze(model, pack=True)
+    with torch.no_grad():
+        outputs = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            outputs.append(results(model, call, gradients=False))
+        equal(*outputs)
+
+
 @pytest.mark.parametrize("name", RELATIVE)
 def test_weights_that_are_read_op_by_op_stay(name: str) -> None:
     model = FAMILIES[name].swapped()
