@@ -53,10 +53,11 @@ def integer_calls_of(rows: int, out: int, steps: int, activation: str) -> Calls:
     x, no_zeros = torch.randn(rows, steps), torch.zeros(out, dtype=torch.int64)
     unit = x.abs().max().item() / 127
     rounded, packed = (x / unit + 128).round().to(torch.uint8), torch.ops.onednn.qlinear_prepack(codes, [rows, steps])
-    of_weight, of_x = (codes, scale[:, None], None, bias), (unit, 128, packed, scale, no_zeros, bias)
-    dtype, rounding = torch.float32, int(Rounding.SYMMETRIC)
+    of_weight, of_x = (scale[:, None], None, bias), (unit, 128, packed, scale, no_zeros, bias)
+    dtype, rounding, panels = torch.float32, int(Rounding.SYMMETRIC), PackedWeight.of(codes).panels
     return {
-        "int8": lambda: torch.ops.clearhead.linear_quantized(x, *of_weight, rounding, -128, 127, kind),
+        "packed": lambda: torch.ops.clearhead.linear_quantized(x, panels, *of_weight, rounding, -128, 127, kind),
+        "not packed": lambda: torch.ops.clearhead.linear_quantized(x, codes, *of_weight, rounding, -128, 127, kind),
         "oneDNN": lambda: torch.ops.onednn.qlinear_pointwise(rounded, *of_x, 1.0, 0, dtype, activation, [], "none"),
     }
 
@@ -97,7 +98,7 @@ def main() -> None:
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
     print(f"torch {torch.__version__}, {options.dtype}, {options.threads} threads\n")
-    names = ("int8",) if dtype is torch.int8 else ("packed", "not packed")
+    names = ("packed", "not packed")
     columns = [*(f"{name}, ms" for name in (*names, "oneDNN")), *(f"share of {name}" for name in names)]
     print("| rows | out x in | activation |", " | ".join(columns), "| GFLOP/s |")
     print("|---|---|---|" + "---|" * len(columns) + "---|")

@@ -80,7 +80,7 @@ struct Lines {
   }
 };
 
-// Sums of rows from `row` on by columns from `column` on, `stride` apart; with room for whole vectors of columns.
+// Sums of rows from `row` on by columns from `column` on, `stride` apart. Whole vectors of columns can be read and written.
 struct Sums {
   int64_t row, rows, column;
   int columns;

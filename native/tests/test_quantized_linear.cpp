@@ -219,6 +219,54 @@ int rows_among_others() {
   return count;
 }
 
+// Rows in units, each of one thread's calls, have the bits of all rows, within a team and outside of one.
+int shared_units() {
+  QuantizedCase c;
+  c.rounding = CH_ROUND_SYMMETRIC, c.rows = 40, c.columns = 70;
+  Random random(5);
+  QuantizedCall call(c, random);
+  for (int isa : usable_sets()) {
+    expect(call.run(isa, 1, c.rows), CH_OK, "all rows");
+    const std::vector<uint8_t> all = call.output.copy();
+    struct Shared {
+      ch_quantized work;
+      int isa, threads, codes[8], calls[8];
+    } shared{call.work, isa, 1, {}, {}};
+    const auto unit_of = [](void* of, int64_t unit) {
+      Shared& shared = *static_cast<Shared*>(of);
+      ch_quantized part = shared.work;
+      const int64_t size = shared.work.dtype == CH_FLOAT32 ? 4 : 2;
+      part.isa = shared.isa, part.threads = 1, part.rows = 5;
+      part.x = static_cast<const char*>(part.x) + unit * 5 * part.x_row * size;
+      part.output = static_cast<char*>(part.output) + unit * 5 * part.output_row * size;
+      shared.codes[unit] = ch_multiply_quantized(&part), ++shared.calls[unit];
+    };
+    shared.work.gate = nullptr;
+    for (int threads : {1, 2, 5, 1000000}) {
+      for (bool in_team : {false, true}) {
+        shared.threads = threads;
+        std::fill(std::begin(shared.calls), std::end(shared.calls), 0);
+        call.output.clear();
+        struct Run {
+          Shared& shared;
+          void (*unit)(void* of, int64_t unit);
+        } run{shared, unit_of};
+        const auto share = [](void* of) {
+          const Run& run = *static_cast<Run*>(of);
+          ch_share(run.shared.isa, run.shared.threads, 8, run.unit, &run.shared);
+        };
+        if (in_team) ch_in_team(isa, 3, share, &run);
+        else share(&run);
+        const std::string name = "units on " + std::string(ch_isa_name(isa)) + ", threads " + std::to_string(threads);
+        for (int unit = 0; unit < 8; ++unit)
+          check(shared.codes[unit] == CH_OK && shared.calls[unit] == 1, name + ": a unit was left out, or called again");
+        check(call.output.copy() == all, name + ": bits differ from those of all rows");
+      }
+    }
+  }
+  return 8 * static_cast<int>(usable_sets().size());
+}
+
 int bad_descriptions() {
   using W = ch_quantized;
   const std::vector<Bad<W>> all = spoiled<W>({
@@ -287,6 +335,7 @@ int bad_descriptions() {
 int main(int arguments, char** argument) {
   const test::Program program = {"quantized", 0, test::cases().size(), test::one_case, {
       {"among-others", test::rows_among_others},
+      {"shared", test::shared_units},
       {"invalid", test::bad_descriptions},
   }};
   return test::run_program(program, arguments, argument);

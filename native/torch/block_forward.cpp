@@ -202,7 +202,7 @@ class Forward {
 
   // ---- attention ----------------------------------------------------------------------------------------------
 
-  // Queries, keys and values, where `projected` has room for them, or else in matrices that are appended to it.
+  // Queries, keys and values, in the matrices of `projected`; without any, in new ones that are appended to it.
   void project(size_t index, const Matrix& x, std::vector<Matrix>& projected) {
     const bool memory = reads_memory(call_, block_, index);
     const Matrix read[] = {x, memory ? matrix_of(call_.tokens[1]) : x};

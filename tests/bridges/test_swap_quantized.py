@@ -343,6 +343,18 @@ def test_dynamic_linear_reads_a_new_weight() -> None:
     assert _difference(model[0](x), expected) < 2e-3  # type: ignore[index]
 
 
+def test_frozen_dynamic_linear_is_packed_with_the_same_bits() -> None:
+    model, x = _dynamic().eval(), torch.randn(7, 96)
+    ch.swap(model)
+    before = model(x)
+    ch.freeze(model, pack=True)
+    first = quantized_weight(model[0])
+    assert first.panels is None or torch.equal(stored.project_stored(x, first, model[0].bias()), model[0](x))
+    assert torch.equal(model(x), before)
+    ch.unfreeze(model)
+    assert quantized_weight(model[0]).panels is None
+
+
 def test_dynamic_linear_of_half_precision_is_left() -> None:
     rows = ch.swap(_dynamic(dtype=torch.float16)).rows
     assert [(row.how, row.reason) for row in rows] == [("left", "its weight is float32")] * 2

@@ -62,8 +62,8 @@ def test_every_family_has_the_bits_of_the_invariant_order(name: str, pack: bool)
 
 #: Blocks that threads compute in parts of their rows.
 IN_PARTS: dict[str, dict[str, Any]] = {
-    "norm first": {},
-    "norm last": {"norm_first": False},
+    "pre-norm": {},
+    "post-norm": {"norm_first": False},
     "gated, rotary": {"gated": True, "activation": "silu", "norm": "rms", "rotary": True, "num_kv_heads": 2},
 }
 

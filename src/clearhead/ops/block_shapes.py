@@ -142,7 +142,8 @@ class _ListReader:
         if stored == Stored.PANELS:
             return LinearShape(self.integer(), self.integer(), weight, bias)
         if stored == Stored.PLAIN:
-            return LinearShape(*self._tensors[weight], weight, bias)
+            outputs, inputs = self._tensors[weight]
+            return LinearShape(outputs, inputs, weight, bias)
         outputs, _groups = self._tensors[self.tensor()]
         if stored == Stored.INT8_PANELS:
             inputs = self.integer()

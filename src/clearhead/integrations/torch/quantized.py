@@ -169,7 +169,7 @@ class SwappedDynamicLinear(DynamicLinear):
         return super().forward(x) if output is None else output  # type: ignore[no-untyped-call]
 
 
-_SWAPPED: Final = (*_OF_TORCHAO.values(), SwappedDynamicLinear)
+_SWAPPED: Final[tuple[type[nn.Module], ...]] = (*_OF_TORCHAO.values(), SwappedDynamicLinear)
 
 
 def _computed(module: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
