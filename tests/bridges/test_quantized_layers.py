@@ -268,6 +268,24 @@ def test_packed_layers_keep_their_bits_and_read_what_was_written(name: str) -> N
             assert torch.equal(_logits(model), written)
 
 
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "T5"])
+def test_parts_of_the_rows_have_the_bits_of_all(name: str) -> None:
+    """With panels, threads compute parts of the rows."""
+    model, ids = _quantised("int8, dynamic", name), torch.arange(230).view(2, 115) * 7 % 99
+    ch.swap(model)
+    mask = torch.ones(2, 115).long()
+    mask[1, 100:] = 0
+    results: list[Tensor] = []
+    with torch.no_grad():
+        for threads, pack in ((1, False), (1, True), (2, True)):
+            torch.set_num_threads(threads)
+            ch.freeze(model, pack=pack)
+            results.append(torch.cat([model(ids).logits, model(ids, attention_mask=mask).logits[:, :100]], 1))
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+
+
 def _panel_bytes() -> int:
     return int(torch.ops.clearhead.pack_weight(torch.zeros(128, 128, dtype=torch.int8)).numel())
 

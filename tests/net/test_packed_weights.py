@@ -73,9 +73,11 @@ IN_PARTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", IN_PARTS.values(), ids=IN_PARTS)
 def test_parts_of_the_rows_have_the_bits_of_all(options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = ch.nn.Encoder(64, 4, 2, feedforward_dim=96, **options).eval().to(dtype)
+    model = ch.nn.Encoder(128, 4, 2, feedforward_dim=192, **options).eval().to(dtype)
     ch.freeze(model, pack=True)
-    x, lengths = torch.randn(4, 81, 64).to(dtype), torch.tensor([81, 3, 80, 64])
+    if not all(isinstance(part.weight, PackedParameter) for part in model.modules() if isinstance(part, nn.Linear)):
+        pytest.skip("panels of this instruction set widen the dtype")
+    x, lengths = torch.randn(4, 81, 128).to(dtype), torch.tensor([81, 3, 80, 64])
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -84,19 +86,6 @@ def test_parts_of_the_rows_have_the_bits_of_all(options: dict[str, Any], dtype: 
         assert set(calls) <= {"stack", "layer"}
     for parts in results[1:]:
         assert all(map(torch.equal, parts, results[0]))
-
-
-@pytest.mark.usefixtures("_threads_as_before")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "torch encoder", "torch encoder, pre-norm"])
-def test_parts_of_the_rows_have_the_bits_of_all_in_families(name: str) -> None:
-    model, call = FAMILIES[name].swapped(), FAMILIES[name].call(100, "none")
-    ch.freeze(model, pack=True)
-    with torch.no_grad():
-        outputs = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            outputs.append(results(model, call, gradients=False))
-        equal(*outputs)
 
 
 @pytest.mark.parametrize("name", RELATIVE)
