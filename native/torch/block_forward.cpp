@@ -154,14 +154,16 @@ class Forward {
   // ---- parts --------------------------------------------------------------------------------------------------
 
   // Whether threads compute parts of the rows, each from one operation to the next, in place of parts of each operation:
-  // what one writes the next one finds in the thread's own cache, and threads wait for each other twice. Each part reads
-  // all weights, which must be in panels for that.
+  // what one writes the next one finds in the thread's own cache, and threads wait for each other three times. Each part
+  // reads all weights, which must be in panels for that, and the integers of a row must not depend on other rows.
   bool is_worth_parts() const {
     if (training() || block_.attentions.size() != 1 || !block_.has_feedforward || call_.tokens.size() != 1) return false;
     if (threads() < 2 || rows_ < threads() * rows_of_part || block_.feedforward.dropped != 0) return false;
     const auto drops = [](const ConnectionSpec& connection) { return connection.dropped != 0; };
     if (std::any_of(block_.connections.begin(), block_.connections.end(), drops)) return false;
-    const auto packed = [](const LinearSpec& linear) { return linear.layer.panels != nullptr; };
+    const auto packed = [](const LinearSpec& linear) {
+      return linear.layer.panels != nullptr && linear.layer.integers.rounding != CH_ROUND_TENSOR;
+    };
     const AttentionSpec& attention = block_.attentions[0];
     const std::vector<LinearSpec>& layers = block_.feedforward.layers;
     return packed(attention.last) && std::all_of(attention.sources.begin(), attention.sources.end(), packed) &&
