@@ -71,12 +71,11 @@ struct Codes4 {
 // Rows of a weight that are read later, prefetched line by line.
 struct Lines {
   const uint8_t* row;
-  int64_t stride, bytes, rows = INT64_MAX, at = 0;
+  int64_t stride, bytes, at = 0;
   CH_INLINE void prefetch_next() {
-    if (rows <= 0) return;
     prefetch_line(row + at);
     at += 64;
-    if (at >= bytes) at = 0, row += stride, rows--;
+    if (at >= bytes) at = 0, row += stride;
   }
 };
 

@@ -179,15 +179,12 @@ template <class IO> class RoundedRows {
     return (columns + PW - 1) / PW * PW * (round_up(steps, Dot::STEPS) / M::PACK) * (int64_t)sizeof(uint32_t);
   }
 
-  // Writes the panels to the output.
+  // Writes the panels to the output. Vectors beyond the last column stay as they are.
   int pack() const {
     const int64_t panels = (w.columns + PW - 1) / PW;
     parallel(threads_for(w, 8.0 * (double)w.columns * (double)w.steps), panels, [&](int64_t p) {
       const int count = (int)minimum((int64_t)PW, w.columns - p * PW);
-      // Vectors without columns would keep what was there.
-      uint32_t* panel = (uint32_t*)w.output + p * operands * PW;
-      memset(panel, 0, (size_t)(operands * PW) * sizeof(*panel));
-      fill_panel(p * PW, count, 0, padded, panel);
+      fill_panel(p * PW, count, 0, padded, (uint32_t*)w.output + p * operands * PW);
     });
     return CH_OK;
   }

@@ -127,8 +127,8 @@ class Forward {
   void leave(size_t index, const Matrix& sublayer_output, Stream& stream, const Matrix& output) {
     const ConnectionSpec& connection = block_.connections[index];
     const bool last = index + 1 == block_.sublayers();
-    stream.added = sublayer_output;
     if (block_.pre_norm) {
+      stream.added = sublayer_output;
       if (last) dropout_add(dtype_, sublayer_output, connection.dropped, connection.seed, stream.sum.data, output.data);
       return;
     }

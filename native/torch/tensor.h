@@ -99,7 +99,7 @@ class Workspace {
   std::vector<Block> blocks_;
 };
 
-// torch.get_num_threads(), clamped to the kernels' limit; 1 within `alone`.
+// torch.get_num_threads(), clamped to the kernels' limit; 1 while there is an `Alone`.
 int32_t threads();
 // While it exists, kernels that this thread calls share their work with no other thread.
 class Alone {
