@@ -138,9 +138,9 @@ __attribute__((noinline)) void gemv_across(const typename IO::type* b, int64_t l
     }
 }
 
-// Panels that a few rows of A are multiplied by at a time: each is a stream of memory, of which a core reads two to four
+// Rows up to which several panels are multiplied by at a time: each is a stream of memory, of which a core reads two to four
 // 1.05 to 1.2 times as fast as one (measured on Zen 3). With more than one row the sums leave registers for two.
-constexpr int MAX_PANELS = 4, ROWS_BY_PANELS = MR / 2;
+constexpr int ROWS_BY_PANELS = MR / 2, MAX_PANELS = 4;
 constexpr int panels_for(int64_t rows) { return rows == 1 ? MAX_PANELS : 2; }
 
 // Panels of a packed matrix, `stride` operands apart.
@@ -151,10 +151,9 @@ template <class M> struct PackedPanels {
 
 // Sums of ROWS rows of A with PANELS panels over `steps` steps, in the order of the GEMM, to C or added to it; a panel's are
 // `c_panel` after those of the one before.
-template <class M, int ROWS, int PANELS, bool ADDS, class Prefetching>
+template <class M, int ROWS, int PANELS, bool ADDS>
 __attribute__((noinline)) void sum_panels(int64_t steps, const typename M::operand* __restrict a, int64_t a_row,
-                                          const PackedPanels<M>& panels, float* __restrict c, int64_t c_panel,
-                                          Prefetching first, Prefetching second) {
+                                          const PackedPanels<M>& panels, float* __restrict c, int64_t c_panel) {
   constexpr int VECS = PANELS * NV;
   const typename M::right* __restrict b = panels.first;
   vf sum[ROWS][VECS];
@@ -163,8 +162,6 @@ __attribute__((noinline)) void sum_panels(int64_t steps, const typename M::opera
 #pragma GCC unroll 16
     for (int v = 0; v < VECS; v++) sum[r][v] = (vf){};
   for (int64_t s = 0; s < steps; s++, a++, b += PW) {
-    first.step();
-    second.step();
     Broadcast row[ROWS];
 #pragma GCC unroll 3
     for (int r = 0; r < ROWS; r++) row[r] = M::broadcast(a + r * a_row);
@@ -185,20 +182,50 @@ __attribute__((noinline)) void sum_panels(int64_t steps, const typename M::opera
     }
 }
 
-// The same for at most ROWS rows, and two panels or, for one row, four.
+// The same for `rows` rows, at most ROWS, and two panels or, for one row, four.
 template <class M, bool ADDS, int ROWS = ROWS_BY_PANELS>
 void sum_panels(int64_t rows, int64_t steps, const typename M::operand* a, int64_t a_row, const PackedPanels<M>& panels,
-                float* c, int64_t c_panel, const StepPrefetch& upcoming) {
+                float* c, int64_t c_panel) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return sum_panels<M, ADDS, ROWS - 1>(rows, steps, a, a_row, panels, c, c_panel, upcoming);
+    if (rows < ROWS) return sum_panels<M, ADDS, ROWS - 1>(rows, steps, a, a_row, panels, c, c_panel);
   if constexpr (ROWS == 1)
-    if (panels.count == MAX_PANELS)
-      return sum_panels<M, 1, MAX_PANELS, ADDS>(steps, a, a_row, panels, c, c_panel, NoPrefetch{}, NoPrefetch{});
-  if (upcoming.next == nullptr)
-    return sum_panels<M, ROWS, 2, ADDS>(steps, a, a_row, panels, c, c_panel, NoPrefetch{}, NoPrefetch{});
-  const int64_t stride = panels.stride * (int64_t)sizeof(typename M::right);
-  sum_panels<M, ROWS, 2, ADDS>(steps, a, a_row, panels, c, c_panel, upcoming,
-                               StepPrefetch{upcoming.next + stride, upcoming.bytes});
+    if (panels.count == MAX_PANELS) return sum_panels<M, 1, MAX_PANELS, ADDS>(steps, a, a_row, panels, c, c_panel);
+  sum_panels<M, ROWS, 2, ADDS>(steps, a, a_row, panels, c, c_panel);
+}
+
+// More rows take two turns over so few steps of one panel that the second turn reads them from the first cache; each turn
+// prefetches its half of steps to come. Measured on Emerald Rapids, four to twelve rows of float32 from memory: 1.15 to 1.5
+// times as fast as turns over a stretch, with AVX-512.
+constexpr int64_t TURN_STEPS = 32, STEPS_TO_COME = 128, MAX_TURNS_ROWS = 2 * MR;
+
+// Prefetches half of each step of a panel into L2.
+struct HalfPrefetch {
+  static constexpr int64_t BYTES = PW * (int64_t)sizeof(float) / 2;
+  const char* next;
+  CH_INLINE void step() {
+#pragma GCC unroll 2
+    for (int64_t byte = 0; byte < BYTES; byte += 64) prefetch_line(next + byte);
+    next += BYTES;
+  }
+};
+
+// Sums of `rows` rows of A with a panel over `steps` steps, in the order of the GEMM, to C.
+template <class M>
+void sum_in_turns(int64_t rows, int64_t steps, const typename M::operand* a, int64_t a_row, const typename M::right* b,
+                  float* c) {
+  const int64_t height = (rows + 1) / 2;
+  for (int64_t s = 0; s < steps; s += TURN_STEPS, a += TURN_STEPS, b += TURN_STEPS * PW) {
+    const int64_t count = minimum(TURN_STEPS, steps - s);
+    for (int64_t r = 0; r < rows; r += height) {
+      const int now = (int)minimum(height, rows - r);
+      const HalfPrefetch half = {(const char*)(b + STEPS_TO_COME * PW) + (r > 0 ? count * HalfPrefetch::BYTES : 0)};
+      const auto multiply = [&]<Update UPDATE>() CH_INLINED {
+        gemm_rows<M, NV, UPDATE>(now, count, a + r * a_row, a_row, 1, b, PW, c + r * PW, PW, nullptr, half);
+      };
+      if (s == 0) multiply.template operator()<SET>();
+      else multiply.template operator()<CONTINUE>();
+    }
+  }
 }
 
 // Steps that one pass of axpy reads: each is a memory stream of its own.

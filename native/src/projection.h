@@ -38,9 +38,6 @@ template <class M, class IO> class Projection {
   // Rows with which they prefetch what they read after a panel: measured on AVX2, 1.2 to 1.4 times as fast with 8 to 24
   // rows, 1.02 to 1.07 with 128, and no gain beyond; 0.97 with one or two.
   static constexpr int64_t MIN_PREFETCHING_ROWS = 3, MAX_PREFETCHING_ROWS = 128;
-  // Rows up to which panels that were packed before are multiplied by several at a time; measured on AVX2: beyond, six rows
-  // by one panel are as fast.
-  static constexpr int64_t MAX_PANELS_ROWS = TILES ? 0 : 8;
 
   // Rows up to which right is read in place, once for all rows of left (GEMV): packing would take longer than the
   // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
@@ -291,8 +288,10 @@ template <class M, class IO> class Projection {
     parallel(threads, parts, [&](int64_t part) {
       const int64_t left_floats = left_in_place ? 0 : w.rows * left_row(group);
       const int64_t columns_floats = TILES && uses_across ? group.steps * VL : 0;
-      const int at_once = panels != nullptr && w.rows <= MAX_PANELS_ROWS && group.count == 1 ? panels_for(w.rows) : 1;
-      const int64_t tile_floats = uses_dot ? w.rows * (DOT_COLUMNS + PW) : block * PW * at_once;
+      const bool from_memory = !TILES && panels != nullptr && group.count == 1;
+      const int at_once = from_memory && w.rows <= ROWS_BY_PANELS ? panels_for(w.rows) : 1;
+      const bool in_turns = from_memory && w.rows > ROWS_BY_PANELS && w.rows <= MAX_TURNS_ROWS;
+      const int64_t tile_floats = uses_dot ? w.rows * (DOT_COLUMNS + PW) : block * PW * (in_turns ? 2 : at_once);
       float* tile = (float*)scratch(clearhead::SLOT_COLUMNS,
                                     (size_t)(tile_floats + left_floats + columns_floats) * sizeof(float) + 64);
       const int64_t panel = in_place() || panels != nullptr ? 0 : group.steps * PW;
@@ -311,6 +310,7 @@ template <class M, class IO> class Projection {
       const int64_t end = minimum(num_panels, (part + 1) * per_part);
       for (int count = at_once; count > 1; count /= 2)
         for (; p + count <= end; p += count) compute_panels(group, p, count, left, tile, mask);
+      for (; p < end && in_turns; p++) compute_in_turns(group, p, left, tile, mask);
       for (; p < end; p++) {
         const bool packs = !in_place() && panels == nullptr;
         if (packs && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
@@ -501,28 +501,33 @@ template <class M, class IO> class Projection {
     finish(group, position, 0, rows, tile);
   }
 
-  // All rows, at most MAX_PANELS_ROWS, times `count` panels that were packed before.
+  // All rows, at most ROWS_BY_PANELS, times `count` panels that were packed before.
   void compute_panels(const Group& group, int64_t panel, int64_t count, const operand* packed_left, float* tile,
                       DropoutMask& mask) const {
-    const int64_t turns = (w.rows + ROWS_BY_PANELS - 1) / ROWS_BY_PANELS, at_once = (w.rows + turns - 1) / turns;
     // A panel's steps are rounded up, those of left, which may lie in place, are not.
-    const int64_t steps = group.pieces[0].steps(), stride = group.steps * PW;
-    const int64_t tile_size = w.rows * PW, bytes = PW * (int64_t)sizeof(operand) / turns;
+    const int64_t steps = group.pieces[0].steps(), stride = group.steps * PW, tile_size = w.rows * PW;
     const operand *right = panels + panel * stride, *left = left_at(group, packed_left, 0);
     const auto add = [&]<bool ADDS>(int64_t s) CH_INLINED {
-      const int64_t depth = minimum(DEPTH, steps - s);
-      const PackedPanels<M> stretch = {right + s * PW, stride, count};
-      // The next stretch of two panels, a share in each turn. The hardware prefetches for a single turn.
-      const operand* next = s + DEPTH < steps ? right + (s + DEPTH) * PW : right + 2 * stride;
-      for (int64_t r = 0, turn = 0; r < w.rows; r += at_once, turn++) {
-        const StepPrefetch upcoming = {turns > 1 ? (const char*)next + turn * depth * bytes : nullptr, bytes};
-        sum_panels<M, ADDS>(minimum(at_once, w.rows - r), depth, left + r * left_stride(group) + s, left_stride(group),
-                            stretch, tile + r * PW, tile_size, upcoming);
-      }
+      sum_panels<M, ADDS>(w.rows, minimum(DEPTH, steps - s), left + s, left_stride(group),
+                          PackedPanels<M>{right + s * PW, stride, count}, tile, tile_size);
     };
     add.template operator()<false>(0);
     for (int64_t s = DEPTH; s < steps; s += DEPTH) add.template operator()<true>(s);
     for (int i = 0; i < count; i++) finish_panel(group, (panel + i) * PW, tile + i * tile_size, mask);
+  }
+
+  // The same for at most MAX_TURNS_ROWS rows and one panel.
+  void compute_in_turns(const Group& group, int64_t panel, const operand* packed_left, float* tile,
+                        DropoutMask& mask) const {
+    const int64_t steps = group.pieces[0].steps(), size = w.rows * PW;
+    const operand *right = panels + panel * group.steps * PW, *left = left_at(group, packed_left, 0);
+    float* stretch = tile + size;
+    for (int64_t s = 0; s < steps; s += DEPTH) {
+      sum_in_turns<M>(w.rows, minimum(DEPTH, steps - s), left + s, left_stride(group), right + s * PW,
+                      s == 0 ? tile : stretch);
+      for (int64_t i = 0; i < size && s > 0; i += VL) store(tile + i, load(stretch + i) + load(tile + i));
+    }
+    finish_panel(group, panel * PW, tile, mask);
   }
 
   // The same for at most VL rows in tiles, with rows of right in place as A: the tile's transpose.
