@@ -307,11 +307,13 @@ def _model(name: str, pack: bool = False) -> tuple[Any, Callable[[], Any], Any]:
 @pytest.mark.parametrize("change", [name for name in CHANGES if name != "optimizer step"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "LanguageModel"])
 @pytest.mark.parametrize("pack", [False, True], ids=["as they are", "packed"])
-def test_a_change_takes_effect_or_is_refused(pack: bool, name: str, change: str) -> None:
+@pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
+def test_a_change_takes_effect_or_is_refused(called: bool, pack: bool, name: str, change: str) -> None:
     model, make, call = _model(name, pack)
     if pack and change in UNCOUNTED:
         pytest.skip("torch does not count such writes")
-    results(model, call, gradients=False)
+    if called:
+        results(model, call, gradients=False)
     right = make()
     CHANGES[change](right)
     with hooked(right):
@@ -334,14 +336,17 @@ def test_a_change_takes_effect_or_is_refused(pack: bool, name: str, change: str)
 
 
 @pytest.mark.parametrize("name", ["llama", "LanguageModel"])
-def test_training_mode_is_refused_until_unfrozen(name: str) -> None:
-    model, _, call = _model(name)
-    before = results(model, call, gradients=False)
-    model.train()
-    with pytest.raises(ch.UnsupportedError, match=REFUSED):
-        results(model, call, gradients=False)
-    model.eval()
-    equal(results(model, call, gradients=False), before)
+@pytest.mark.parametrize("pack", [False, True], ids=["as they are", "packed"])
+def test_training_mode_is_refused_until_unfrozen(pack: bool, name: str) -> None:
+    model, _, call = _model(name, pack)
+    outputs = []
+    for _ in ("before the first call", "between calls"):
+        model.train()
+        with pytest.raises(ch.UnsupportedError, match=REFUSED):
+            results(model, call, gradients=False)
+        outputs.append(results(model.eval(), call, gradients=False))
+    before, after = outputs
+    equal(after, before)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     ch.unfreeze(model)
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any, Final, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +81,11 @@ def cached_reading(
 def set_frozen(modules: Iterable[nn.Module], frozen: bool) -> None:
     """Freeze modules, whose attributes then count as constant; or end that."""
     for module in modules:
-        (_FROZEN.add if frozen else _FROZEN.discard)(module)
         _READINGS.pop(module, None)
+        if frozen:
+            _FROZEN[module] = _contents_of(module)
+        else:
+            _FROZEN.pop(module, None)
 
 
 def is_frozen(module: nn.Module) -> bool:
@@ -103,33 +106,58 @@ class _FrozenState:
     Args:
         module: the root of the tree, which is not kept alive.
         may_be_hooked: modules of the tree whose hooks do not count.
+
+    Raises:
+        UnsupportedError: something was replaced since the tree was frozen, or is in training mode.
     """
 
     def __init__(self, module: nn.Module, may_be_hooked: Collection[nn.Module]) -> None:
         parts = [*module.modules()]
+        for part in parts:
+            _check_contents(_contents_of(part), _FROZEN.get(part, ()))
         self._attributes = [*map(vars, parts)]
         self._plain = [vars(part) for part in parts if part not in may_be_hooked]
-        self._tables = [table for part in parts for table in (parameters_of(part), submodules_of(part)) if table]
-        self._packed = [each for each in module.parameters() if isinstance(each, PackedParameter)]
-        self._values = self._values_now()
+        self._tables = _tables_of(parts)
+        self._packed = _packed_in(self._tables)
+        self._contents = _contents(self._tables, self._packed)
+        self._check_mode()
 
     def holds(self) -> bool:
         """True where nothing is hooked; raises where something was replaced, or is in training mode."""
-        values = self._values_now()
-        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
-            _refuse("keep its parameters and submodules", "others")
+        _check_contents(_contents(self._tables, self._packed), self._contents)
+        self._check_mode()
+        return not self.is_hooked()
+
+    def _check_mode(self) -> None:
         if any(map(_TRAINING, self._attributes)):
             _refuse("stay in eval mode", "a part in training mode")
-        return not self.is_hooked()
 
     def is_hooked(self) -> bool:
         """Whether a module is hooked or its ``forward`` was replaced on the object."""
         return any_hooks(self._plain) or any(map(dict.__contains__, self._plain, repeat("forward")))
 
-    def _values_now(self) -> list[object]:
-        # torch.utils.swap_tensors exchanges the contents of two parameters.
-        packed = map(getattr, self._packed, repeat("packed"), repeat(None))
-        return [*chain.from_iterable(map(dict.values, self._tables)), *packed]
+
+def _tables_of(parts: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    return [table for part in parts for table in (parameters_of(part), submodules_of(part)) if table]
+
+
+def _packed_in(tables: Iterable[dict[str, Any]]) -> list[PackedParameter]:
+    return [each for table in tables for each in table.values() if isinstance(each, PackedParameter)]
+
+
+def _contents(tables: Iterable[dict[str, Any]], packed: Iterable[PackedParameter]) -> list[object]:
+    """Parameters and submodules, and what packed parameters have: torch.utils.swap_tensors exchanges it."""
+    return [*chain.from_iterable(map(dict.values, tables)), *map(getattr, packed, repeat("packed"), repeat(None))]
+
+
+def _contents_of(part: nn.Module) -> list[object]:
+    tables = _tables_of([part])
+    return _contents(tables, _packed_in(tables))
+
+
+def _check_contents(now: Sequence[object], before: Sequence[object]) -> None:
+    if len(now) != len(before) or not all(map(is_, now, before)):
+        _refuse("keep its parameters and submodules", "others")
 
 
 def _refuse(must: str, got: str) -> None:
@@ -137,7 +165,8 @@ def _refuse(must: str, got: str) -> None:
 
 
 _TRAINING: Final = itemgetter("training")
-_FROZEN: Final[WeakSet[nn.Module]] = WeakSet()
+#: What each frozen module had itself when it was frozen.
+_FROZEN: Final[WeakKeyDictionary[nn.Module, list[object]]] = WeakKeyDictionary()
 
 
 class _State:
