@@ -129,8 +129,9 @@ template <class M> constexpr int dot_rows() { return M::LOAD_VECTORS == 1 ? 3 : 
 constexpr int MAX_DOT_ROWS = 24;
 // Bytes of a key that all rows are multiplied by before the next ones: four keys' stay in the first cache, and what the
 // hardware prefetches meanwhile is a large part of the next ones (measured on AVX2, eight rows of float32 from memory: 1.1 to
-// 1.2 times as fast as whole keys).
-constexpr int DOT_BYTES = 2048;
+// 1.2 times as fast as whole keys). Of keys in memory fewer, as what is prefetched is read soon (measured with AVX-512, eight
+// rows: 1.1 to 1.3 times as fast; from caches they would take 1.2 to 1.5 times as long, as sums are stored more often).
+constexpr int DOT_BYTES = 2048, FAR_DOT_BYTES = 512;
 
 // Calls `body` with the number of rows, at most ROWS, as a constant.
 template <int ROWS, class Body> CH_INLINE void for_rows(int rows, const Body& body) {
@@ -167,23 +168,28 @@ __attribute__((noinline)) void dot_part(const typename M::operand* a, int64_t a_
 }
 
 // Dot products of rows of A, at most MAX_DOT_ROWS, with four keys of `vectors` vectors, to [row][key]. Rows that do not fit
-// in registers take turns over each part of the keys, and each turn prefetches its share of the `following` keys (measured,
-// eight rows from memory: 1.1 to 1.25 times as fast). One turn waits for the memory, and prefetching makes it slower.
+// in registers take turns over each part of the keys, and each turn prefetches its share of what comes DOT_BYTES later, at
+// most of the `following` keys (measured, eight rows from memory: 1.1 to 1.25 times as fast). One turn waits for the memory,
+// and prefetching makes it slower.
 template <class M>
 CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* const keys[4],
-                        const typename M::right* const following[4], int vectors, float scores[][4]) {
-  constexpr int ROWS = dot_rows<M>(), PART = DOT_BYTES / (VL * (int)sizeof(typename M::right));
-  static_assert(PART % M::LOAD_VECTORS == 0);
+                        const typename M::right* const following[4], int vectors, bool far, float scores[][4]) {
+  constexpr int ROWS = dot_rows<M>(), BYTES = VL * (int)sizeof(typename M::right);
+  static_assert(FAR_DOT_BYTES / BYTES % M::LOAD_VECTORS == 0);
   const int turns = (rows + ROWS - 1) / ROWS, at_once = (rows + turns - 1) / turns, share = turns < 4 ? 2 : 1;
-  const int step = turns == 1 ? maximum(vectors, 1) : PART;
+  const int step = turns == 1 ? maximum(vectors, 1) : (far ? FAR_DOT_BYTES : DOT_BYTES) / BYTES;
+  const int later = minimum(DOT_BYTES / BYTES, vectors);
   vf total[MAX_DOT_ROWS][4];
   for (int x = 0; x == 0 || x < vectors; x += step) {
     const KeyPart part = {x, minimum(x + step, vectors), vectors};
+    const typename M::right* others[4];
+    for (int k = 0; k < 4; k++)
+      others[k] = x + later < vectors ? keys[k] + later * VL : following[k] + (later - vectors) * VL;
     for (int r = 0, next = 0; r < rows; r += at_once, next += share)
       for_rows<ROWS>(minimum(at_once, rows - r), [&]<int SOME>() CH_INLINED {
         const bool prefetches = turns > 1 && next < 4;
         const auto run = !prefetches ? dot_part<M, SOME, 0> : share == 2 ? dot_part<M, SOME, 2> : dot_part<M, SOME, 1>;
-        run(a + r * a_row, a_row, keys, prefetches ? following + next : nullptr, part, total + r, scores + r);
+        run(a + r * a_row, a_row, keys, others + minimum(next, 3), part, total + r, scores + r);
       });
   }
 }
@@ -221,7 +227,7 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const KeyAt
         prefetch_rows(key_at(k * quarter + c + distance), 1, 0, vectors * VL * (int64_t)sizeof(typename M::right), far);
     }
     float sums[MAX_DOT_ROWS][4];
-    dot_four<M>(rows, a, a_row, keys, following, vectors, sums);
+    dot_four<M>(rows, a, a_row, keys, following, vectors, far, sums);
     for (int r = 0; r < rows; r++)
       for (int k = 0; k < 4; k++) scores[r * ld + k * quarter + c] = sums[r][k];
   }

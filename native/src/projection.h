@@ -47,6 +47,8 @@ template <class M, class IO> class Projection {
   static constexpr int64_t MAX_DOT_ROWS_SHORT = 4, LONG_STEPS = 256;
   // Columns of dot products before their epilogue, a multiple of PW: four streams of memory.
   static constexpr int64_t DOT_COLUMNS = 256;
+  // A larger right is taken for one in memory.
+  static constexpr int64_t FAR_BYTES = 3 << 20;
   // The same with rows of right that are transposed in registers, in the order of the panels: measured, faster than
   // panels up to here with AVX-512 and AVX2. With AVX-512, two to eight rows of float32 take 0.7 to 1.1 times as long as
   // dot products where these are shorter than LONG_STEPS, and do not run; 1.03 to 1.8 times where they are longer.
@@ -580,15 +582,16 @@ template <class M, class IO> class Projection {
     const operand* left = left_at(group, packed_left, 0);
     const int rows = (int)w.rows, vectors = (int)(row_steps<M>(term.steps) / VL);
     const int64_t left_row = left_stride(group), end = minimum(w.columns, first + count);
+    const bool far = w.columns * term.steps * (int64_t)sizeof(type) > FAR_BYTES;
     for (int64_t column = first; column < end; column += DOT_COLUMNS) {
       const int columns = (int)minimum(DOT_COLUMNS, end - column);
       const type* right = (const type*)term.right + column * term.right_row;
       if constexpr (M::PACK == 2 || __is_same(IO, Float32))
         gemv_dot<M>(rows, left, left_row, [&](int c) { return (const operand*)(right + c * term.right_row); }, columns,
-                    vectors, sums, DOT_COLUMNS);
+                    vectors, sums, DOT_COLUMNS, 0, far);
       else
         gemv_dot<Widened<IO>>(rows, left, left_row, [&](int c) { return right + c * term.right_row; }, columns, vectors,
-                              sums, DOT_COLUMNS);
+                              sums, DOT_COLUMNS, 0, far);
       finish_columns(group, column, columns, sums, DOT_COLUMNS, sums + rows * DOT_COLUMNS, mask);
     }
   }

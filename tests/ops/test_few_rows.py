@@ -15,8 +15,9 @@ from tests.budget import within_budget
 pytestmark = needs_native
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 24)
-#: Outputs and inputs: streams of all lengths, the last rows of a weight, and more than a unit of work.
-SIZES = ((1, 256), (5, 512), (67, 264), (259, 1032), (600, 640), (1101, 256))
+#: Outputs and inputs: streams of all lengths, the last rows of a weight, more than a unit of work, and a weight that is
+#: taken for one in memory.
+SIZES = ((1, 256), (5, 512), (67, 264), (259, 1032), (600, 640), (1101, 256), (1101, 1568))
 #: Inputs that are no whole vectors.
 ODD_SIZES = ((200, 17), (300, 1025))
 DTYPES = (torch.float32, torch.bfloat16)
