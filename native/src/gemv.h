@@ -183,13 +183,13 @@ CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, c
   for (int x = 0; x == 0 || x < vectors; x += step) {
     const KeyPart part = {x, minimum(x + step, vectors), vectors};
     const typename M::right* others[4];
-    for (int k = 0; k < 4; k++)
+    for (int k = 0; k < 4 && turns > 1; k++)
       others[k] = x + later < vectors ? keys[k] + later * VL : following[k] + (later - vectors) * VL;
     for (int r = 0, next = 0; r < rows; r += at_once, next += share)
       for_rows<ROWS>(minimum(at_once, rows - r), [&]<int SOME>() CH_INLINED {
         const bool prefetches = turns > 1 && next < 4;
         const auto run = !prefetches ? dot_part<M, SOME, 0> : share == 2 ? dot_part<M, SOME, 2> : dot_part<M, SOME, 1>;
-        run(a + r * a_row, a_row, keys, others + minimum(next, 3), part, total + r, scores + r);
+        run(a + r * a_row, a_row, keys, prefetches ? others + next : nullptr, part, total + r, scores + r);
       });
   }
 }
