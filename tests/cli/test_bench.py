@@ -70,8 +70,83 @@ def test_list_names_every_suite_without_measuring(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_list_of_a_suite_shows_the_titles_of_its_rows() -> None:
+    from clearhead.benchmark import SUITES
+
+    code, out, err = run("--list", "--suite", "decode")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [row.title for row in SUITES["decode"].rows()]
+    assert run("--list", "--suite", "decode,window")[1].splitlines()[-1].startswith("window: ")
+
+
+def test_only_measures_the_rows_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearhead import benchmark
+    from clearhead.benchmark.peers import SDPA
+
+    def fake(row: SuiteRow, **_: object) -> Line:
+        return line(row.title, {"clearhead": 0.001, SDPA: 0.002}, group=row.group)
+
+    monkeypatch.setattr(benchmark, "measure_row", fake)
+    monkeypatch.setattr(benchmark, "check_backends", lambda: {})
+    code, _, err = run("--suite", "decode,window", "--only", "8192", "--only", "16x32", "--out", str(tmp_path))
+    assert code == 0, err
+    for name, part in (("decode", "16x32"), ("window", "8192")):
+        read = json.loads((tmp_path / f"{name}.json").read_text())
+        titles = [row.title for row in benchmark.SUITES[name].rows() if part in row.title]
+        assert [row["title"] for row in read["rows"]] == titles
+        assert titles
+        assert read["head"]["command"] == f"clearhead bench --suite {name} --only 8192 --only 16x32"
+
+
+def test_against_runs_clearhead_and_the_named_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearhead import benchmark
+    from clearhead.benchmark.model_peers.rows import ModelRow
+
+    peers: dict[str, list[str]] = {}
+
+    def fake(row: ModelRow, **_: object) -> Line:
+        peers[row.title] = [peer.name for peer in row.peers]
+        return line(row.title, dict.fromkeys(peers[row.title], 0.001), group=row.group)
+
+    monkeypatch.setattr(benchmark, "measure_row", fake)
+    monkeypatch.setattr(benchmark, "check_backends", lambda: {})
+    words = ("--suite", "peers", "--only", "batch 1", "--against", "OpenVINO, llama.cpp", "--out", str(tmp_path))
+    code, _, err = run(*words)
+    assert code == 0, err
+    title = "Llama 8x1024 a token at 512, batch 1"
+    assert peers == {
+        f"{title}, float32": ["clearhead", "OpenVINO", "llama.cpp"],
+        f"{title}, bfloat16": ["clearhead", "OpenVINO", "llama.cpp"],
+        f"{title}, int8": [
+            "clearhead", "clearhead int8", "clearhead int4", "OpenVINO", "llama.cpp q8_0", "llama.cpp q4_0",
+        ],
+    }  # fmt: skip
+    command = json.loads((tmp_path / "peers.json").read_text())["head"]["command"]
+    assert command == "clearhead bench --suite peers --only 'batch 1' --against 'OpenVINO, llama.cpp'"
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (("--only", "x"), "--only must be used with --suite, --grid or --sparse; got none of them"),
+        (("--suite", "decode", "--only", "16x33"), "--only must be part of a row's title; got '16x33'"),
+        (("--grid", "--only", "16x33"), "--only must be part of a row's title; got '16x33'"),
+        (("--suite", "peers", "--dtype", "float32", "--only", "int8"), "--only must be part of a row's title"),
+        (("--suite", "decode", "--against", "OpenVINO"), "--against must be used with --suite peers; got decode"),
+        (("--against", "OpenVINO"), "--against must be used with --suite peers; got no suite"),
+        (("--suite", "peers", "--against", "OpenVINO,"), "--against must name peers, or parts of their names; got ''"),
+        (("--suite", "peers", "--against", "jax"), "got 'jax'. They are torch sdpa, torch.compile, "),
+    ],
+)
+def test_choice_of_nothing_is_refused(words: tuple[str, ...], rule: str, tmp_path: Path) -> None:
+    code, out, err = run(*words, "--out", str(tmp_path / "out"))
+    assert (code, out) == (2, "")
+    assert rule in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_all_leaves_out_the_suite_peers_unless_it_is_named() -> None:
-    from clearhead.cli.bench import suite_names
+    from clearhead.cli.bench_options import suite_names
 
     assert "peers" not in suite_names("all", None, with_grid=False)
     assert "forward" in suite_names("all", None, with_grid=False)

@@ -9,43 +9,48 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clearhead.errors import DataError, ShapeError, UnsupportedError
+from clearhead.cli.bench_options import (
+    DTYPES,
+    FUNCTION,
+    dtypes_of,
+    selection_of,
+    shape_of,
+    suite_names,
+    time_budget,
+)
+from clearhead.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
     from clearhead.benchmark import Journal, Line, Setting, SettingResult
+    from clearhead.benchmark.selection import Selection
     from clearhead.benchmark.sheets import Sheet
 
-__all__ = ["command", "suite_names"]
+__all__ = ["command"]
 
-_FUNCTION = "bench"
 _SHAPES = ("8,8,128,64", "1,8,1024,64")
 _QUICK_SHAPES = ("1,8,256,64",)
-_DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_DTYPE = "float32,bfloat16"
-_LONGEST = 2**15
-_MOST_NUMBERS = 2**27
 #: A quick grid leaves out calls with more operations than this.
 _QUICK_OPERATIONS = 1e7
 #: Seconds for repeating doubtful calls of the grid.
 _RETRY_SECONDS, _QUICK_RETRY_SECONDS = 180.0, 8.0
 # Width for files and pipes, where wrapped cells would be unreadable.
 _TABLE_WIDTH, _SHEET_WIDTH = 140, 200
-#: Rounds, and seconds after which a setting's rounds stop.
-_BUDGET, _SUITE_BUDGET, _QUICK_BUDGET = (15, 2.0), (21, 10.0), (5, 0.25)
 
 
 def command(
     shape: Annotated[
         list[str] | None, typer.Option(help="batch,heads,length,head_dim. Repeatable.", metavar="B,H,T,D")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One or more of {', '.join(_DTYPES)}.")] = _DEFAULT_DTYPE,
+    dtype: Annotated[str, typer.Option(help=f"One or more of {', '.join(DTYPES)}.")] = _DEFAULT_DTYPE,
     repeats: Annotated[
         int | None, typer.Option(help="Rounds for each setting; by default until the time is up.")
     ] = None,
@@ -59,7 +64,17 @@ def command(
     sparse: Annotated[
         bool, typer.Option("--sparse", help="Sparse patterns against full attention, 1k to 32k tokens.")
     ] = False,
-    list_suites: Annotated[bool, typer.Option("--list", help="List the suites and exit.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure only rows whose title contains this text. Repeatable.", metavar="TEXT"),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Peers in --suite peers: names or parts of them, separated by commas.", metavar="NAME"),
+    ] = None,
+    list_suites: Annotated[
+        bool, typer.Option("--list", help="List the suites, or the titles of a suite's rows, and exit.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("clearhead-bench"),
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that are already in --out.")] = False,
     results: Annotated[
@@ -82,28 +97,33 @@ def command(
     pip install "clearhead[peers]". A peer that is missing, cannot run a row or computes other numbers than float64 is
     listed with the reason. Set OMP_WAIT_POLICY=passive, so that the threads of one library do not spin while another
     is timed. "all" leaves this suite out.
+
+    --only and --against measure a part, as in: clearhead bench --suite peers --only "a token" --against OpenVINO.
+    "clearhead bench --list --suite peers" shows the titles.
     """
-    if list_suites:
-        return _list()
-    dtypes, budget = _dtypes(dtype), _time_budget(repeats, quick)
     names = suite_names(suite, shape, grid)
+    if list_suites:
+        return _list_rows(names) if names else _list()
+    dtypes, with_suites = dtypes_of(dtype), bool(names or grid or sparse)
+    budget = time_budget(repeats, quick=quick, with_suites=with_suites)
     if sparse and shape:
         raise UnsupportedError.about(
-            _FUNCTION, "--shape", must="not be used with --sparse", got="both", then="Leave one out."
+            FUNCTION, "--shape", must="not be used with --sparse", got="both", then="Leave one out."
         )
-    shapes = [_shape(text) for text in shape or (_QUICK_SHAPES if quick else _SHAPES)]
+    shapes = [shape_of(text) for text in shape or (_QUICK_SHAPES if quick else _SHAPES)]
     if out.exists() and not out.is_dir():
-        raise DataError.about(_FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Use another name.")
+        raise DataError.about(FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Use another name.")
     from clearhead.train.files import check_writable
 
     if results is not None:
-        check_writable(results, function=_FUNCTION, argument="--results")
+        check_writable(results, function=FUNCTION, argument="--results")
     words = [f"--dtype {dtype}"] * (dtype != _DEFAULT_DTYPE) + ["--quick"] * quick
     words += [] if repeats is None else [f"--repeats {repeats}"]
-    if names or grid or sparse:
-        measurement = _Measurement(
-            out, words, dtypes, _SUITE_BUDGET if repeats is None and not quick else budget, quick, resume
-        )
+    words += [f"--only {quote(text)}" for text in only or ()]
+    words += [] if against is None else [f"--against {quote(against)}"]
+    selection = selection_of(dtypes, only, against, names, with_grid=grid, with_sparse=sparse)
+    if with_suites:
+        measurement = _Measurement(out, words, selection, budget, quick, resume)
         with _one_writer(out):
             return measurement.all(names, with_grid=grid, with_sparse=sparse, results=results)
     if results is not None:
@@ -116,7 +136,7 @@ def _one_writer(out: Path) -> AbstractContextManager[None]:
     """The lock of the folder of results; two runs at once would also disturb each other's times."""
     from clearhead.train.lock import one_writer
 
-    return one_writer(out, function=_FUNCTION, say=partial(typer.echo, err=True))
+    return one_writer(out, function=FUNCTION, say=partial(typer.echo, err=True))
 
 
 def _put_together(results: Path, out: Path, shape: list[str] | None = None) -> None:
@@ -125,7 +145,7 @@ def _put_together(results: Path, out: Path, shape: list[str] | None = None) -> N
 
     if shape or not measured(out):
         raise UnsupportedError.about(
-            _FUNCTION,
+            FUNCTION,
             "--results",
             must="have suites, the grid or patterns to show",
             got="--shape" if shape else f"none of them in {out}",
@@ -144,27 +164,12 @@ def _list() -> None:
     typer.echo(f"--grid  {'':<16} {len(grid_rows()):>3} calls from tiny to large, against SDPA")
 
 
-def suite_names(text: str | None, shape: list[str] | None, with_grid: bool) -> list[str]:
-    if text is None and not with_grid:
-        return []
-    if shape:
-        raise UnsupportedError.about(
-            _FUNCTION, "--shape", must="not be used with --suite or --grid", got="both", then="Leave one out."
-        )
+def _list_rows(names: Sequence[str]) -> None:
     from clearhead.benchmark import SUITES
 
-    names = [name.strip() for name in text.split(",")] if text is not None else []
     for name in names:
-        if name not in (*SUITES, "all"):
-            raise UnsupportedError.about(
-                _FUNCTION,
-                "--suite",
-                must=f"contain only {', '.join(SUITES)}, all",
-                got=repr(name)[:80],
-                then="'clearhead bench --list' describes them.",
-            )
-    named = [each for name in names for each in ([s for s in SUITES if SUITES[s].in_all] if name == "all" else [name])]
-    return list(dict.fromkeys(named))
+        for row in SUITES[name].rows():
+            typer.echo(row.title if len(names) == 1 else f"{name}: {row.title}")
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class _Measurement:
 
     out: Path
     words: list[str]
-    dtypes: list[torch.dtype]
+    selection: Selection
     budget: tuple[int, float | None]
     quick: bool
     resume: bool
@@ -205,7 +210,7 @@ class _Measurement:
         from clearhead.benchmark.sheets import suite_sheet
         from clearhead.benchmark.suites import PEERS_SUITE
 
-        rows = [row.small() if self.quick else row for row in SUITES[name].rows() if row.dtype in self.dtypes]
+        rows = [row.small() if self.quick else row for row in self.selection.of(SUITES[name].rows())]
         by_title = {row.title: row for row in rows}
         journal = self._journal(name, f"--suite {name}", before)
         repeats, seconds = self.budget
@@ -228,11 +233,11 @@ class _Measurement:
         from clearhead.benchmark import Point, grid_rows, walk
         from clearhead.benchmark.sheets import GRID, grid_sheet
 
-        rows = [row for row in grid_rows() if row.dtype in self.dtypes]
+        rows = self.selection.of(grid_rows())
         if self.quick:
             rows = [row for row in rows if row.operations < _QUICK_OPERATIONS]
         journal = self._journal(GRID, "--grid", before)
-        measured = [Point.from_dict(row) for row in journal.rows.values()]
+        measured = [Point.from_dict(journal.rows[row.title]) for row in rows if row.title in journal.rows]
         with _progress(len(rows) - len(measured)) as progress:
 
             def keep(point: Point) -> None:
@@ -247,7 +252,7 @@ class _Measurement:
     def _sparse(self, before: float | None) -> None:
         from clearhead.benchmark.sparse_rows import SPARSE, SparsePoint, measure_sparse, sparse_rows, sparse_sheet
 
-        rows = [row.small() if self.quick else row for row in sparse_rows() if row.dtype in self.dtypes]
+        rows = [row.small() if self.quick else row for row in self.selection.of(sparse_rows())]
         journal = self._journal(SPARSE, "--sparse", before)
         repeats, seconds = self.budget
         with _progress(len(rows)) as progress:
@@ -305,53 +310,6 @@ def _shapes_measured(
     _show(results)
     _warn(before)
     _write(out, results, report(results, command=f"clearhead bench {' '.join(words)}", load_before=before))
-
-
-def _shape(text: str) -> tuple[int, int, int, int]:
-    parts = text.replace("x", ",").split(",")
-    sizes = [int(part) for part in parts if part.strip().isascii() and part.strip().isdigit()]
-    if len(parts) != 4 or len(sizes) != 4 or min(sizes) < 1:
-        raise ShapeError.about(
-            _FUNCTION,
-            "--shape",
-            must="be four whole numbers of at least 1",
-            got=repr(text)[:80],
-            then="Write batch,heads,length,head_dim, as in 1,8,512,64.",
-        )
-    batch, heads, length, head_dim = sizes
-    if length > _LONGEST or batch * heads * length * head_dim > _MOST_NUMBERS:
-        raise ShapeError.about(
-            _FUNCTION,
-            "--shape",
-            must=f"have a length of at most {_LONGEST} and {_MOST_NUMBERS} numbers in all",
-            got=repr(text)[:80],
-            then="Measure a smaller one.",
-        )
-    return batch, heads, length, head_dim
-
-
-def _dtypes(text: str) -> list[torch.dtype]:
-    import torch
-
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in _DTYPES:
-            raise UnsupportedError.about(
-                _FUNCTION,
-                "--dtype",
-                must=f"contain only {', '.join(_DTYPES)}",
-                got=repr(name)[:80],
-                then="Separate them by commas.",
-            )
-    return [getattr(torch, name) for name in dict.fromkeys(names)]
-
-
-def _time_budget(repeats: int | None, quick: bool) -> tuple[int, float | None]:
-    if repeats is None:
-        return _QUICK_BUDGET if quick else _BUDGET
-    if repeats < 1:
-        raise ShapeError.about(_FUNCTION, "--repeats", must="be at least 1", got=repeats, then="Use 5 or more.")
-    return repeats, None
 
 
 def _measured(settings: Sequence[Setting], budget: tuple[int, float | None]) -> list[SettingResult]:

@@ -41,6 +41,7 @@ class ModelRow:
         half_filled: whether the lengths are spread from 1 to ``length``.
         dropout: probability of the dropout in training.
         tiny: whether the model has two small layers, for tests.
+        against: parts of the names of the peers that take part; without any, all do.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class ModelRow:
     dropout: float = 0.0
     tiny: bool = False
     memory: bool = False
+    against: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -85,7 +87,8 @@ class ModelRow:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The contenders, clearhead first."""
-        return peers_of(self.number_format)
+        wanted = (OURS, *self.against) if self.against else ("",)
+        return tuple(peer for peer in peers_of(self.number_format) if any(part in peer.name for part in wanted))
 
     @property
     def work(self) -> ModelWork:
