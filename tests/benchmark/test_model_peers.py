@@ -16,7 +16,7 @@ from clearhead.benchmark.block import block
 from clearhead.benchmark.cases import errors_against
 from clearhead.benchmark.model_peers import rows as rows_module
 from clearhead.benchmark.model_peers.contenders import PEERS, peers_of
-from clearhead.benchmark.model_peers.peer import CannotRunError, Peer
+from clearhead.benchmark.model_peers.peer import BUDGETS, CannotRunError, Peer
 from clearhead.benchmark.model_peers.rows import HALF_FILLED, ModelRow, peer_rows
 from clearhead.benchmark.model_peers.sheets import peers_sheets
 from clearhead.benchmark.model_peers.torch_models import sdpa_call
@@ -104,6 +104,19 @@ def test_peer_reproduces_float64_within_its_budget(peer: Peer, row: ModelRow) ->
     overflows = peer.name == "CTranslate2" and peer.number_format == "int8" and not HAS_VNNI
     # Without VNNI its decoders in int8 are off by up to 0.4, and the suite leaves them out.
     assert max(errors) <= (0.5 if overflows else peer.budget)
+
+
+@pytest.mark.slow
+def test_limit_of_four_bits_is_below_the_error_of_a_model_without_a_layer() -> None:
+    (row,) = (row for row in peer_rows() if row.title == "Llama 8x1024 a token at 512, batch 1, int8")
+    work = row.work
+    exact = work.exact()
+    model = work.model.model
+    del model.layers[3]
+    model.config.num_hidden_layers = len(model.layers)
+    for place, layer in enumerate(model.layers):
+        layer.self_attn.layer_idx = place
+    assert errors_against(exact, work.exact())[0] > 1.1 * BUDGETS["int4"]
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ __all__ = ["BUDGETS", "CannotRunError", "Peer", "dtype_of", "reason_of"]
 
 BUDGETS: Final[Mapping[str, float]] = {
     **{"float32": 1e-4, "bfloat16": 0.15},
-    **{"int8": 0.2, "q8_0": 0.1, "int4": 0.5, "q4_0": 0.5},
+    **{"int8": 0.2, "q8_0": 0.1, "int4": 0.65, "q4_0": 0.65},
 }
-"""Largest error of each format against float64, relative to the largest exact output. A wrong model is off by 1."""
+"""Largest error of each format against float64, relative to the largest exact output. Four bits of the Llama's random
+weights are off by 0.40 to 0.57, a Llama without one of its eight layers by 0.76, other weights by 1.5 (measured)."""
 
 _LONGEST_REASON: Final = 160
 
