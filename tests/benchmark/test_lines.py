@@ -73,6 +73,18 @@ def test_floors_without_a_peer_are_unjudged() -> None:
     assert unjudged(suite, []) == []
 
 
+def test_floor_of_a_part_of_the_rows_is_judged_by_these_alone() -> None:
+    floors = (Floor(group=GROUP, against=("p",), each=1.0, only="token"),)
+    suite = Suite(about="", rows=lambda: [], floors=floors)
+    prompt = line("prompt", {"clearhead": 1.0, "p": 0.5})
+    assert unjudged(suite, [prompt]) == []
+    assert verdicts(suite, [prompt]) == []
+    token = line("token", {"clearhead": 1.0})
+    assert unjudged(suite, [prompt, token]) == ["float32, token against p: not judged, none of them took part"]
+    (verdict,) = verdicts(suite, [prompt, line("token", {"clearhead": 1.0, "p": 2.0})])
+    assert str(verdict) == "float32, token against p: 2.000x (lowest of 1, at token); floor 1x: met"
+
+
 def test_floor_can_name_another_contender_of_clearhead() -> None:
     lines = [line("a", {"clearhead": 1.0, "swapped": 4.0, "peer": 2.0})]
     (verdict,) = verdicts(

@@ -15,7 +15,7 @@ from clearhead.benchmark import Journal, Line, machine, measure_row
 from clearhead.benchmark.block import block
 from clearhead.benchmark.cases import errors_against
 from clearhead.benchmark.model_peers import rows as rows_module
-from clearhead.benchmark.model_peers.contenders import PEERS, peers_of
+from clearhead.benchmark.model_peers.contenders import INT4, INT8, PEERS, peers_of
 from clearhead.benchmark.model_peers.peer import BUDGETS, CannotRunError, Peer
 from clearhead.benchmark.model_peers.rows import HALF_FILLED, ModelRow, peer_rows
 from clearhead.benchmark.model_peers.sheets import peers_sheets
@@ -23,6 +23,7 @@ from clearhead.benchmark.model_peers.torch_models import sdpa_call
 from clearhead.benchmark.model_peers.work import DECODED, KINDS, ModelWork
 from clearhead.benchmark.peers import OURS, Call, Groups
 from clearhead.errors import UnsupportedError
+from tests.benchmark.test_lines import line as line_of
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -186,6 +187,20 @@ def test_peer_that_exports_symbols_of_others_is_loaded_last(monkeypatch: pytest.
 
 
 @pytest.mark.slow
+def test_overview_of_integers_compares_with_clearheads_own() -> None:
+    seconds = {OURS: 0.004, INT8: 0.002, INT4: 0.001, "OpenVINO": 0.003, "llama.cpp q4_0": 0.0025}
+    line = replace(line_of("Llama a token, int8", seconds, group="int8"), left_out={"CTranslate2": "not installed"})
+    overview, _ = peers_sheets([line], {}, judged=False)
+    others = [OURS, INT4, "OpenVINO", "llama.cpp q4_0", "CTranslate2"]
+    assert overview.header == ["work", "clearhead int8, ms", *others, "fastest peer"]
+    assert overview.rows == [[line.title, "2", "2.00", "0.50", "1.50", "1.25", "–", "1.25"]]
+
+
+def test_every_contender_of_a_row_begins_with_an_untimed_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "peers_of", lambda rows: (fake(OURS, sdpa_call), fake("peer", sdpa_call)))
+    assert set(encoder().comparison().isolated) == {OURS, "peer"}
+
+
 def test_tables_show_times_errors_reasons_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = measured(monkeypatch, fake("torch sdpa", sdpa_call), fake("broken", wrong))
     journal = Journal(tmp_path / "peers.json", command="clearhead bench --suite peers", load_before=0.0)

@@ -17,7 +17,7 @@ from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, 
 from clearhead.benchmark.layer_rows import LINEAR
 from clearhead.benchmark.linear_rows import FULL
 from clearhead.benchmark.lines import Line, measure_row
-from clearhead.benchmark.model_peers.contenders import PEERS
+from clearhead.benchmark.model_peers.contenders import INT4, INT8, PEERS
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
 from clearhead.benchmark.product import PRODUCT, yardsticks
@@ -169,7 +169,7 @@ def test_floors_name_existing_contenders() -> None:
     contenders = {OURS, PLAIN, FULL, EAGER_WEIGHTS}
     layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER, PLAIN_LAYERS}
     biases, flex, padded = {DENSE, MADE}, {COMPILED, PLAIN_CAUSAL}, {PADDED, PADDED_SDPA}
-    peers = {peer.name for peer in PEERS if peer.rows != "int8"}
+    peers = {peer.name for peer in PEERS if peer.rows != "int8"} | {INT8, INT4, "llama.cpp q8_0", "llama.cpp q4_0"}
     assert named == contenders | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases | flex | padded | peers
 
 

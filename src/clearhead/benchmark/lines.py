@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from clearhead.benchmark.memory import peak_extra_bytes
-from clearhead.benchmark.peers import OURS, short_name
+from clearhead.benchmark.peers import short_name
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
 from clearhead.benchmark.results import Timed, timed
 from clearhead.benchmark.rows import SuiteRow
@@ -175,22 +175,32 @@ class Verdict:
             "share": f"lowest of {self.rows}, at {self.where}",
             "mean": f"geometric mean of {self.rows}",
         }[self.kind]
-        who = "" if self.floor.ours == OURS else f" ({self.floor.ours})"
         verdict = "met" if self.met else "SHORT"
         text = f"{self.figure:.3f}{unit} ({what}); floor {self.wanted:g}{unit}: {verdict}"
         if not self.met and self.reach is not None:
             text += f" (at the machine's limit {self.reach:.3f}{unit})"
-        return f"{self.floor.group}{who} against {self.against}: {text}"
+        return f"{self.floor.label} against {self.against}: {text}"
 
 
 def unjudged(suite: Suite, lines: Sequence[Line]) -> list[str]:
     """Descriptions of the floors whose rows were measured without any of their peers."""
     return [
-        f"{floor.group} against {' or '.join(map(short_name, floor.against))}: not judged, none of them took part"
+        f"{floor.label} against {' or '.join(map(short_name, floor.against))}: not judged, none of them took part"
         for floor in suite.floors
-        if floor.against
-        and any(line.group == floor.group for line in lines)
-        and not any(peer in line.timings for line in lines if line.group == floor.group for peer in floor.against)
+        if floor.against and _covered(floor, lines) and not _judging(floor, lines)
+    ]
+
+
+def _covered(floor: Floor, lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if floor.covers(line.title, line.group)]
+
+
+def _judging(floor: Floor, lines: Sequence[Line]) -> list[Line]:
+    """The lines of a floor with times of clearhead and of a peer."""
+    return [
+        line
+        for line in _covered(floor, lines)
+        if floor.ours in line.timings and line.fastest(floor.against) is not None
     ]
 
 
@@ -200,9 +210,7 @@ def verdicts(suite: Suite, lines: Sequence[Line]) -> list[Verdict]:
 
 
 def _verdicts_of(floor: Floor, lines: Sequence[Line]) -> list[Verdict]:
-    rows = [
-        line for line in lines if line.group == floor.group and floor.only in line.title and floor.ours in line.timings
-    ]
+    rows = [line for line in _covered(floor, lines) if floor.ours in line.timings]
     # A verdict names only the peers that were timed.
     present = tuple(peer for peer in floor.against if any(peer in line.timings for line in rows))
     floor = replace(floor, against=present)

@@ -150,9 +150,8 @@ def _reach(verdict: Verdict) -> str:
 
 def _floor_cells(verdict: Verdict) -> list[str]:
     floor = verdict.floor
-    rows = f"{floor.group}, {floor.only}" if floor.only else floor.group
     return [
-        rows if floor.ours == OURS else f"{rows} ({floor.ours})",
+        floor.label,
         verdict.against,
         f"mean of {verdict.rows}" if verdict.kind == "mean" else f"lowest of {verdict.rows}",
         f"{verdict.figure:.2f}",

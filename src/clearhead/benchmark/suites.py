@@ -15,7 +15,7 @@ from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, funct
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
 from clearhead.benchmark.layer_rows import LINEAR, layer_rows
 from clearhead.benchmark.linear_rows import FULL, linear_rows
-from clearhead.benchmark.model_peers.contenders import PEERS
+from clearhead.benchmark.model_peers.contenders import INT4, INT8, PEERS
 from clearhead.benchmark.model_peers.rows import HALF_FILLED, peer_rows
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, WANTS, ObserveRow
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS
@@ -67,6 +67,16 @@ class Floor:
     share: float | None = None
     only: str = ""
     ours: str = OURS
+
+    @property
+    def label(self) -> str:
+        """The rows, and clearhead's contender where it has a name of its own."""
+        rows = f"{self.group}, {self.only}" if self.only else self.group
+        return rows if self.ours == OURS else f"{rows} ({self.ours})"
+
+    def covers(self, title: str, group: str) -> bool:
+        """Whether a row is one of its rows."""
+        return group == self.group and self.only in title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +333,16 @@ _SHARES = {
     "forward": (("float32", "1x12x8192x64 full", 0.85), ("bfloat16", "1x12x8192x64 full", 0.78)),
     "linear": (("linear, training, from 1024 tokens", "", 0.5), ("linear, forward, from 1024 tokens", "", 0.5)),
 }
-#: For each suite: group, part of the title, peers, ratio of each row.
-_PARTS = {PEERS_SUITE: tuple((dtype, HALF_FILLED, ("OpenVINO",), 1.3) for dtype in ("float32", "bfloat16"))}
+#: For each suite: group, part of the title, clearhead's contender, peers, ratio of each row.
+_PARTS = {
+    PEERS_SUITE: (
+        *((dtype, HALF_FILLED, OURS, ("OpenVINO",), 1.3) for dtype in ("float32", "bfloat16")),
+        ("int8", "x128", INT8, ("OpenVINO",), 0.98),
+        ("int8", HALF_FILLED, INT8, ("OpenVINO",), 1.3),
+        ("int8", "a token", INT8, ("OpenVINO", "llama.cpp q8_0"), 0.98),
+        ("int8", "a token", INT4, ("llama.cpp q4_0",), 0.98),
+    )
+}
 _ROWS: tuple[tuple[str, str, Callable[[], Sequence[SuiteRow]]], ...] = (
     ("forward", "attention forward, full and causal, against SDPA and ONNX Runtime", _forward),
     ("training", "attention forward and backward, full and causal, against SDPA", _training),
@@ -387,8 +405,8 @@ def _floors(suite: str) -> tuple[Floor, ...]:
         ),
         *(Floor(group=group, only=only, share=share) for group, only, share in _SHARES.get(suite, ())),
         *(
-            Floor(group=group, only=only, against=against, each=each)
-            for group, only, against, each in _PARTS.get(suite, ())
+            Floor(group=group, only=only, ours=ours, against=against, each=each)
+            for group, only, ours, against, each in _PARTS.get(suite, ())
         ),
     )
 

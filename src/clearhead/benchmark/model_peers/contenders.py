@@ -21,8 +21,11 @@ from clearhead.benchmark.model_peers.torch_models import (
 )
 from clearhead.benchmark.peers import OURS
 
-__all__ = ["PEERS", "TORCH_THREADS", "peers_of"]
+__all__ = ["INT4", "INT8", "PEERS", "TORCH_THREADS", "peers_of"]
 
+#: clearhead's contenders with integers for weights.
+INT8: Final = f"{OURS} int8"
+INT4: Final = f"{OURS} int4"
 TORCH_THREADS: Final = "torch's OpenMP threads: after a call they spin, unless OMP_WAIT_POLICY=passive"
 _FLOATS: Final = ("float32", "bfloat16")
 _INFERENCE: Final[Mapping[str, str]] = {"training": "runs inference only"}
@@ -57,12 +60,12 @@ _LLAMA_CPP: Final = {
     "threads": "n_threads, n_threads_batch",
     "spinning": "OpenMP threads: after a call they spin, unless OMP_WAIT_POLICY=passive",
 }
-_TORCH: Final = {"own_threads": False, "spinning": TORCH_THREADS}
+_TORCH: Final = {"spinning": TORCH_THREADS}
 # zentorch exports symbols that CTranslate2 looks up too, which computes garbage if it is loaded after it.
 _ZENTORCH: Final = {**_TORCH, "modules": ("zentorch",), "excuses": _INFERENCE, "loaded_last": True}
 _TORCHAO: Final = {**_TORCH, "modules": ("torchao",), "excuses": {"training": "its integer weights do not learn"}}
 
-_INT4: Final = {**_TORCHAO, "excuses": {**_NO_ENCODER, "training": "its integer weights do not learn"}}
+_FOUR_BITS: Final = {**_TORCHAO, "excuses": {**_NO_ENCODER, "training": "its integer weights do not learn"}}
 
 
 def _float_peers(dtype: str) -> tuple[Peer, ...]:
@@ -86,8 +89,8 @@ def _int8_peers() -> tuple[Peer, ...]:
         Peer(rows="int8", **fields)  # type: ignore[arg-type]
         for fields in (
             {"name": OURS, "number_format": "bfloat16", "build": clearhead_call, **_TORCH},
-            {"name": f"{OURS} int8", "number_format": "int8", "build": clearhead_integers_call, **_TORCHAO},
-            {"name": f"{OURS} int4", "number_format": "int4", "build": clearhead_integers_call, **_INT4},
+            {"name": INT8, "number_format": "int8", "build": clearhead_integers_call, **_TORCHAO},
+            {"name": INT4, "number_format": "int4", "build": clearhead_integers_call, **_FOUR_BITS},
             {"name": "torchao weights", "number_format": "int8", "build": torchao_weights_call, **_TORCHAO},
             {"name": "torchao dynamic", "number_format": "int8", "build": torchao_dynamic_call, **_TORCHAO},
             {"name": "ONNX Runtime", "number_format": "int8", "excuses": _INFERENCE, **_ONNX},

@@ -47,7 +47,6 @@ class Peer:
         build: builds its call for a row; the second argument is ``number_format``.
         modules: what it imports.
         excuses: the reason for each kind of work that it cannot run.
-        own_threads: whether it has threads beside torch's, so that the timing pauses before and after it.
         threads: how the number of threads is set.
         spinning: whether its idle threads spin, and what was set against it.
         loaded_last: whether its library exports symbols of others' names, so that these have to be loaded before.
@@ -59,7 +58,6 @@ class Peer:
     build: Callable[[ModelWork, str], Call]
     modules: tuple[str, ...] = ()
     excuses: Mapping[str, str] = field(default_factory=dict)
-    own_threads: bool = True
     threads: str = "torch.get_num_threads()"
     spinning: str = ""
     loaded_last: bool = False

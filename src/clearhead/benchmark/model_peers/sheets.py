@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from clearhead.benchmark.lines import Line, unjudged, verdicts
-from clearhead.benchmark.model_peers.contenders import PEERS
+from clearhead.benchmark.model_peers.contenders import INT8, PEERS
 from clearhead.benchmark.peers import OURS
 from clearhead.benchmark.sheets import Sheet
 from clearhead.benchmark.suites import PEERS_SUITE, SUITES
@@ -14,7 +14,8 @@ from clearhead.benchmark.table import contenders, milliseconds
 
 __all__ = ["peers_sheets"]
 
-_FORMATS: Final = (("float32", "bfloat16"), ("int8",))
+#: The formats of each overview, and clearhead's contender there.
+_OVERVIEWS: Final = ((("float32", "bfloat16"), OURS), (("int8",), INT8))
 _ABSENT: Final = "–"
 
 
@@ -26,23 +27,25 @@ def peers_sheets(lines: Sequence[Line], head: Mapping[str, Any], *, judged: bool
         head: the head of the result file, for what it says about threads.
         judged: whether the sizes are those of the floors.
     """
-    by_format = [[line for line in lines if line.group in formats] for formats in _FORMATS]
-    overviews = [_overview(rows) for rows in by_format if rows]
+    overviews = []
+    for formats, ours in _OVERVIEWS:
+        rows = [line for line in lines if line.group in formats and ours in line.timings]
+        overviews += [_overview(rows, ours)] if rows else []
     return (*overviews, _details(lines, head, judged))
 
 
-def _overview(lines: Sequence[Line]) -> Sheet:
-    peers = [name for name in contenders(lines) if name != OURS]
+def _overview(lines: Sequence[Line], ours: str) -> Sheet:
+    others = [name for name in contenders(lines) if name != ours]
     rows = []
     for line in lines:
-        ratios = [line.ratio(name) for name in peers if name in line.timings]
-        first = min(ratios, default=1.0)
-        cells = [f"{line.ratio(name):.2f}" if name in line.timings else _ABSENT for name in peers]
-        rows.append([line.title, milliseconds(line.timings[OURS].median), *cells, f"{first:.2f}"])
+        ratios = {name: line.ratio(name, ours) for name in others if name in line.timings}
+        first = min((ratio for name, ratio in ratios.items() if not name.startswith(OURS)), default=1.0)
+        cells = [f"{ratios[name]:.2f}" if name in ratios else _ABSENT for name in others]
+        rows.append([line.title, milliseconds(line.timings[ours].median), *cells, f"{first:.2f}"])
     return Sheet(
         title=f"peers, {' and '.join(dict.fromkeys(line.group for line in lines))}",
-        about="each peer's median time divided by clearhead's; above 1 clearhead is faster",
-        header=["work", f"{OURS}, ms", *peers, "fastest peer"],
+        about=f"each other contender's median time divided by that of {ours}; above 1 {ours} is faster",
+        header=["work", f"{ours}, ms", *others, "fastest peer"],
         rows=rows,
         notes=[f"{_ABSENT}: not timed; the table below says why"],
     )
