@@ -70,6 +70,7 @@ def test_transformers_models_do_the_same_work(name: str) -> None:
     comparison = MODEL_ROWS[name].comparison()
     assert comparison.check().keys() == comparison.calls.keys()
     assert not comparison.left_out
+    assert set(comparison.isolated) in (set(), set(comparison.calls)), "an untimed call before all or none"
 
 
 @pytest.mark.slow
