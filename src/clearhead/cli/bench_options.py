@@ -44,7 +44,7 @@ def selection_of(
             FUNCTION, "--only", must="be used with --suite, --grid or --sparse", got="none of them", then="Add one."
         )
     selection = Selection(dtypes=dtypes, only=only or (), against=_peer_names(against, names))
-    rows: list[SuiteRow | SparseRow] = [row for name in names for row in SUITES[name].rows()] if only else []
+    rows: list[SuiteRow | SparseRow] = [row for name in names for row in SUITES[name].rows()]
     rows += grid_rows() if with_grid else []
     rows += sparse_rows() if with_sparse else []
     for text in selection.without_rows(rows):
