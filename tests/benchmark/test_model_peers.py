@@ -186,7 +186,6 @@ def test_peer_that_exports_symbols_of_others_is_loaded_last(monkeypatch: pytest.
     assert next(peer for peer in PEERS if peer.name == "zentorch").loaded_last
 
 
-@pytest.mark.slow
 def test_overview_of_integers_compares_with_clearheads_own() -> None:
     seconds = {OURS: 0.004, INT8: 0.002, INT4: 0.001, "OpenVINO": 0.003, "llama.cpp q4_0": 0.0025}
     line = replace(line_of("Llama a token, int8", seconds, group="int8"), left_out={"CTranslate2": "not installed"})
@@ -201,6 +200,7 @@ def test_every_contender_of_a_row_begins_with_an_untimed_call(monkeypatch: pytes
     assert set(encoder().comparison().isolated) == {OURS, "peer"}
 
 
+@pytest.mark.slow
 def test_tables_show_times_errors_reasons_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = measured(monkeypatch, fake("torch sdpa", sdpa_call), fake("broken", wrong))
     journal = Journal(tmp_path / "peers.json", command="clearhead bench --suite peers", load_before=0.0)
