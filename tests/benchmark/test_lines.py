@@ -81,6 +81,8 @@ def test_floor_of_a_part_of_the_rows_is_judged_by_these_alone() -> None:
     assert verdicts(suite, [prompt]) == []
     token = line("token", {"clearhead": 1.0})
     assert unjudged(suite, [prompt, token]) == ["float32, token against p: not judged, none of them took part"]
+    token = line("token", {"p": 1.0})
+    assert unjudged(suite, [token]) == ["float32, token against p: not judged, clearhead did not take part"]
     (verdict,) = verdicts(suite, [prompt, line("token", {"clearhead": 1.0, "p": 2.0})])
     assert str(verdict) == "float32, token against p: 2.000x (lowest of 1, at token); floor 1x: met"
 

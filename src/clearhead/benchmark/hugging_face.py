@@ -120,7 +120,7 @@ class EncoderModelRow(PlainRow):
             exact=lambda: _hidden(deepcopy(eager).double(), ids[last], real[last]),
             plain=lambda: _hidden(eager, ids[last], real[last]),
             pick=lambda groups: ((groups[0][0][-checked:],),),
-            # Each has weights of its own, which the one before displaced from the caches: all begin alike.
+            # All begin alike, with an untimed call: each has weights of its own.
             isolated=(OURS, SDPA_MODEL, *foreign) if foreign else (),
             backend=lambda: "model",
         )

@@ -185,10 +185,15 @@ class Verdict:
 def unjudged(suite: Suite, lines: Sequence[Line]) -> list[str]:
     """Descriptions of the floors whose rows were measured without any of their peers."""
     return [
-        f"{floor.label} against {' or '.join(map(short_name, floor.against))}: not judged, none of them took part"
+        f"{floor.label} against {' or '.join(map(short_name, floor.against))}: not judged, {_absent(floor, lines)}"
         for floor in suite.floors
         if floor.against and _covered(floor, lines) and not _judging(floor, lines)
     ]
+
+
+def _absent(floor: Floor, lines: Sequence[Line]) -> str:
+    took_part = any(floor.ours in line.timings for line in _covered(floor, lines))
+    return "none of them took part" if took_part else f"{floor.ours} did not take part"
 
 
 def _covered(floor: Floor, lines: Sequence[Line]) -> list[Line]:

@@ -42,15 +42,16 @@ class Selection:
 
     def of(self, rows: Sequence[Row]) -> list[Row]:
         """The rows that are measured."""
-        chosen = [row for row in rows if row.dtype in self.dtypes and (not self.only or self._has_one(row.title))]
+        parts = self.only or ("",)
+        chosen = [row for row in rows if any(self._has(row, part) for part in parts)]
         return [replace(row, against=tuple(self.against)) if isinstance(row, ModelRow) else row for row in chosen]
 
     def without_rows(self, rows: Sequence[_Titled]) -> list[str]:
         """The parts of titles that no row has."""
-        return [text for text in self.only if not any(row.dtype in self.dtypes and text in row.title for row in rows)]
+        return [part for part in self.only if not any(self._has(row, part) for row in rows)]
 
-    def _has_one(self, title: str) -> bool:
-        return any(text in title for text in self.only)
+    def _has(self, row: _Titled, part: str) -> bool:
+        return row.dtype in self.dtypes and part in row.title
 
 
 def peer_names() -> list[str]:

@@ -144,7 +144,7 @@ def comparison_of(row: ModelRow, peers: Sequence[Peer]) -> Comparison:
         plain=lambda: work.eager(row.dtype),
         pick=work.pick,
         budgets={peer.name: peer.budget for peer in peers if peer.name in calls and peer.name != OURS},
-        # The model before displaced the weights from the caches, so each begins with an untimed call.
+        # All begin alike, with an untimed call: each has weights of its own.
         isolated=tuple(calls),
         block_seconds=0.0 if row.tiny else _BLOCK_SECONDS,
         backend=lambda: "model",
