@@ -17,6 +17,7 @@ from tests.processes import with_torch_alone
 PROGRAM = """
 import json, sys, time
 import torch
+import torch.utils.flop_counter  # imports triton where it is installed
 before = set(sys.modules)
 start = time.process_time()
 exec(sys.argv[1])

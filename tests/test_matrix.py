@@ -47,7 +47,7 @@ def test_failed_pair_exits_with_1_and_a_list_runs_nothing(ran: list[str], capsys
     assert caught.value.code == 1
     matrix.main(["--list"])
     assert len(ran) == len(matrix.TRANSFORMERS)
-    assert capsys.readouterr().out.count("not run") == 12
+    assert capsys.readouterr().out.count("not run") == len(matrix.all_pairs()) - len(ran)
 
 
 def test_interrupted_run_keeps_what_it_recorded(

@@ -26,12 +26,20 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "matrix"
 RESULTS = FOLDER / "results.json"
-TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TRANSFORMERS = ("4.57.6", "5.20.0", "5.23.0", "5.24.0")
 #: Further requirements of every pair: the dependencies of clearhead and of the tests.
 SHARED = ("numpy", "typer", "rich", "hypothesis", "pytest", "pytest-xdist")
 #: The tests of a pair; those that are missing from this checkout are left out.
-TESTS = ("tests/ops", "tests/test_torch_op.py", "tests/bridges", "tests/net")
+TESTS = (
+    "tests/ops",
+    "tests/test_torch_op.py",
+    "tests/bridges",
+    "tests/net",
+    "tests/test_import.py",
+    # Builds of torch for CUDA bring the Triton that interprets the kernels.
+    "tests/backends/test_triton.py",
+)
 PASSED, FAILED, NOT_INSTALLED = "passed", "failed", "not installed"
 #: Exit codes.
 TESTS_FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130
@@ -110,7 +118,7 @@ def all_pairs() -> list[Pair]:
     """Every pair, oldest first.
 
     >>> len(all_pairs()), all_pairs()[0].name
-    (16, 'torch-2.11.0-transformers-4.57.6')
+    (20, 'torch-2.11.0-transformers-4.57.6')
     """
     return [Pair(*releases) for releases in product(TORCH, TRANSFORMERS)]
 

@@ -49,14 +49,15 @@ def _check_output(inputs: tuple[Tensor, ...], **options: Any) -> None:
         ch.attention(*(tensor.to(kind) for tensor in inputs), backend=name, **options)
         for kind, name in ((torch.float64, "reference"), (inputs[0].dtype, "reference"), (inputs[0].dtype, "triton"))
     )
-    assert torch.equal(actual.isnan(), exact.isnan()), "NaN elsewhere"
+    for test in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(test(actual), test(exact)), f"{test.__name__} elsewhere"
     if inputs[0].dtype != torch.float32:
         # Weights are rounded to 16 bits before they meet the values.
         textbook = textbook + torch.finfo(inputs[0].dtype).eps * inputs[2].abs().max().item()
     size = inputs[2][torch.isfinite(inputs[2])].double().square().mean().sqrt().item() if inputs[2].numel() else 1.0
     within_budget(
         "triton output",
-        *(each.nan_to_num() for each in (actual, textbook, exact)),
+        *(each.nan_to_num(0.0, 0.0, 0.0) for each in (actual, textbook, exact)),
         size=size,
         terms=max(1, inputs[1].shape[2]),
     )
@@ -94,13 +95,23 @@ def _heatmap(side: int) -> Callable[[], None]:
     return lambda: _check(inputs, {"heatmap": side}, mask=ch.Window(30), query_offset=10)
 
 
-def _poisoned(which: int, poison: float, mask: ch.Mask) -> Callable[[], None]:
+def _poisoned(*places: tuple[int, int, float], mask: ch.Mask | None, **options: Any) -> Callable[[], None]:
+    """Elements of the first head's third channel. A place: 0 for query, 1 for key, 2 for value; row; element."""
+
     def run() -> None:
         inputs = tuple(tensor.detach().clone() for tensor in tensors(batch=1, heads=2, kv_heads=1))
-        inputs[which][0, 0, 6, 2] = poison
-        _check(inputs, mask=mask, scores=(ch.SoftCap(2.0),))
+        for which, row, element in places:
+            inputs[which][0, 0, row, 2] = element
+        _check(inputs, mask=mask, **options)
 
     return run
+
+
+def _rescaled_to_zero() -> None:
+    """An infinite value whose weight is positive in its tile, and 0 beside a score of a later one."""
+    query, key, value = (torch.ones(1, 1, rows, 8) for rows in (2, 70, 70))
+    key[0, 0, 69], value[0, 0, 3, 1], value[0, 0, 69, 2] = 400.0, torch.inf, -torch.inf
+    _check((query, key, value), {"lse": True}, mask=ch.Dense(torch.ones(2, 70).tril(68) > 0))
 
 
 def _top_of_whole_rows() -> None:
@@ -156,10 +167,18 @@ CASES: dict[str, Callable[[], None]] = {
     "heatmap within blocks": _heatmap(8),
     "heatmap of odd tiles": _heatmap(21),
     "heatmap of several blocks": _heatmap(70),
-    "NaN in a query": _poisoned(0, torch.nan, ch.Window(2)),
-    "inf in a key": _poisoned(1, -torch.inf, ch.Window(2)),
-    "inf in a value": _poisoned(2, torch.inf, ch.Window(2)),
-    "NaN that nobody sees": _poisoned(1, torch.nan, ch.Dense((torch.arange(13) != 6)[None])),
+    "NaN in a query": _poisoned((0, 6, torch.nan), mask=ch.Window(2), scores=(ch.SoftCap(2.0),)),
+    "NaN in a value": _poisoned((2, 6, torch.nan), mask=ch.Window(2)),
+    "inf in a query": _poisoned((0, 6, torch.inf), mask=None),
+    "capped inf in a query": _poisoned((0, 6, torch.inf), mask=ch.Causal(), scores=(ch.SoftCap(2.0),)),
+    "inf in keys": _poisoned((1, 6, torch.inf), (1, 3, -torch.inf), mask=ch.Causal()),
+    "inf in a key alone": _poisoned((1, 0, torch.inf), mask=ch.Causal(), scores=(ch.Sink(0.5),)),
+    "capped inf in a key": _poisoned((1, 6, -torch.inf), mask=ch.Window(2), scores=(ch.SoftCap(2.0),)),
+    "inf in a value": _poisoned((2, 6, torch.inf), mask=ch.Window(2)),
+    "inf of both signs in values": _poisoned((2, 6, torch.inf), (2, 4, -torch.inf), mask=ch.Causal()),
+    "inf in a value of weight 0": _poisoned((2, 6, torch.inf), (1, 6, -torch.inf), mask=ch.Causal()),
+    "inf in a value whose weight becomes 0": _rescaled_to_zero,
+    "NaN that nobody sees": _poisoned((1, 6, torch.nan), mask=ch.Dense((torch.arange(13) != 6)[None])),
     "top-k of whole rows": _top_of_whole_rows,
     "no queries or no keys": _no_queries_or_no_keys,
     "equal weights and zeros": _equal_weights_and_zeros,

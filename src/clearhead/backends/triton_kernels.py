@@ -45,11 +45,9 @@ def _finite(values):
 
 
 @triton.jit
-def _load_queries(base, rows, stride, limit, width, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Queries; one with NaN or infinity becomes NaN in all channels, so that no score of it is infinite."""
-    query = _load(base, rows, stride, limit, width, BLOCK, PADDED)
-    bad = tl.max(tl.where(_finite(query), 0, 1), 1)
-    return tl.where((bad > 0)[:, None], float("nan"), query.to(tl.float32)).to(query.dtype)
+def _has_bad(values):
+    """1 if an element is NaN or infinite, else 0."""
+    return tl.max(tl.max(tl.where(_finite(values), 0, 1), 1), 0)
 
 
 @triton.jit
@@ -154,14 +152,31 @@ def _reach(first, last, sizes, mask, batch, head, INTERVALS: tl.constexpr, BLOCK
 
 
 @triton.jit
+def _count(count, places, elements, PRECISION: tl.constexpr, TYPE: tl.constexpr):
+    return tl.dot(places.to(TYPE), elements.to(TYPE), count, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_not_finite(output, every, above, below):
+    """The output with what values that are not finite add to it: infinity with a positive weight, else NaN."""
+    output = tl.where(above > 0.0, _INF, tl.where(below > 0.0, -_INF, output))
+    undefined = (every != above + below) | ((above > 0.0) & (below > 0.0))
+    return tl.where(undefined, float("nan"), output)
+
+
+@triton.jit
 def _attend(
     state, query, key, value, low, high, rows, batch, head, strides, sizes, mask, rules, first,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, KINDS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAD: tl.constexpr, PAD_VALUE: tl.constexpr,
     PRECISION: tl.constexpr, CHECK: tl.constexpr, DIRTY: tl.constexpr,
 ):  # fmt: skip
-    """Iterate over the keys ``[low, high)``: the sums of the softmax and of statistics."""
-    base, total, output, log_sum, sink_sum, distance_sum, spoiled = state
+    """Iterate over the keys ``[low, high)``: the sums of the softmax and of statistics.
+
+    With ``DIRTY``, values that are not finite count as 0 in the output. For each row and channel ``every`` counts those
+    that the row may attend to, ``above`` and ``below`` those of plus and of minus infinity with a positive weight.
+    """
+    base, total, output, log_sum, sink_sum, distance_sum, every, above, below = state
     for start in range(low, high, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         # A tile without a check is within the keys.
@@ -169,9 +184,10 @@ def _attend(
         keys = _load(key, cols, strides.key[2], limit, sizes.head_dim, WIDTH, PAD)
         values = _load(value, cols, strides.value[2], limit, sizes.value_dim, VALUE_WIDTH, PAD_VALUE)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * sizes.scale
-        if DIRTY:
-            scores = tl.where(_finite(scores), scores, float("nan"))
         scores = _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS)
+        if DIRTY:
+            # Infinity minus infinity would be NaN at forbidden places too.
+            scores = tl.where(scores == _INF, float("nan"), scores)
         if CHECK:
             allowed = _allowed(rows, cols, batch, head, sizes, mask, INTERVALS)
             scores = tl.where(allowed, scores, -_INF)
@@ -194,13 +210,17 @@ def _attend(
             distance = (rows + (sizes.offset - start)).to(tl.float32)[:, None] - (cols - start).to(tl.float32)[None, :]
             distance_sum = distance_sum * shrink + tl.sum(weights * tl.abs(distance), 1)
         if DIRTY:
-            bad = tl.where(_finite(values), 0.0, 1.0).to(values.dtype)
-            spoiled = tl.dot(allowed.to(values.dtype), bad, spoiled, input_precision=PRECISION)
+            # Weights that become 0 beside a larger score count no more.
+            above = tl.where(shrink[:, None] > 0.0, above, 0.0)
+            below = tl.where(shrink[:, None] > 0.0, below, 0.0)
+            every = _count(every, allowed, ~_finite(values), PRECISION, values.dtype)
+            above = _count(above, weights > 0.0, values == _INF, PRECISION, values.dtype)
+            below = _count(below, weights > 0.0, values == -_INF, PRECISION, values.dtype)
             values = tl.where(_finite(values), values, 0.0).to(values.dtype)
         total = total * shrink + tl.sum(weights, 1)
         output = tl.dot(weights.to(values.dtype), values, output * shrink[:, None], input_precision=PRECISION)
         base = higher
-    return base, total, output, log_sum, sink_sum, distance_sum, spoiled
+    return base, total, output, log_sum, sink_sum, distance_sum, every, above, below
 
 
 @triton.jit
@@ -228,8 +248,7 @@ def non_finite(
         cols = start + tl.arange(0, BLOCK)
         keys = _load(key, cols, strides.key[2], sizes.k_len, sizes.head_dim, WIDTH, True)
         values = _load(value, cols, strides.value[2], sizes.k_len, sizes.value_dim, VALUE_WIDTH, True)
-        flag = tl.maximum(flag, tl.max(tl.max(tl.where(_finite(keys), 0, 1), 1), 0))
-        flag = tl.maximum(flag, tl.max(tl.max(tl.where(_finite(values), 0, 1), 1), 0))
+        flag = tl.maximum(flag, tl.maximum(_has_bad(keys), _has_bad(values)))
     tl.store(dirty + tl.program_id(0), flag)
 
 
@@ -243,8 +262,8 @@ def forward(
 ):  # fmt: skip
     """Output and row statistics of a block of queries of one head.
 
-    It is launched twice: for heads whose keys and values are finite, and with ``DIRTY`` for heads in which NaN and
-    infinity must reach only the rows that may attend to them. Each launch skips the heads of the other.
+    It is launched twice: with ``DIRTY`` for blocks of queries that contain NaN or infinity, or whose head has some in a
+    key or value, which must reach only the rows that may attend to them; and for all others.
     """
     blocks = tl.cdiv(sizes.q_len, ROWS)
     pair = tl.program_id(0) // blocks
@@ -252,13 +271,14 @@ def forward(
     row_start = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     batch, head = (pair // sizes.heads).to(tl.int64), (pair % sizes.heads).to(tl.int64)
     kv_head = head // sizes.group
-    if (_is_dirty(dirty + (batch * sizes.kv_heads + kv_head) * chunks, chunks) != 0) != DIRTY:
-        return
     query += batch * strides.query[0] + head * strides.query[1]
     key += batch * strides.key[0] + kv_head * strides.key[1]
     value += batch * strides.value[0] + kv_head * strides.value[1]
     rows = row_start + tl.arange(0, ROWS)
-    queries = _load_queries(query, rows, strides.query[2], sizes.q_len, sizes.head_dim, WIDTH, PAD)
+    queries = _load(query, rows, strides.query[2], sizes.q_len, sizes.head_dim, WIDTH, PAD)
+    bad_keys = _is_dirty(dirty + (batch * sizes.kv_heads + kv_head) * chunks, chunks)
+    if ((bad_keys != 0) | (_has_bad(queries) != 0)) != DIRTY:
+        return
     last = tl.minimum(row_start + ROWS, sizes.q_len)
     low, high, full_low, full_high = _reach(row_start, last, sizes, mask, batch, head, INTERVALS, BLOCK, ROWS)
 
@@ -267,14 +287,14 @@ def forward(
     ENTROPY: tl.constexpr = entropy is not None
     DISTANCE: tl.constexpr = distance is not None
     BANDED: tl.constexpr = INTERVALS == 0 and mask.table is None and mask.blocks is None
-    sums = (nothing - _INF, nothing, empty, nothing, nothing, nothing, nothing)
+    sums = (nothing - _INF, nothing, empty, nothing, nothing, nothing, nothing, nothing, nothing)
     if DIRTY:
-        base, total, result, log_sum, sink_sum, distance_sum, spoiled = _attend(
-            (nothing - _INF, nothing, empty, nothing, nothing, nothing, empty),
+        base, total, result, log_sum, sink_sum, distance_sum, every, above, below = _attend(
+            (nothing - _INF, nothing, empty, nothing, nothing, nothing, empty, empty, empty),
             queries, key, value, low, high, rows, batch, head, strides, sizes, mask, rules, first, ENTROPY, DISTANCE,
             KINDS, INTERVALS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION, CHECK=True, DIRTY=True,
         )  # fmt: skip
-        result = tl.where(spoiled > 0.0, float("nan"), result)
+        result = _add_not_finite(result, every, above, below)
     else:
         if BANDED:
             if mask.keys_before is not None:
@@ -289,7 +309,7 @@ def forward(
                 CHECK=False, DIRTY=False,
             )  # fmt: skip
             low = full_high
-        base, total, result, log_sum, sink_sum, distance_sum, _ = _attend(
+        base, total, result, log_sum, sink_sum, distance_sum, _, _, _ = _attend(
             sums, queries, key, value, low, high, rows, batch, head, strides, sizes, mask, rules, first, ENTROPY,
             DISTANCE, KINDS, INTERVALS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION, CHECK=True, DIRTY=False,
         )  # fmt: skip
