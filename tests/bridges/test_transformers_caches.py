@@ -13,6 +13,7 @@ import clearhead as ch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from clearhead.bridges.transformers import PagedCache  # noqa: E402
+from clearhead.integrations.transformers.calls import cache_in, cache_name  # noqa: E402
 from clearhead.integrations.transformers.paged import PagesTensor  # noqa: E402
 from tests.bridges.hf_models import TRANSFORMERS_4  # noqa: E402
 
@@ -46,6 +47,8 @@ def generated(model: Any, way: str = "greedy", ids: Tensor = IDS, **options: Any
     ids = ids[:1] if "lookup" in way else ids
     if way == "prompt lookup" and TRANSFORMERS_4:
         pytest.skip("transformers 4 looks for an end token, and there is none")
+    if "cache" in options:
+        options[cache_name(model)] = options.pop("cache")
     output: Tensor = model.generate(ids, max_new_tokens=10, do_sample=False, **{**WAYS[way], **options})
     return output
 
@@ -58,7 +61,7 @@ def test_a_paged_cache_generates_the_same_tokens(way: str, swapped: bool) -> Non
     if swapped:
         ch.swap(model)
     cache = PagedCache(model.config, num_blocks=40, block_size=16)
-    assert torch.equal(generated(model, way, past_key_values=cache), expected)
+    assert torch.equal(generated(model, way, cache=cache), expected)
     assert cache.pages is not None
     assert cache.pages.used_blocks <= 2 * len(cache.sequences)
     cache.reset()
@@ -72,7 +75,7 @@ def test_attention_reads_the_pages_where_they_are(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(PagesTensor, "elements", lambda self: pytest.fail("the pages were gathered"))
             cache = PagedCache(model.config, num_blocks=20, block_size=16)
-            assert torch.equal(generated(model, past_key_values=cache), expected)
+            assert torch.equal(generated(model, cache=cache), expected)
 
 
 def test_left_padding_over_pages_gives_the_same_tokens() -> None:
@@ -81,7 +84,7 @@ def test_left_padding_over_pages_gives_the_same_tokens() -> None:
     expected = generated(model, attention_mask=mask)
     ch.swap(model)
     cache = PagedCache(model.config, num_blocks=20, block_size=16)
-    assert torch.equal(generated(model, attention_mask=mask, past_key_values=cache), expected)
+    assert torch.equal(generated(model, attention_mask=mask, cache=cache), expected)
 
 
 def test_a_forked_cache_continues_a_prefix_and_leaves_it() -> None:
@@ -89,13 +92,13 @@ def test_a_forked_cache_continues_a_prefix_and_leaves_it() -> None:
     ch.swap(model)
     prefix = PagedCache(model.config, num_blocks=20, block_size=16)
     with torch.no_grad():
-        model(IDS, past_key_values=prefix)
+        model(IDS, **{cache_name(model): prefix})
     assert prefix.pages is not None
     for seed in range(2):
         more = torch.cat([IDS, torch.randint(1, 50, (2, 3), generator=torch.Generator().manual_seed(seed))], 1)
         fork = prefix.fork()
         assert prefix.pages.shared_blocks == 4
-        assert torch.equal(generated(model, ids=more, past_key_values=fork), generated(model, ids=more))
+        assert torch.equal(generated(model, ids=more, cache=fork), generated(model, ids=more))
         fork.reset()
         assert (prefix.pages.used_blocks, prefix.get_seq_length()) == (4, 20)
 
@@ -104,9 +107,9 @@ def test_a_full_paged_cache_is_one_line_and_as_before() -> None:
     model = llama()
     cache = PagedCache(model.config, num_blocks=4, block_size=16)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{cache_name(model): cache})
         with pytest.raises(ch.CacheFullError, match="must fit into the 0 free blocks"):
-            model(IDS, past_key_values=cache)
+            model(IDS, **{cache_name(model): cache})
     assert cache.pages is not None
     assert (cache.get_seq_length(), cache.pages.used_blocks) == (20, 4)
 
@@ -169,3 +172,25 @@ def test_continuous_batching_runs_by_sdpa_when_swapped_and_accelerated() -> None
     ch.swap(model)
     model.set_attn_implementation("sdpa")
     assert batched(model) == expected
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_cache_is_found_whatever_its_name(swapped: bool) -> None:
+    model, name = llama(), cache_name(llama())
+    assert name in ("cache", "past_key_values")
+    assert cache_name(torch.nn.Linear(2, 2)) is None
+    if swapped:
+        ch.swap(model)
+        ch.freeze(model)
+        assert cache_name(model) == name
+    with torch.no_grad():
+        cache = cache_in(model(IDS, use_cache=True))
+        assert type(cache) is transformers.DynamicCache
+        assert cache_in(model(IDS[:, :1], return_dict=False, **{name: cache})) is cache
+        assert cache.get_seq_length() == 21
+        assert cache_in(model(IDS, use_cache=False)) is None
+
+
+def test_laws_of_caches_apply_to_models_of_transformers() -> None:
+    report = ch.verify_model(llama(), laws=["chunks", "decoding"], lengths=[40, 23])
+    assert "does not apply" not in [report[law].status for law in ("chunks", "decoding")]

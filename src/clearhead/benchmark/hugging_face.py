@@ -344,6 +344,8 @@ def _decoding(model: Any, *, ids: Tensor, real: Tensor, memory_len: int | None) 
     """Each call decodes the same tokens after the same prompt, then restores the cache."""
     from transformers import DynamicCache, EncoderDecoderCache
 
+    from clearhead.integrations.transformers.calls import cache_name
+
     self_cache = DynamicCache(config=model.config) if hasattr(model.config, "layer_types") else DynamicCache()
     cache: Any = self_cache
     given: dict[str, Any] = {}
@@ -351,12 +353,13 @@ def _decoding(model: Any, *, ids: Tensor, real: Tensor, memory_len: int | None) 
         cache = EncoderDecoderCache(cache, DynamicCache())
         size, source = (len(ids), memory_len, model.config.d_model), torch.Generator().manual_seed(2)
         given["encoder_hidden_states"] = torch.randn(size, generator=source).to(model.dtype)
+    given[cache_name(model) or "cache"] = cache
     places = (real.long().cumsum(1) - 1).clamp(min=0)
 
     def states(begin: int, end: int) -> Tensor:
         if not bool(real.all()):
             given.update(attention_mask=real[:, :end].long(), position_ids=places[:, begin:end])
-        output: Tensor = model(input_ids=ids[:, begin:end], past_key_values=cache, **given).last_hidden_state
+        output: Tensor = model(input_ids=ids[:, begin:end], **given).last_hidden_state
         return output
 
     prompt = ids.shape[1] - _DECODED

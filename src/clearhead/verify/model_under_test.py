@@ -311,6 +311,10 @@ class _Transformers(_OfTokens):
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         self.vocab_size, self.config = config.vocab_size, config
         self.options = frozenset(inspect.signature(model.forward).parameters)
+        # transformers is installed, as the model is one of its own.
+        from clearhead.integrations.transformers.calls import cache_in, cache_name
+
+        self.cache_name, self.cache_in = cache_name(model), cache_in
 
     @property
     def longest(self) -> int:
@@ -319,11 +323,11 @@ class _Transformers(_OfTokens):
     @cached_property
     def decodes(self) -> bool:
         """Whether a call returns a cache."""
-        if not {"past_key_values", "use_cache"} <= self.options:
+        if self.cache_name is None or "use_cache" not in self.options:
             return False
         ids = torch.ones(1, 2, dtype=torch.int64, device=self.parameter.device)
         with torch.no_grad():
-            return getattr(self.model(input_ids=ids, use_cache=True), "past_key_values", None) is not None
+            return self.cache_in(self.model(input_ids=ids, use_cache=True)) is not None
 
     def inputs(self) -> nn.Module | None:
         module: nn.Module = self.model.get_input_embeddings()
@@ -349,11 +353,11 @@ class _Transformers(_OfTokens):
         if "use_cache" in self.options:
             options["use_cache"] = call.cached
         if call.cached:
-            if not self.decodes:
+            if self.cache_name is None or not self.decodes:
                 raise NotApplicable("it has no cache")
-            options["past_key_values"] = cache
+            options[self.cache_name] = cache
         result = self.model(input_ids=batch, **options)
-        cache = getattr(result, "past_key_values", None) if call.cached else None
+        cache = self.cache_in(result) if call.cached else None
         return result[0] if not hasattr(result, "logits") else result.logits, cache
 
     def generate(self, prompts: Sequence[Tensor], count: int, seed: int | None) -> list[Generated]:

@@ -131,10 +131,14 @@ def _compiled(work: ModelWork, model: Any, wrap: Callable[[Any], Any]) -> Call:
 
 
 def _decoding(work: ModelWork, model: Any, step: Callable[..., Any], empty: Callable[[], Any]) -> Call:
-    def prompt() -> Any:
-        cache = empty()
+    from clearhead.integrations.transformers.calls import cache_name
+
+    name = cache_name(model) or "cache"
+
+    def prompt() -> dict[str, Any]:
+        cached = {name: empty()}
         with torch.no_grad():
-            model(input_ids=work.ids[:, : work.length], past_key_values=cache, logits_to_keep=1)
-        return cache
+            model(input_ids=work.ids[:, : work.length], logits_to_keep=1, **cached)
+        return cached
 
     return decoding_call(step, prompt, work.ids, work.length)

@@ -164,23 +164,23 @@ def prefill_call(model: Callable[..., Any], ids: Tensor) -> Call:
     return call
 
 
-def decoding_call(step: Callable[..., Any], prompt: Callable[[], Any], ids: Tensor, length: int) -> Call:
+def decoding_call(step: Callable[..., Any], prompt: Callable[[], Mapping[str, Any]], ids: Tensor, length: int) -> Call:
     """The call that decodes the next token and returns its logits ``[batch, vocab]``.
 
     Args:
-        step: the model, called with token ids ``[batch, 1]`` and ``past_key_values``.
-        prompt: returns a cache that has the first ``length`` tokens.
+        step: the model, called with token ids ``[batch, 1]`` and what ``prompt`` returns.
+        prompt: returns, under the argument's name, a cache that has the first ``length`` tokens.
         ids: tokens of the prompt and those to decode, ``[batch, length + count]``.
         length: tokens of the prompt.
     """
-    place, cache = length, prompt()
+    place, cached = length, prompt()
 
     def call() -> Groups:
-        nonlocal place, cache
+        nonlocal place, cached
         if place == ids.shape[1]:
-            place, cache = length, prompt()
+            place, cached = length, prompt()
         with torch.no_grad():
-            logits: Tensor = step(input_ids=ids[:, place : place + 1], past_key_values=cache).logits
+            logits: Tensor = step(input_ids=ids[:, place : place + 1], **cached).logits
         place += 1
         return ((logits[:, -1],),)
 

@@ -1,4 +1,4 @@
-"""The arguments of a call by their role: transformers renames them from release to release."""
+"""The arguments and results of a call by their role: transformers renames them from release to release."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from clearhead.integrations.transformers.masks import MaskTensor
 
-__all__ = ["Arguments", "Signature", "arguments_of", "signature_of"]
+__all__ = ["Arguments", "Signature", "arguments_of", "cache_in", "cache_name", "signature_of"]
 
 #: Arguments that may be True and do not change what a layer computes.
 _UNREAD: Final = frozenset(("use_cache", "output_hidden_states", "return_dict"))
@@ -86,6 +86,18 @@ def signature_of(forward: Callable[..., Any]) -> Signature:
         tuple(each.name for each in parameters[1:] if each.default is each.empty),
         {role: name for name, role in _RELATIVE.items() if name in names},
     )
+
+
+def cache_name(model: Any) -> str | None:
+    """The argument of a model's ``forward`` that takes a cache: ``past_key_values`` before transformers 5.24, ``cache``
+    since; None without one."""
+    return signature_of(type(model).forward).cache
+
+
+def cache_in(output: Any) -> Cache | None:
+    """The cache that a model or a layer returned; None without one."""
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return next((part for part in parts if isinstance(part, Cache)), None)
 
 
 def arguments_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clearhead.integrations.recast import class_of, fast_of, original_of, recast, replacement
 from clearhead.integrations.report import SwapRow
-from clearhead.integrations.transformers.calls import signature_of
+from clearhead.integrations.transformers.calls import cache_in, signature_of
 from clearhead.integrations.transformers.forwards import LayerForward
 from clearhead.integrations.transformers.match import at
 from clearhead.integrations.transformers.parts import linear_of
@@ -170,7 +170,7 @@ def _agree(owner: Any, kind: type[nn.Module], options: dict[str, Any]) -> bool:
     outputs = [kind.forward(owner, **options), owner(**options)]
     if not torch.equal(*map(_states_of, outputs)):
         return False
-    caches = [getattr(output, "past_key_values", None) for output in outputs]
+    caches = [*map(cache_in, outputs)]
     if not options.get("use_cache") or None in caches:
         return True
     name = signature_of(kind.forward).cache

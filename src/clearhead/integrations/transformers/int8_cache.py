@@ -131,7 +131,9 @@ class Int8SlidingLayer(_InInt8, DynamicSlidingWindowLayer):  # type: ignore[misc
 
 
 class Int8Cache(DynamicCache):  # type: ignore[misc]
-    """transformers' ``past_key_values`` with keys and values in int8, one float32 scale for each row, head and token.
+    """A cache for models of transformers with keys and values in int8, one float32 scale for each row, head and token.
+
+    Pass it as ``cache``; before transformers 5.24 the argument was ``past_key_values``.
 
     A row of ``head_dim`` channels takes ``head_dim + 4`` bytes: 0.26 of a float32 cache's for ``head_dim`` 128. After
     ``ch.swap`` attention reads the int8 rows where they are; other attention implementations read a dequantized copy.
@@ -149,7 +151,7 @@ class Int8Cache(DynamicCache):  # type: ignore[misc]
     >>> model = LlamaForCausalLM(config).eval()
     >>> report = ch.swap(model)
     >>> cache = ch.bridges.transformers.Int8Cache(model.config)
-    >>> model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=4, do_sample=False).shape
+    >>> model.generate(torch.tensor([[1, 2, 3]]), cache=cache, max_new_tokens=4, do_sample=False).shape
     torch.Size([1, 7])
     >>> cache.get_seq_length(), cache.layers[0].kv_cache.key.shape
     (6, torch.Size([1, 2, 6, 12]))

@@ -50,7 +50,9 @@ class PagesTensor(DeferredTensor):
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """transformers' ``past_key_values`` in the blocks of a ``ch.PagedKVCache``.
+    """A cache for models of transformers in the blocks of a ``ch.PagedKVCache``.
+
+    Pass it as ``cache``; before transformers 5.24 the argument was ``past_key_values``.
 
     Every row of a batch is a sequence of the paged cache. Beams and ``num_return_sequences`` share blocks until they
     differ, cropping returns blocks, and ``fork`` starts another generation from cached tokens, such as a system prompt.
@@ -80,7 +82,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     >>> model = LlamaForCausalLM(config).eval()
     >>> report = ch.swap(model)
     >>> cache = ch.bridges.transformers.PagedCache(model.config, num_blocks=8)
-    >>> model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=4, do_sample=False).shape
+    >>> model.generate(torch.tensor([[1, 2, 3]]), cache=cache, max_new_tokens=4, do_sample=False).shape
     torch.Size([1, 7])
     >>> cache.pages.used_blocks, cache.get_seq_length()
     (1, 6)
