@@ -13,8 +13,8 @@ from clearhead.errors import DataError
 from clearhead.ops import library as native_library
 
 
-def journal(path: Path, *, resume: bool = False) -> Journal:
-    return Journal(path, command="clearhead bench --suite x", load_before=0.5, resume=resume)
+def journal(path: Path, *, resume: bool = False, **settings: object) -> Journal:
+    return Journal(path, command="clearhead bench --suite x", load_before=0.5, settings=settings, resume=resume)
 
 
 def test_each_row_is_written_immediately_with_its_head(tmp_path: Path) -> None:
@@ -34,14 +34,25 @@ def test_each_row_is_written_immediately_with_its_head(tmp_path: Path) -> None:
 
 
 def test_resume_keeps_rows_of_equal_conditions(tmp_path: Path) -> None:
+    path, settings = tmp_path / "x.json", {"small": False, "against": ["OpenVINO"], "seconds": None}
+    journal(path, **settings).add({"title": "a"})
+    assert list(journal(path, resume=True, **settings).rows) == ["a"]
+    assert journal(path, **settings).rows == {}
+    for other in ({"small": True}, {"against": []}, {"seconds": 2.0}):
+        with pytest.raises(DataError, match=rf"x\.json with other {[*other][0]}\. Leave --resume out"):
+            journal(path, resume=True, **settings | other)
+
+
+def test_resume_on_another_machine_loses_no_row(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     journal(path).add({"title": "a"})
-    assert list(journal(path, resume=True).rows) == ["a"]
-    assert journal(path).rows == {}
     content = json.loads(path.read_text())
     content["head"]["threads"]["intra_op"] += 1
+    content["head"]["kernels"] = "another set"
     path.write_text(json.dumps(content))
-    assert journal(path, resume=True).rows == {}
+    with pytest.raises(DataError, match=r"x\.json with other kernels, threads\. Leave --resume out"):
+        journal(path, resume=True)
+    assert json.loads(path.read_text()) == content
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"rows": []}', "{"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from clearhead.benchmark.results import facts
@@ -17,7 +18,7 @@ _PEERS = (
     "onnxruntime", "onnx", "transformers", "openvino", "nncf", "ctranslate2", "gguf", "llama-cpp-python", "torchao",
     "zentorch",
 )  # fmt: skip
-#: Fields that must be equal for a resumed run.
+#: Fields of the head that must be equal for a resumed run, besides its settings.
 _SAME = ("machine", "versions", "torch", "kernels", "threads")
 
 
@@ -39,18 +40,41 @@ class Journal:
         path: the file; its folder is created when the first row is written.
         command: the command line.
         load_before: the machine's load before the start.
-        resume: whether to keep the rows of an existing file, if machine, software and threads are the same.
+        settings: further fields of the head: what was measured of each row, and how long.
+        resume: whether to keep the rows of an existing file.
+
+    Raises:
+        DataError: the file to resume is no result file, or has another machine, software, threads or settings.
     """
 
-    def __init__(self, path: Path, *, command: str, load_before: float | None, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        command: str,
+        load_before: float | None,
+        settings: Mapping[str, object] = MappingProxyType({}),
+        resume: bool = False,
+    ) -> None:
         self.path = path
-        self.head = facts(command=command, load_before=load_before)
+        self.head = facts(command=command, load_before=load_before) | dict(settings)
         self.head["versions"] = {**self.head["versions"], **peer_versions()}
         self.rows: dict[str, dict[str, Any]] = {}
         if resume and path.exists():
             old = self.read(path)
-            if all(old["head"].get(name) == self.head[name] for name in _SAME):
-                self.rows = {row["title"]: row for row in old["rows"]}
+            self._check_same(old["head"], (*_SAME, *settings))
+            self.rows = {row["title"]: row for row in old["rows"]}
+
+    def _check_same(self, old: Mapping[str, Any], names: Sequence[str]) -> None:
+        others = [name for name in names if old.get(name) != self.head[name]]
+        if others:
+            raise DataError.about(
+                "bench",
+                "--resume",
+                must="continue a run on the same machine with the same software and options",
+                got=f"{self.path} with other {', '.join(others)}",
+                then="Leave --resume out to measure anew, or name another folder with --out.",
+            )
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row under its title and write the file."""

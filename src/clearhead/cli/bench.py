@@ -269,9 +269,10 @@ class _Measurement:
         from clearhead.benchmark import Journal
 
         command = " ".join(["clearhead bench", option, *self.words])
-        journal = Journal(self.out / f"{name}.json", command=command, load_before=before, resume=self.resume)
-        journal.head["small"] = self.quick
-        return journal
+        repeats, seconds = self.budget
+        settings = {"small": self.quick, "repeats": repeats, "seconds": seconds, "against": [*self.selection.against]}
+        path = self.out / f"{name}.json"
+        return Journal(path, command=command, load_before=before, settings=settings, resume=self.resume)
 
 
 def _show_sheet(sheet: Sheet, journal: Journal) -> None:
