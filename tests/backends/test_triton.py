@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from clearhead import dispatch
 from clearhead.backends import triton
 from clearhead.backends.capability import Backend
 from clearhead.dispatch import loaded
+from clearhead.verify import law_names
 from tests.problems import BLOCK_TABLE, DENSE, HEADS, MASKS, RULES, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +151,9 @@ def _one_changes_no_other() -> None:
             assert value is None or torch.equal(value, getattr(whole, field)), f"{name}: {field}"
 
 
+#: Laws that take the interpreter minutes.
+SLOW_LAWS = {"many heads and sequences", "memory"}
+
 CASES: dict[str, Callable[[], None]] = {
     **{
         f"{mask}, {rule}": _mask_and_rule(mask, rule)
@@ -210,6 +215,15 @@ def _multiply_bfloat16() -> None:
         return plain(self, *numbers, *rest)
 
     InterpreterBuilder.create_dot = product
+
+
+def _hold_laws() -> None:
+    """Check the laws of attention; print as JSON what broke each."""
+    dispatch.loaded = _on_this_cpu
+    attention = partial(ch.attention, backend="triton")
+    laws = [law for law in law_names() if law not in SLOW_LAWS]
+    report = ch.verify(attention, signature="clearhead", examples=1, laws=laws)
+    print(json.dumps({law: report[law].detail for law in laws if report[law].status == "fails"}))
 
 
 def _interpret() -> None:
@@ -286,7 +300,7 @@ def _own_process(what: str, place: Path, **environment: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -305,6 +319,13 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernels_equal_the_specification(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == "", interpreted[name]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_interpreted_kernels_break_no_law(interpreted: dict[str, str], tmp_path: Path) -> None:
+    assert set(interpreted) == set(CASES)
+    assert json.loads(_own_process("laws", tmp_path, TRITON_INTERPRET="1")) == {}
 
 
 @needs_triton
@@ -367,4 +388,4 @@ def test_on_the_device(dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    {"interpret": _interpret, "compile": _compile}[sys.argv[1]]()
+    {"interpret": _interpret, "laws": _hold_laws, "compile": _compile}[sys.argv[1]]()
