@@ -97,11 +97,13 @@ def _heatmap(side: int) -> Callable[[], None]:
     return lambda: _check(inputs, {"heatmap": side}, mask=ch.Window(30), query_offset=10)
 
 
-def _poisoned(*places: tuple[int, int, float], mask: ch.Mask | None, **options: Any) -> Callable[[], None]:
+def _poisoned(
+    *places: tuple[int, int, float], mask: ch.Mask | None, dtype: torch.dtype = torch.float32, **options: Any
+) -> Callable[[], None]:
     """Elements of the first head's third channel. A place: 0 for query, 1 for key, 2 for value; row; element."""
 
     def run() -> None:
-        inputs = tuple(tensor.detach().clone() for tensor in tensors(batch=1, heads=2, kv_heads=1))
+        inputs = tuple(tensor.detach().clone() for tensor in tensors(batch=1, heads=2, kv_heads=1, dtype=dtype))
         for which, row, element in places:
             inputs[which][0, 0, row, 2] = element
         _check(inputs, mask=mask, **options)
@@ -183,6 +185,8 @@ CASES: dict[str, Callable[[], None]] = {
     "inf of both signs in values": _poisoned((2, 6, torch.inf), (2, 4, -torch.inf), mask=ch.Causal()),
     "inf in a value of weight 0": _poisoned((2, 6, torch.inf), (1, 6, -torch.inf), mask=ch.Causal()),
     "inf in a value whose weight becomes 0": _rescaled_to_zero,
+    "inf in bfloat16": _poisoned((1, 6, torch.inf), (2, 3, torch.inf), mask=ch.Causal(), dtype=torch.bfloat16),
+    "NaN in float16": _poisoned((0, 6, torch.nan), (2, 3, torch.nan), mask=ch.Causal(), dtype=torch.float16),
     "NaN that nobody sees": _poisoned((1, 6, torch.nan), mask=ch.Dense((torch.arange(13) != 6)[None])),
     "top-k of whole rows": _top_of_whole_rows,
     "no queries or no keys": _no_queries_or_no_keys,

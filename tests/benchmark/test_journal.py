@@ -38,9 +38,9 @@ def test_resume_keeps_rows_of_equal_conditions(tmp_path: Path) -> None:
     journal(path, **settings).add({"title": "a"})
     assert list(journal(path, resume=True, **settings).rows) == ["a"]
     assert journal(path, **settings).rows == {}
-    for other in ({"small": True}, {"against": []}, {"seconds": 2.0}):
-        with pytest.raises(DataError, match=rf"x\.json with other {[*other][0]}\. Leave --resume out"):
-            journal(path, resume=True, **settings | other)
+    for name, other in (("small", True), ("against", []), ("seconds", 2.0)):
+        with pytest.raises(DataError, match=rf"x\.json with other {name}\. Leave --resume out"):
+            journal(path, resume=True, **settings | {name: other})
 
 
 def test_resume_on_another_machine_loses_no_row(tmp_path: Path) -> None:

@@ -153,7 +153,9 @@ def _reach(first, last, sizes, mask, batch, head, INTERVALS: tl.constexpr, BLOCK
 
 @triton.jit
 def _count(count, places, elements, PRECISION: tl.constexpr, TYPE: tl.constexpr):
-    return tl.dot(places.to(TYPE), elements.to(TYPE), count, input_precision=PRECISION)
+    """``count`` and for each row and column the number of elements at the row's places; both are booleans."""
+    left, right = tl.where(places, 1.0, 0.0), tl.where(elements, 1.0, 0.0)
+    return tl.dot(left.to(TYPE), right.to(TYPE), count, input_precision=PRECISION)
 
 
 @triton.jit
