@@ -188,7 +188,7 @@ def _attend(
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * sizes.scale
         scores = _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS)
         if DIRTY:
-            # Infinity minus infinity would be NaN at forbidden places too.
+            # As the anchor infinity would make sums 0 or NaN whether their keys are forbidden or not.
             scores = tl.where(scores == _INF, float("nan"), scores)
         if CHECK:
             allowed = _allowed(rows, cols, batch, head, sizes, mask, INTERVALS)
