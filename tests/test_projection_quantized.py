@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import clearhead as ch
 from clearhead.invariance import invariant
 from clearhead.nn.fused import fused_attention
 from clearhead.nn.spec import Projections
@@ -298,6 +299,40 @@ def test_queries_keys_and_values_of_one_weight_read_a_memory(bits: int) -> None:
     assert one is not None
     assert three is not None
     assert torch.equal(one, three)
+
+
+def _rounding(outputs: int, rounding: Rounding, *, packed: bool) -> QuantizedWeight:
+    """A weight of 64 inputs that rounds them."""
+    plain = _weight(64, outputs, 64)
+    bounds = (0, 127) if rounding is Rounding.TENSOR else (-128, 127)
+    weight = QuantizedWeight(plain.codes, plain.scale, None, rounding, bounds)
+    return weight.packed() if packed else weight
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("rounding", ROUNDED)
+def test_layers_of_one_input_round_it_as_each_does_alone(
+    isa: str, rounding: Rounding, same: bool, packed: bool, rows: int
+) -> None:
+    others = [each for each in ROUNDED if each is not rounding]
+    query, key, value = (
+        _rounding(outputs, each, packed=packed)
+        for outputs, each in zip((64, 32, 32), [rounding] * 3 if same else (rounding, rounding, others[0]), strict=True)
+    )
+    last, other = _rounding(64, rounding, packed=packed), _rounding(64, rounding if same else others[1], packed=packed)
+    x = torch.randn(2, rows, 64) * torch.logspace(-1, 1, rows)[:, None] + 0.3
+    with torch.no_grad():
+        output = fused_attention((x,), Projections([(each, None) for each in (query, key, value)], (last, None), 4, 2))
+        heads = [project_stored(x, each).unflatten(-1, (-1, 16)).transpose(1, 2) for each in (query, key, value)]
+        attended = ch.attention(*heads, backend="native").transpose(1, 2).flatten(2)
+        gated = project_activate_project(x, query, None, last, None, gate=(other, None), activation="silu")
+        hidden = project_stored(x, query) * multiply_stored(x, other, None, Activation.SILU)
+    assert output is not None
+    assert torch.equal(output, project_stored(attended, last))
+    assert gated is not None
+    torch.testing.assert_close(gated, project_stored(hidden, last), rtol=1e-5, atol=1e-4)
 
 
 def test_layer_with_integers_leaves_calls_with_gradients() -> None:

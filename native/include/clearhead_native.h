@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 31
+#define CH_ABI 32
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_INTERVALS 4
 #define CH_MAX_RULES 8
@@ -476,8 +476,9 @@ CH_EXPORT int ch_unpack(const ch_projection* work);
 CH_EXPORT int64_t ch_panel_columns(int32_t dtype, int32_t isa);
 /* Bytes of the panels of a right [steps, columns]; 0 if dtype, set or sizes are out of range. */
 CH_EXPORT int64_t ch_panel_bytes(int32_t dtype, int32_t isa, int64_t steps, int64_t columns);
-/* A linear layer with a weight of integers. */
-CH_EXPORT int ch_multiply_quantized(const ch_quantized* work);
+/* Linear layers with weights of integers. Several read the same x and round it alike, once, and are computed in order, so
+ * that the output of one may be the gate of a later one. */
+CH_EXPORT int ch_multiply_quantized(const ch_quantized* layers, int32_t count);
 /* Packs the weight, where x is rounded, into ch_quantized_panel_bytes() bytes at `output`. Results have the same bits. A
  * panel has ch_panel_columns(CH_FLOAT32, isa) columns. */
 CH_EXPORT int ch_pack_quantized(const ch_quantized* work);

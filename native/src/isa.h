@@ -31,7 +31,7 @@ struct Kernels {
 };
 // Those of quantised linear layers.
 struct QuantizedKernels {
-  int (*multiply)(const ch_quantized* work);
+  int (*multiply)(const ch_quantized* layers, int count);
   int (*pack)(const ch_quantized* work);
   int64_t (*panel_bytes)(int64_t steps, int64_t columns);
 };

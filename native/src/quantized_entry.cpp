@@ -51,6 +51,23 @@ int check(const ch_quantized& work) {
   return check_rows(work.output, work.rows, work.output_row, work.columns, size, Access::write);
 }
 
+// Whether rows that a layer rounds are those of another.
+bool round_alike(const ch_quantized& a, const ch_quantized& b) {
+  const bool same_rows = a.x == b.x && a.x_row == b.x_row && a.rows == b.rows && a.steps == b.steps && a.dtype == b.dtype;
+  return same_rows && a.isa == b.isa && a.rounding == b.rounding && a.low == b.low && a.high == b.high;
+}
+
+int check_layers(const ch_quantized* layers, int32_t count) {
+  const Kernels* kernels = nullptr;
+  if (count < 1) return CH_BAD_SHAPE;
+  for (int32_t i = 0; i < count; i++) {
+    CH_TRY(check_library(layers == nullptr ? nullptr : &layers[i], &kernels));
+    CH_TRY(check(layers[i]));
+    if (count > 1 && (layers[i].rounding == CH_ROUND_NONE || !round_alike(layers[0], layers[i]))) return CH_BAD_OPTION;
+  }
+  return CH_OK;
+}
+
 int check_pack(const ch_quantized& work) {
   CH_TRY(check_sizes(work));
   if (work.rounding == CH_ROUND_NONE || work.panels != nullptr) return CH_BAD_OPTION;
@@ -63,11 +80,10 @@ int check_pack(const ch_quantized& work) {
 
 extern "C" {
 
-int ch_multiply_quantized(const ch_quantized* work) {
-  const clearhead::Kernels* kernels = nullptr;
-  CH_TRY(clearhead::check_library(work, &kernels));
-  CH_TRY(clearhead::check(*work));
-  return work->rows == 0 || work->columns == 0 ? CH_OK : clearhead::quantized_kernels_of(work->isa)->multiply(work);
+int ch_multiply_quantized(const ch_quantized* layers, int32_t count) {
+  CH_TRY(clearhead::check_layers(layers, count));
+  if (layers->rows == 0 || (count == 1 && layers->columns == 0)) return CH_OK;
+  return clearhead::quantized_kernels_of(layers->isa)->multiply(layers, count);
 }
 
 int ch_pack_quantized(const ch_quantized* work) {

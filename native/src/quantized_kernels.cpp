@@ -20,26 +20,27 @@ template <class M, class IO, class Codes, bool DEQUANTIZES> int run_weight_only(
   return WeightOnly<M, IO, Codes, DEQUANTIZES>(w).run();
 }
 
-template <class M, class IO> int run(const ch_quantized& w) {
-  if (w.rounding != CH_ROUND_NONE) return RoundedRows<IO>(w).run();
+template <class M, class IO> int run(const ch_quantized* layers, int count) {
+  const ch_quantized& w = layers[0];
+  if (w.rounding != CH_ROUND_NONE) return multiply_rounded<IO>(layers, count);
   if (w.bits == 4) return run_weight_only<M, IO, Codes4, true>(w);
   const bool dequantizes = w.offset != nullptr || w.group != w.steps;
   return dequantizes ? run_weight_only<M, IO, Codes8, true>(w) : run_weight_only<M, IO, Codes8, false>(w);
 }
 
-int multiply(const ch_quantized* work) {
-  switch (work->dtype) {
-    case CH_FLOAT32: return run<Fp32Fma, Float32>(*work);
-    case CH_BFLOAT16: return run<Bf16Gemm, BFloat16>(*work);
-    default: return run<Fp32Fma, Float16>(*work);
+int multiply(const ch_quantized* layers, int count) {
+  switch (layers->dtype) {
+    case CH_FLOAT32: return run<Fp32Fma, Float32>(layers, count);
+    case CH_BFLOAT16: return run<Bf16Gemm, BFloat16>(layers, count);
+    default: return run<Fp32Fma, Float16>(layers, count);
   }
 }
 
 // Panels are the same for all dtypes of x.
-int pack(const ch_quantized* work) { return RoundedRows<Float32>(*work).pack(); }
+int pack(const ch_quantized* work) { return RoundedLayer<Float32>(*work, RoundedRows<Float32>(*work)).pack(); }
 
 }  // namespace
 
-const clearhead::QuantizedKernels quantized_kernels = {multiply, pack, RoundedRows<Float32>::panel_bytes};
+const clearhead::QuantizedKernels quantized_kernels = {multiply, pack, RoundedLayer<Float32>::panel_bytes};
 
 }  // namespace CH_NS

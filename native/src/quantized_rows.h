@@ -124,83 +124,45 @@ inline RowScale tensor_scale(const Extent& extent, int low, int high) {
   return {(float)scale, place};
 }
 
+// Rows of x as integers. The row after the last one is all ones: its products are the sums of the weight's rows.
 template <class IO> class RoundedRows {
   typedef typename IO::type type;
   typedef IntegerDot Dot;
-  typedef IntegerGemm M;
   typedef Dot::Left Codes __attribute__((vector_size(sizeof(Dot::Left) * VL)));
 
-  // Columns of a unit of work, most operands of a stretch of a panel, and rows for which a panel is filled once.
-  static constexpr int64_t WIDTH = 64, DEPTH = 1024, MAX_ROWS = 192 * MR;
-  // Rows by which the weight is multiplied where it lies; measured on AVX2: beyond, panels are faster.
-  static constexpr int64_t FEW_ROWS = 4;
   static constexpr int64_t ROWS_AT_ONCE = 8;  // that a thread rounds
-  static_assert(WIDTH % PW == 0);
 
   const ch_quantized& w;
-  const int64_t padded, operands;  // steps of a rounded row, and operands
-  const int64_t stretches, depth;  // of a panel, and operands of one
-  int threads;
-  typename Dot::Left* left;
-  RowScale* scales;
-  int32_t* row_sums;
+  Extent all_rows;
 
  public:
+  const int64_t padded;  // steps of a row
+  int64_t count;
+  typename Dot::Left* left;
+  RowScale* scales;
+  int32_t* sums;
+
   explicit RoundedRows(const ch_quantized& work)
-      : w(work), padded(round_up(work.steps, Dot::STEPS)), operands(padded / M::PACK),
-        stretches(maximum((int64_t)1, (operands + DEPTH - 1) / DEPTH)),
-        depth(round_up((operands + stretches - 1) / stretches, VL)), left(nullptr), scales(nullptr), row_sums(nullptr) {
-    threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * (double)w.steps);
-  }
+      : w(work), padded(round_up(work.steps, Dot::STEPS)), count(0), left(nullptr), scales(nullptr), sums(nullptr) {}
 
-  int run() {
-    Extent all_rows;
-    if (w.rounding == CH_ROUND_TENSOR) all_rows = extent_of_all();
-    Fault fault;
-    for (int64_t row = 0; row < w.rows; row += MAX_ROWS) {
-      const int64_t rows = minimum(MAX_ROWS, w.rows - row);
-      if (!allocate(rows)) return CH_NO_MEMORY;
-      parallel(threads, (rows + ROWS_AT_ONCE) / ROWS_AT_ONCE, [&](int64_t unit) {
-        for (int64_t r = unit * ROWS_AT_ONCE; r < minimum(rows + 1, (unit + 1) * ROWS_AT_ONCE); r++)
-          round_row(row, r, rows, all_rows);
-      });
-      parallel(threads, (w.columns + WIDTH - 1) / WIDTH, [&](int64_t unit) {
-        int32_t* sums = (int32_t*)scratch(clearhead::SLOT_WORK, (size_t)((rows_of_sums(rows) + 1) * WIDTH) * sizeof(int32_t));
-        uint32_t* panel = (uint32_t*)scratch(clearhead::SLOT_KEYS, (size_t)(depth * PW) * sizeof(uint32_t));
-        if (sums == nullptr || panel == nullptr) return fault.set(CH_NO_MEMORY);
-        multiply(row, rows, unit * WIDTH, panel, sums);
-      });
-    }
-    clearhead::trim_scratch();
-    return fault.get();
-  }
-
-  static int64_t panel_bytes(int64_t steps, int64_t columns) {
-    return (columns + PW - 1) / PW * PW * (round_up(steps, Dot::STEPS) / M::PACK) * (int64_t)sizeof(uint32_t);
-  }
-
-  // Writes the panels to the output. Vectors beyond the last column stay as they are.
-  int pack() const {
-    const int64_t panels = (w.columns + PW - 1) / PW;
-    parallel(threads_for(w, 8.0 * (double)w.columns * (double)w.steps), panels, [&](int64_t p) {
-      const int count = (int)minimum((int64_t)PW, w.columns - p * PW);
-      fill_panel(p * PW, count, 0, padded, (uint32_t*)w.output + p * operands * PW);
+  // Rounds so many of the call's rows from `first` on; false without memory.
+  bool read(int threads, int64_t first, int64_t rows) {
+    if (!allocate(rows)) return false;
+    if (w.rounding == CH_ROUND_TENSOR && first == 0) all_rows = extent_of_all();
+    parallel(threads, (rows + ROWS_AT_ONCE) / ROWS_AT_ONCE, [&](int64_t unit) {
+      for (int64_t r = unit * ROWS_AT_ONCE; r < minimum(rows + 1, (unit + 1) * ROWS_AT_ONCE); r++) round_row(first, r);
     });
-    return CH_OK;
+    return true;
   }
 
  private:
-  bool few(int64_t rows) const { return rows <= FEW_ROWS && w.panels == nullptr; }
-
-  // For which sums are held at a time, beside those of ones: of a panel in one stretch, a tile.
-  int64_t rows_of_sums(int64_t rows) const { return few(rows) || stretches > 1 ? rows : minimum(rows, (int64_t)MR); }
-
   bool allocate(int64_t rows) {
+    count = rows;
     BumpAllocator parts = {nullptr};
     for (int pass = 0; pass < 2; pass++) {
       left = parts.take<typename Dot::Left>((rows + 1) * padded);
       scales = parts.take<RowScale>(rows + 1);
-      row_sums = parts.take<int32_t>(rows + 1);
+      sums = parts.take<int32_t>(rows + 1);
       if (pass == 0) parts.next = (char*)scratch(clearhead::SLOT_SHARED, (size_t)(parts.next - (char*)nullptr));
       if (parts.next == nullptr) return false;
     }
@@ -217,7 +179,7 @@ template <class IO> class RoundedRows {
     return all;
   }
 
-  RowScale scale_of(const type* row, const Extent& all_rows) const {
+  RowScale scale_of(const type* row) const {
     switch (w.rounding) {
       case CH_ROUND_SYMMETRIC: return symmetric_scale<IO>(largest_of<IO>(row, w.steps), w.low, w.high);
       case CH_ROUND_ASYMMETRIC: return asymmetric_scale<IO>(extent_of<IO>(row, w.steps), w.low, w.high);
@@ -225,22 +187,21 @@ template <class IO> class RoundedRows {
     }
   }
 
-  // Row r of the call's rows from `first` on as integers. The row after the last one is all ones: its products are the
-  // sums of the weight's rows.
-  void round_row(int64_t first, int64_t r, int64_t rows, const Extent& all_rows) {
+  // Row r of the call's rows from `first` on.
+  void round_row(int64_t first, int64_t r) {
     typename Dot::Left* to = left + r * padded;
     for (int64_t c = w.steps; c < padded; c++) to[c] = 0;
-    row_sums[r] = (int32_t)w.steps;
-    if (r == rows) {
+    sums[r] = (int32_t)w.steps;
+    if (r == count) {
       for (int64_t c = 0; c < w.steps; c++) to[c] = 1;
       return;
     }
     const type* row = (const type*)w.x + (first + r) * w.x_row;
-    scales[r] = scale_of(row, all_rows);
+    scales[r] = scale_of(row);
     const float zero = (float)scales[r].zero;
     const vf inverse = all(1.0f / scales[r].scale), low = all((float)w.low - zero), high = all((float)w.high - zero);
     int32_t sum = 0;
-    vi sums = {};
+    vi added = {};
     // Adding 1.5 * 2^23 leaves the nearest integer in the lower bits.
     const vf shift = all(12582912.0f);
     const vi of_shift = (vi)shift - scales[r].zero;
@@ -250,7 +211,7 @@ template <class IO> class RoundedRows {
       const vi codes = codes_of(get_vector<IO>(row + c));
       const Codes narrow = __builtin_convertvector(codes, Codes);
       memcpy(to + c, &narrow, sizeof(narrow));
-      sums += codes;
+      added += codes;
     }
     if (c < w.steps) {
       float rest[VL];
@@ -258,17 +219,73 @@ template <class IO> class RoundedRows {
       const vi codes = codes_of(load(rest));
       for (int i = 0; c < w.steps; c++, i++) to[c] = (typename Dot::Left)codes[i], sum += codes[i];
     }
-    for (int i = 0; i < VL; i++) sum += sums[i];
-    row_sums[r] = sum;
+    for (int i = 0; i < VL; i++) sum += added[i];
+    sums[r] = sum;
+  }
+};
+
+// A linear layer's products with rounded rows.
+template <class IO> class RoundedLayer {
+  typedef typename IO::type type;
+  typedef IntegerDot Dot;
+  typedef IntegerGemm M;
+
+  // Columns of a unit of work, and most operands of a stretch of a panel.
+  static constexpr int64_t WIDTH = 64, DEPTH = 1024;
+  // Rows by which the weight is multiplied where it lies; measured on AVX2: beyond, panels are faster.
+  static constexpr int64_t FEW_ROWS = 4;
+  static_assert(WIDTH % PW == 0);
+
+  const ch_quantized& w;
+  const RoundedRows<IO>& x;
+  const ch_quantized* const next;  // the layer that reads the rows after this one, or null
+  const int64_t operands;  // of a rounded row
+  const int64_t stretches, depth;  // of a panel, and operands of one
+  const int threads;
+
+ public:
+  RoundedLayer(const ch_quantized& work, const RoundedRows<IO>& rows, const ch_quantized* after = nullptr)
+      : w(work), x(rows), next(after), operands(x.padded / M::PACK),
+        stretches(maximum((int64_t)1, (operands + DEPTH - 1) / DEPTH)), depth(round_up((operands + stretches - 1) / stretches, VL)),
+        threads(threads_for(w, 2.0 * (double)w.rows * (double)w.columns * (double)w.steps)) {}
+
+  // The rows that were rounded, which are those of the call from `first` on, by the weight.
+  void multiply_rows(int64_t first, Fault& fault) const {
+    parallel(threads, (w.columns + WIDTH - 1) / WIDTH, [&](int64_t unit) {
+      int32_t* sums = (int32_t*)scratch(clearhead::SLOT_WORK, (size_t)((rows_of_sums() + 1) * WIDTH) * sizeof(int32_t));
+      uint32_t* panel = (uint32_t*)scratch(clearhead::SLOT_KEYS, (size_t)(depth * PW) * sizeof(uint32_t));
+      if (sums == nullptr || panel == nullptr) return fault.set(CH_NO_MEMORY);
+      multiply(first, unit * WIDTH, panel, sums);
+    });
   }
 
+  static int64_t panel_bytes(int64_t steps, int64_t columns) {
+    return (columns + PW - 1) / PW * PW * (round_up(steps, Dot::STEPS) / M::PACK) * (int64_t)sizeof(uint32_t);
+  }
+
+  // Writes the panels to the output. Vectors beyond the last column stay as they are.
+  int pack() const {
+    const int64_t panels = (w.columns + PW - 1) / PW;
+    parallel(threads_for(w, 8.0 * (double)w.columns * (double)w.steps), panels, [&](int64_t p) {
+      const int count = (int)minimum((int64_t)PW, w.columns - p * PW);
+      fill_panel(p * PW, count, 0, x.padded, (uint32_t*)w.output + p * operands * PW);
+    });
+    return CH_OK;
+  }
+
+ private:
+  bool few() const { return x.count <= FEW_ROWS && w.panels == nullptr; }
+
+  // For which sums are held at a time, beside those of ones: of a panel in one stretch, a tile.
+  int64_t rows_of_sums() const { return few() || stretches > 1 ? x.count : minimum(x.count, (int64_t)MR); }
+
   // All rows by WIDTH rows of the weight.
-  void multiply(int64_t row, int64_t rows, int64_t column, uint32_t* panel, int32_t* sums) const {
+  void multiply(int64_t first, int64_t column, uint32_t* panel, int32_t* sums) const {
     const int64_t columns = minimum(WIDTH, w.columns - column);
-    if (!few(rows)) return multiply_many(row, rows, column, columns, panel, sums);
-    multiply_few(rows + (needs_weight_sums() ? 1 : 0), column, columns, sums);
-    const int32_t* of_ones = needs_weight_sums() ? sums + rows * WIDTH : nullptr;
-    finish(row, 0, rows, columns_of(column, (int)columns, of_ones), sums, WIDTH);
+    if (!few()) return multiply_many(first, column, columns, panel, sums);
+    multiply_few(x.count + (needs_weight_sums() ? 1 : 0), column, columns, sums);
+    const int32_t* of_ones = needs_weight_sums() ? sums + x.count * WIDTH : nullptr;
+    finish(first, 0, x.count, columns_of(column, (int)columns, of_ones), sums, WIDTH);
   }
 
   // Symmetric rows need no sums of the weight.
@@ -276,10 +293,10 @@ template <class IO> class RoundedRows {
 
   // A panel at a time: a tile of sums leaves while the next one is multiplied. What this thread is likely to multiply by next
   // is prefetched meanwhile, or it would wait for memory.
-  void multiply_many(int64_t row, int64_t rows, int64_t column, int64_t columns, uint32_t* filled, int32_t* sums) const {
-    const uint32_t* words = (const uint32_t*)left;
-    int32_t* of_ones = needs_weight_sums() ? sums + rows_of_sums(rows) * PW : nullptr;
-    const int64_t tiles = (columns + PW - 1) / PW * stretches * ((rows + MR - 1) / MR);
+  void multiply_many(int64_t first, int64_t column, int64_t columns, uint32_t* filled, int32_t* sums) const {
+    const uint32_t* words = (const uint32_t*)x.left;
+    int32_t* of_ones = needs_weight_sums() ? sums + rows_of_sums() * PW : nullptr;
+    const int64_t tiles = (columns + PW - 1) / PW * stretches * ((x.count + MR - 1) / MR);
     Upcoming upcoming = upcoming_after(column, tiles * depth);
     for (int64_t c = 0; c < columns; c += PW) {
       const int count = (int)minimum((int64_t)PW, columns - c), vecs = (count + VL - 1) / VL;
@@ -292,15 +309,15 @@ template <class IO> class RoundedRows {
           if (s == 0) gemm<M, SET>(height, vecs, steps, a, operands, 1, panel, PW, (float*)to, PW, nullptr, lines);
           else gemm<M, CONTINUE>(height, vecs, steps, a, operands, 1, panel, PW, (float*)to, PW, nullptr, lines);
         };
-        if (of_ones != nullptr) add(1, rows, of_ones, {upcoming.next, 0});
+        if (of_ones != nullptr) add(1, x.count, of_ones, {upcoming.next, 0});
         const bool last = stretch == stretches - 1;
         const Columns these = last ? columns_of(column + c, count, of_ones) : Columns{};
-        for (int64_t r = 0; r < rows; r += MR) {
-          const int height = (int)minimum((int64_t)MR, rows - r);
+        for (int64_t r = 0; r < x.count; r += MR) {
+          const int height = (int)minimum((int64_t)MR, x.count - r);
           int32_t* to = stretches == 1 ? sums : sums + r * PW;
-          if (last) prefetch_output(row + r, height, column + c);
+          if (last) prefetch_output(first + r, height, column + c);
           add(height, r, to, upcoming.take(steps));
-          if (last) finish(row, r, height, these, to, PW);
+          if (last) finish(first, r, height, these, to, PW);
         }
       }
     }
@@ -317,13 +334,21 @@ template <class IO> class RoundedRows {
     }
   };
 
-  // The columns that a thread takes after those from `column` on: their panels, or their rows of the weight.
+  // The columns that a thread takes after those from `column` on, the first ones of the next layer after the last ones.
   Upcoming upcoming_after(int64_t column, int64_t steps) const {
-    const int64_t first = minimum(column + threads * WIDTH, w.columns), count = minimum(WIDTH, w.columns - first);
-    if (count == 0) return {(const char*)left, 0};
-    const char* next = w.panels != nullptr ? (const char*)panels_from(first) : (const char*)w.weight + first * w.weight_row;
+    const int64_t first = column + threads * WIDTH;
+    if (first < w.columns) return columns_from(first, steps);
+    const int64_t beyond = first - round_up(w.columns, WIDTH);
+    if (next == nullptr || beyond >= next->columns) return {(const char*)x.left, 0};
+    return RoundedLayer(*next, x).columns_from(beyond, steps);
+  }
+
+  // Their panels, or their rows of the weight.
+  Upcoming columns_from(int64_t first, int64_t steps) const {
+    const int64_t count = minimum(WIDTH, w.columns - first);
+    const char* from = w.panels != nullptr ? (const char*)panels_from(first) : (const char*)w.weight + first * w.weight_row;
     const int64_t bytes = w.panels != nullptr ? panel_bytes(w.steps, count) : count * w.weight_row;
-    return {next, bytes / maximum(steps, (int64_t)1) + 1};
+    return {from, bytes / maximum(steps, (int64_t)1) + 1};
   }
 
   // The panels that were packed, of the columns from a multiple of PW on.
@@ -366,36 +391,36 @@ template <class IO> class RoundedRows {
       const int8_t* rows_of[Dot::COLUMNS];
       for (int64_t k = 0; k < Dot::COLUMNS; k++) rows_of[k] = weight + minimum(c + k * quarter, columns - 1) * w.weight_row;
       for (int64_t r = 0; r < rows; r += Dot::ROWS)
-        multiply_rows<Dot::ROWS>((int)minimum((int64_t)Dot::ROWS, rows - r), left + r * padded, rows_of,
+        multiply_some<Dot::ROWS>((int)minimum((int64_t)Dot::ROWS, rows - r), x.left + r * x.padded, rows_of,
                                  sums + r * WIDTH + c, quarter);
     }
   }
 
   // Rows of x by rows of the weight, whose sums are `stride` apart.
   template <int ROWS>
-  void multiply_rows(int rows, const typename Dot::Left* x, const int8_t* const* weight, int32_t* sums,
+  void multiply_some(int rows, const typename Dot::Left* left, const int8_t* const* weight, int32_t* sums,
                      int64_t stride) const {
     if constexpr (ROWS > 1)
-      if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, weight, sums, stride);
+      if (rows < ROWS) return multiply_some<ROWS - 1>(rows, left, weight, sums, stride);
     typename Dot::Vector sum[ROWS][Dot::COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < Dot::COLUMNS; c++) sum[r][c] = Dot::zero();
-    const auto add = [&](const typename Dot::Left* left, const auto& read) CH_INLINED {
+    const auto add = [&](const typename Dot::Left* from, const auto& read) CH_INLINED {
 #pragma GCC unroll 4
       for (int c = 0; c < Dot::COLUMNS; c++) {
         const auto codes = Dot::load_weight(read(c));
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) sum[r][c] = Dot::madd(sum[r][c], codes, left + r * padded);
+        for (int r = 0; r < ROWS; r++) sum[r][c] = Dot::madd(sum[r][c], codes, from + r * x.padded);
       }
     };
     int64_t s = 0;
-    for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) add(x + s, [&](int c) CH_INLINED { return weight[c] + s; });
+    for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) add(left + s, [&](int c) CH_INLINED { return weight[c] + s; });
     if (s < w.steps) {
       int8_t rest[Dot::COLUMNS][Dot::STEPS] = {};
       for (int c = 0; c < Dot::COLUMNS; c++) memcpy(rest[c], weight[c] + s, (size_t)(w.steps - s));
-      add(x + s, [&](int c) CH_INLINED { return rest[c]; });
+      add(left + s, [&](int c) CH_INLINED { return rest[c]; });
     }
     for (int r = 0; r < ROWS; r++)
       for (int c = 0; c < Dot::COLUMNS; c++) sums[r * WIDTH + c * stride] = Dot::total(sum[r][c]);
@@ -424,8 +449,8 @@ template <class IO> class RoundedRows {
   void finish(int64_t first, int64_t row, int64_t count, const Columns& columns, int32_t* sums, int64_t stride) const {
     const bool shifted = columns.shifted;
     for (int64_t r = row; r < row + count; r++) {
-      const vu shift = (uint32_t)Dot::SHIFT * (uint32_t)row_sums[r] + (vu){}, zero = (uint32_t)scales[r].zero + (vu){};
-      const vf scale = all(scales[r].scale);
+      const vu shift = (uint32_t)Dot::SHIFT * (uint32_t)x.sums[r] + (vu){}, zero = (uint32_t)x.scales[r].zero + (vu){};
+      const vf scale = all(x.scales[r].scale);
       int32_t* line = sums + (r - row) * stride;
       for (int c = 0; c < columns.count; c += VL) {
         vu sum = *(const vu_any*)(line + c) - shift;
@@ -437,5 +462,21 @@ template <class IO> class RoundedRows {
     put_sums<IO>(w, Sums{first + row, count, columns.first, columns.count, (float*)sums, stride});
   }
 };
+
+// Layers that read the same rows and round them alike.
+template <class IO> int multiply_rounded(const ch_quantized* layers, int count) {
+  constexpr int64_t MAX_ROWS = 192 * MR;  // for which a panel is filled once
+  const ch_quantized& first = layers[0];
+  RoundedRows<IO> x(first);
+  Fault fault;
+  for (int64_t row = 0; row < first.rows; row += MAX_ROWS) {
+    const double operations = 2.0 * (double)first.rows * (double)first.columns * (double)first.steps;
+    if (!x.read(threads_for(first, operations), row, minimum(MAX_ROWS, first.rows - row))) return CH_NO_MEMORY;
+    for (int layer = 0; layer < count; layer++)
+      RoundedLayer<IO>(layers[layer], x, layer + 1 < count ? &layers[layer + 1] : nullptr).multiply_rows(row, fault);
+  }
+  clearhead::trim_scratch();
+  return fault.get();
+}
 
 }  // namespace CH_NS

@@ -54,7 +54,7 @@ struct QuantizedCall {
   int run(int isa, int threads, int64_t rows) {
     output.clear();
     work.isa = isa, work.threads = threads, work.rows = rows;
-    return ch_multiply_quantized(&work);
+    return ch_multiply_quantized(&work, 1);
   }
 
   // The same from panels, with nothing in the place of the weight.
@@ -67,7 +67,7 @@ struct QuantizedCall {
     output.clear();
     ch_quantized packed = work;
     packed.isa = isa, packed.threads = threads, packed.panels = panels.data(), packed.weight = nullptr;
-    return ch_multiply_quantized(&packed);
+    return ch_multiply_quantized(&packed, 1);
   }
 
   double code(int64_t column, int64_t step) const {
@@ -239,7 +239,7 @@ int shared_units() {
       part.isa = shared.isa, part.threads = 1, part.rows = 5;
       part.x = static_cast<const char*>(part.x) + unit * 5 * part.x_row * size;
       part.output = static_cast<char*>(part.output) + unit * 5 * part.output_row * size;
-      shared.codes[unit] = ch_multiply_quantized(&part), ++shared.calls[unit];
+      shared.codes[unit] = ch_multiply_quantized(&part, 1), ++shared.calls[unit];
     };
     shared.work.gate = nullptr;
     for (int threads : {1, 2, 5, 1000000}) {
@@ -265,6 +265,45 @@ int shared_units() {
     }
   }
   return 8 * static_cast<int>(usable_sets().size());
+}
+
+// Layers that read the same rows have the bits of each by itself; one reads the output of another as its gate.
+int layers_of_the_same_rows() {
+  int count = 0;
+  for (int rounding : {CH_ROUND_SYMMETRIC, CH_ROUND_ASYMMETRIC, CH_ROUND_TENSOR})
+    for (int64_t rows : {3, 40}) {
+      QuantizedCase c;
+      c.rounding = rounding, c.rows = rows, c.columns = 70;
+      Random random(6);
+      QuantizedCall first(c, random), second(c, random), third(c, random);
+      for (QuantizedCall* each : {&second, &third}) each->work.x = first.work.x, each->work.x_row = first.work.x_row;
+      second.work.gate = first.work.output, second.work.gate_row = first.work.output_row;
+      for (int isa : usable_sets()) {
+        const std::string name = "layers of the same rows on " + std::string(ch_isa_name(isa));
+        std::vector<std::vector<uint8_t>> alone;
+        for (QuantizedCall* each : {&first, &second, &third}) expect(each->run(isa, 1, rows), CH_OK, name), alone.push_back(each->output.copy());
+        for (int threads : {1, 3}) {
+          ch_quantized layers[] = {first.work, second.work, third.work};
+          for (QuantizedCall* each : {&first, &second, &third}) each->output.clear();
+          for (ch_quantized& each : layers) each.isa = isa, each.threads = threads;
+          expect(ch_multiply_quantized(layers, 3), CH_OK, name);
+          check(first.output.copy() == alone[0] && second.output.copy() == alone[1] && third.output.copy() == alone[2], name + ": other bits");
+          ++count;
+        }
+      }
+      ch_quantized layers[] = {first.work, third.work};
+      for (ch_quantized& each : layers) each.isa = -1, each.threads = 1, each.rows = rows;
+      layers[1].low = -127;
+      expect(ch_multiply_quantized(layers, 2), CH_BAD_OPTION, "layers of other ranges");
+      layers[1].low = layers[0].low, layers[1].rounding = layers[0].rounding == CH_ROUND_SYMMETRIC ? CH_ROUND_ASYMMETRIC : CH_ROUND_SYMMETRIC;
+      expect(ch_multiply_quantized(layers, 2), CH_BAD_OPTION, "layers of other roundings");
+      layers[1] = layers[0], layers[1].x = third.x.data();
+      expect(ch_multiply_quantized(layers, 2), CH_BAD_OPTION, "layers of other rows");
+      layers[0].rounding = layers[1].rounding = CH_ROUND_NONE, layers[1].x = layers[0].x;
+      expect(ch_multiply_quantized(layers, 2), CH_BAD_OPTION, "layers that do not round");
+      expect(ch_multiply_quantized(layers, 0), CH_BAD_SHAPE, "no layers");
+    }
+  return count;
 }
 
 int bad_descriptions() {
@@ -310,8 +349,9 @@ int bad_descriptions() {
   QuantizedCase c;
   c.has_offset = true;
   QuantizedCall call(c, random);
-  const int count = expect_refused(call.work, all, "quantized", ch_multiply_quantized, [&] { return call.output.untouched(); });
-  expect(ch_multiply_quantized(nullptr), CH_BAD_POINTER, "a null description");
+  const auto multiply = [](const W* work) { return ch_multiply_quantized(work, 1); };
+  const int count = expect_refused(call.work, all, "quantized", multiply, [&] { return call.output.untouched(); });
+  expect(ch_multiply_quantized(nullptr, 1), CH_BAD_POINTER, "a null description");
   const std::vector<Bad<W>> unpackable = spoiled<W>({
       {"no rounding", CH_BAD_OPTION, [](W& w) { w.rounding = 0; }},
       {"4 bits", CH_BAD_OPTION, [](W& w) { w.bits = 4; }},
@@ -336,6 +376,7 @@ int main(int arguments, char** argument) {
   const test::Program program = {"quantized", 0, test::cases().size(), test::one_case, {
       {"among-others", test::rows_among_others},
       {"shared", test::shared_units},
+      {"same-rows", test::layers_of_the_same_rows},
       {"invalid", test::bad_descriptions},
   }};
   return test::run_program(program, arguments, argument);

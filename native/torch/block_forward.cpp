@@ -208,11 +208,14 @@ class Forward {
   void project(size_t index, const Matrix& x, std::vector<Matrix>& projected) {
     const bool memory = reads_memory(call_, block_, index);
     const Matrix read[] = {x, memory ? matrix_of(call_.tokens[1]) : x};
-    size_t place = 0;
-    for (const Source& source : sources_of(block_.attentions[index], memory ? 2 : 1, dtype_)) {
+    std::vector<LinearCall> calls[2];
+    const std::vector<Source> sources = sources_of(block_.attentions[index], memory ? 2 : 1, dtype_);
+    for (size_t place = 0; place < sources.size(); ++place) {
+      const Source& source = sources[place];
       if (place == projected.size()) projected.push_back(saved_matrix(read[source.tokens].rows, source.layer.out));
-      linear(dtype_, read[source.tokens], source.layer, projected[place++]);
+      calls[source.tokens].push_back({&source.layer, projected[place], {}});
     }
+    for (size_t tokens = 0; tokens < 2; ++tokens) linears(dtype_, read[tokens], calls[tokens]);
   }
 
   void norm_heads(const AttentionSpec& spec, std::vector<Matrix>& projected) {
@@ -302,13 +305,12 @@ class Forward {
     }
     const Matrix activated = saved_matrix(x.rows, width);
     if (slopes) first.slope = scratch(x.rows, width);
-    linear(dtype_, x, spec.layers[0].layer, activated, first);
     // Dropping an element of one factor drops the same element of the product.
     Epilogue second;
     second.gate = activated, second.gate_kind = CH_GATE_SLOPE, second.slope_gate = first.slope;
     const Matrix hidden = saved_matrix(x.rows, width);
     if (slopes) second.slope = saved_matrix(x.rows, width);
-    linear(dtype_, x, spec.layers[1].layer, hidden, second);
+    linears(dtype_, x, {{&spec.layers[0].layer, activated, first}, {&spec.layers[1].layer, hidden, second}});
     linear(dtype_, hidden, spec.layers[2].layer, output);
     return with_result_norm(block_.sublayers() - 1, output);
   }

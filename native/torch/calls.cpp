@@ -39,7 +39,13 @@ void pack_integers(const Linear& layer, void* panels) {
   check_kernel(ch_pack_quantized(&work), "pack_weight");
 }
 
-void multiply_quantized(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
+bool round_alike(const Integers& a, const Integers& b) {
+  return a.rounding != CH_ROUND_NONE && a.rounding == b.rounding && a.low == b.low && a.high == b.high;
+}
+
+ch_quantized quantized_of(Dtype dtype, const Matrix& x, const LinearCall& call) {
+  const auto& [read, output, epilogue] = call;
+  const Linear& layer = *read;
   const Integers& integers = layer.integers;
   ch_quantized work = describe<ch_quantized>(dtype);
   work.bits = integers.bits, work.rounding = integers.rounding, work.low = integers.low, work.high = integers.high;
@@ -49,7 +55,7 @@ void multiply_quantized(Dtype dtype, const Matrix& x, const Linear& layer, const
   work.panels = layer.panels;
   work.bias = layer.bias, work.output = output.data, work.output_row = output.step;
   work.activation = epilogue.activation, work.gate = epilogue.gate.data, work.gate_row = epilogue.gate.step;
-  if (work.rows > 0 && work.columns > 0) check_kernel(ch_multiply_quantized(&work), "linear_quantized");
+  return work;
 }
 
 }  // namespace
@@ -142,8 +148,24 @@ void unpack_weight(Dtype dtype, const Linear& layer, void* weight) {
   check_kernel(ch_unpack(&work), "unpack_weight");
 }
 
+void linears(Dtype dtype, const Matrix& x, const std::vector<LinearCall>& calls) {
+  std::vector<ch_quantized> alike;
+  const auto run_alike = [&] {
+    if (!alike.empty()) check_kernel(ch_multiply_quantized(alike.data(), static_cast<int32_t>(alike.size())), "linear_quantized");
+    alike.clear();
+  };
+  for (size_t index = 0; index < calls.size(); ++index) {
+    const Integers& integers = calls[index].layer->integers;
+    if (index > 0 && !round_alike(integers, calls[index - 1].layer->integers)) run_alike();
+    const bool empty = x.rows == 0 || calls[index].layer->out == 0;
+    if (integers.bits != 0 && !empty) alike.push_back(quantized_of(dtype, x, calls[index]));
+    if (integers.bits == 0) linear(dtype, x, *calls[index].layer, calls[index].output, calls[index].epilogue);
+  }
+  run_alike();
+}
+
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
-  if (layer.integers.bits != 0) return multiply_quantized(dtype, x, layer, output, epilogue);
+  if (layer.integers.bits != 0) return linears(dtype, x, {{&layer, output, epilogue}});
   ch_projection work = describe<ch_projection>(dtype);
   work.num_terms = 1, work.right_transposed = layer.transposed ? 0 : 1;
   work.rows = x.rows, work.columns = layer.out;

@@ -83,6 +83,14 @@ struct Epilogue {
 // output = epilogue(x weight^T + bias); for a weight of integers without dropout and slopes.
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue = {});
 
+// The same for several layers that read one x, in order: rows that neighbours round alike are rounded once.
+struct LinearCall {
+  const Linear* layer;
+  Matrix output;
+  Epilogue epilogue;
+};
+void linears(Dtype dtype, const Matrix& x, const std::vector<LinearCall>& calls);
+
 // One term of an input's gradient: grad weight.
 struct InputTerm {
   Matrix grad;
