@@ -149,19 +149,19 @@ void unpack_weight(Dtype dtype, const Linear& layer, void* weight) {
 }
 
 void linears(Dtype dtype, const Matrix& x, const std::vector<LinearCall>& calls) {
-  std::vector<ch_quantized> alike;
-  const auto run_alike = [&] {
-    if (!alike.empty()) check_kernel(ch_multiply_quantized(alike.data(), static_cast<int32_t>(alike.size())), "linear_quantized");
-    alike.clear();
+  std::vector<ch_quantized> works;  // that read the same rounded rows
+  const auto multiply = [&] {
+    if (!works.empty()) check_kernel(ch_multiply_quantized(works.data(), static_cast<int32_t>(works.size())), "linear_quantized");
+    works.clear();
   };
   for (size_t index = 0; index < calls.size(); ++index) {
     const Integers& integers = calls[index].layer->integers;
-    if (index > 0 && !round_alike(integers, calls[index - 1].layer->integers)) run_alike();
+    if (index > 0 && !round_alike(integers, calls[index - 1].layer->integers)) multiply();
     const bool empty = x.rows == 0 || calls[index].layer->out == 0;
-    if (integers.bits != 0 && !empty) alike.push_back(quantized_of(dtype, x, calls[index]));
+    if (integers.bits != 0 && !empty) works.push_back(quantized_of(dtype, x, calls[index]));
     if (integers.bits == 0) linear(dtype, x, *calls[index].layer, calls[index].output, calls[index].epilogue);
   }
-  run_alike();
+  multiply();
 }
 
 void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
