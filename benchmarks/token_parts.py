@@ -22,7 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import clearhead as ch
-from clearhead.integrations.transformers.calls import cache_name
+from clearhead.integrations.transformers.calls import cache_argument
 from clearhead.nn import fused
 
 PROMPT, WARM, TOKENS, LAYERS = 8, 50, 400, 8
@@ -61,7 +61,7 @@ def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., A
 def decode(model: LlamaForCausalLM) -> float:
     """The median time of a token in microseconds."""
     cache, ids = DynamicCache(config=model.config), torch.arange(1, PROMPT + 1)[None]
-    given: dict[str, Any] = {cache_name(model) or "cache": cache}
+    given = cache_argument(model, cache)
     model(ids, **given)
     seconds: list[float] = []
     step = timed(model.forward, seconds)
@@ -100,7 +100,7 @@ def operator_alone(model: LlamaForCausalLM) -> float:
     fused.run_blocks = recorded  # type: ignore[assignment]
     cache, ids = DynamicCache(config=model.config), torch.arange(1, PROMPT + 1)[None]
     for tokens in (ids, ids[:, :1]):
-        model(tokens, **{cache_name(model) or "cache": cache})
+        model(tokens, **cache_argument(model, cache))
     fused.run_blocks = run
     seconds: list[float] = []
     step = timed(run, seconds)

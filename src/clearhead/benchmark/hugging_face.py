@@ -344,7 +344,7 @@ def _decoding(model: Any, *, ids: Tensor, real: Tensor, memory_len: int | None) 
     """Each call decodes the same tokens after the same prompt, then restores the cache."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    from clearhead.integrations.transformers.calls import cache_name
+    from clearhead.integrations.transformers.calls import cache_argument
 
     self_cache = DynamicCache(config=model.config) if hasattr(model.config, "layer_types") else DynamicCache()
     cache: Any = self_cache
@@ -353,7 +353,7 @@ def _decoding(model: Any, *, ids: Tensor, real: Tensor, memory_len: int | None) 
         cache = EncoderDecoderCache(cache, DynamicCache())
         size, source = (len(ids), memory_len, model.config.d_model), torch.Generator().manual_seed(2)
         given["encoder_hidden_states"] = torch.randn(size, generator=source).to(model.dtype)
-    given[cache_name(model) or "cache"] = cache
+    given |= cache_argument(model, cache)
     places = (real.long().cumsum(1) - 1).clamp(min=0)
 
     def states(begin: int, end: int) -> Tensor:

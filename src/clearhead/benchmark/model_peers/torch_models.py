@@ -131,12 +131,10 @@ def _compiled(work: ModelWork, model: Any, wrap: Callable[[Any], Any]) -> Call:
 
 
 def _decoding(work: ModelWork, model: Any, step: Callable[..., Any], empty: Callable[[], Any]) -> Call:
-    from clearhead.integrations.transformers.calls import cache_name
-
-    name = cache_name(model) or "cache"
+    from clearhead.integrations.transformers.calls import cache_argument
 
     def prompt() -> dict[str, Any]:
-        cached = {name: empty()}
+        cached = cache_argument(model, empty())
         with torch.no_grad():
             model(input_ids=work.ids[:, : work.length], logits_to_keep=1, **cached)
         return cached

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from clearhead.integrations.transformers.masks import MaskTensor
 
-__all__ = ["Arguments", "Signature", "arguments_of", "cache_in", "cache_name", "signature_of"]
+__all__ = ["Arguments", "Signature", "arguments_of", "cache_argument", "cache_in", "cache_name", "signature_of"]
 
 #: Arguments that may be True and do not change what a layer computes.
 _UNREAD: Final = frozenset(("use_cache", "output_hidden_states", "return_dict"))
@@ -92,6 +92,13 @@ def cache_name(model: Any) -> str | None:
     """The argument of a model's ``forward`` that takes a cache: ``past_key_values`` before transformers 5.24, ``cache``
     since; None without one."""
     return signature_of(type(model).forward).cache
+
+
+def cache_argument(model: Any, cache: Cache) -> dict[str, Any]:
+    """The cache as a keyword argument of a model that takes one."""
+    name = cache_name(model)
+    assert name is not None
+    return {name: cache}
 
 
 def cache_in(output: Any) -> Cache | None:
