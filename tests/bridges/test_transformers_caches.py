@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import clearhead as ch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from clearhead.bridges.transformers import PagedCache  # noqa: E402
-from clearhead.integrations.transformers.calls import cache_in, cache_name  # noqa: E402
+from clearhead.integrations.transformers.calls import cache_in, cache_name, signature_of  # noqa: E402
 from clearhead.integrations.transformers.paged import PagesTensor  # noqa: E402
 from tests.bridges.hf_models import TRANSFORMERS_4  # noqa: E402
 
@@ -191,6 +192,21 @@ def test_a_cache_is_found_whatever_its_name(swapped: bool) -> None:
         assert cache_in(model(IDS, use_cache=False)) is None
 
 
-def test_laws_of_caches_apply_to_models_of_transformers() -> None:
-    report = ch.verify_model(llama(), laws=["chunks", "decoding"], lengths=[40, 23])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "RobertaForCausalLM", "ElectraForCausalLM"])
+def test_laws_of_caches_apply_to_models_of_transformers(kind: str) -> None:
+    # The arguments of the last two are typed as tuples and lists of tensors.
+    make = getattr(transformers, kind)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = make.config_class(**sizes, num_attention_heads=4, is_decoder=True, bos_token_id=1, pad_token_id=0)
+    report = ch.verify_model(make(config).eval(), laws=["chunks", "decoding"], lengths=[40, 23])
     assert "does not apply" not in [report[law].status for law in ("chunks", "decoding")]
+
+
+@pytest.mark.parametrize(
+    "kind", ["whisper.WhisperDecoder", "t5.T5Stack", "gpt_neo.GPTNeoBlock", "llama.LlamaAttention", "bark.BarkBlock"]
+)
+def test_a_cache_needs_no_type_to_be_recognised(kind: str) -> None:
+    """A module whose cache is not recognised would count as one without."""
+    family, name = kind.split(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert signature_of(getattr(module, name).forward).cache is not None

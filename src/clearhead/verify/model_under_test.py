@@ -323,7 +323,7 @@ class _Transformers(_OfTokens):
     @cached_property
     def decodes(self) -> bool:
         """Whether a call returns a cache."""
-        if self.cache_name is None or "use_cache" not in self.options:
+        if "use_cache" not in self.options:
             return False
         ids = torch.ones(1, 2, dtype=torch.int64, device=self.parameter.device)
         with torch.no_grad():
@@ -353,8 +353,10 @@ class _Transformers(_OfTokens):
         if "use_cache" in self.options:
             options["use_cache"] = call.cached
         if call.cached:
-            if self.cache_name is None or not self.decodes:
+            if not self.decodes:
                 raise NotApplicable("it has no cache")
+            if self.cache_name is None:
+                raise NotApplicable("its forward returns a cache and takes none by a name that is known")
             options[self.cache_name] = cache
         result = self.model(input_ids=batch, **options)
         cache = self.cache_in(result) if call.cached else None

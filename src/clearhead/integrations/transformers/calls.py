@@ -18,6 +18,8 @@ __all__ = ["Arguments", "Signature", "arguments_of", "cache_argument", "cache_in
 
 #: Arguments that may be True and do not change what a layer computes.
 _UNREAD: Final = frozenset(("use_cache", "output_hidden_states", "return_dict"))
+#: Arguments that take a cache. Their types do not say so: several forwards give none, or that of tuples.
+_CACHES: Final = frozenset(("cache", "past_key_values", "past_key_value", "layer_past"))
 #: Arguments of relative positions, and their attribute of ``Arguments``.
 _RELATIVE: Final = {"position_bias": "bias", "relative_pos": "distances", "rel_embeddings": "embeddings"}
 _AXES_OF_STATES, _AXES_OF_MASK = 3, 4
@@ -78,7 +80,7 @@ def signature_of(forward: Callable[..., Any]) -> Signature:
     return Signature(
         tuple(names),
         {each.name: each.default for each in parameters if each.default is not each.empty},
-        next((each.name for each in parameters if _is_cache(each.annotation)), None),
+        next((name for name in names if name in _CACHES), None),
         tuple(each.name for each in parameters if "position_embeddings" in each.name or _is_pair(each.annotation)),
         tuple(name for name in names if "attention_mask" in name or name == "attn_mask"),
         memory[0] if memory else None,
@@ -159,14 +161,6 @@ def _place_tensor(arguments: Arguments, name: str, value: Tensor) -> bool:
         return first
     # Positions: the model has made cosines and sines of them.
     return value.dtype in (torch.int64, torch.int32) and "mask" not in name
-
-
-def _is_cache(annotation: object) -> bool:
-    kinds = get_args(annotation) or (annotation,)
-    return any(
-        (isinstance(kind, type) and issubclass(kind, Cache)) or (isinstance(kind, str) and "Cache" in kind)
-        for kind in kinds
-    )
 
 
 def _is_pair(annotation: object) -> bool:
