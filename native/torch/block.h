@@ -1,6 +1,6 @@
 // A transformer block as data: attentions with their projections, a feedforward, norms and residuals.
 //
-// Three lists describe a block: integers, floats and tensors, which Python writes (clearhead/ops/block.py) and
+// Three lists describe blocks: integers, floats and tensors, which Python writes (clearhead/ops/block.py) and
 // `read_blocks` reads in the same order. A block with `residual` off is a bare attention or a bare feedforward.
 #pragma once
 

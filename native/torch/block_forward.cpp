@@ -72,8 +72,8 @@ template <class Function> void in_shares(int64_t units, const Function& function
 // Forward of one block: tensors that backward reads are newly allocated while training, and workspace memory otherwise.
 class Forward {
  public:
-  Forward(const BlockCall& call, const BlockSpec& block, std::vector<Tensor>* saved)
-      : call_(call), block_(block), saved_(saved), dtype_(call.dtype), rows_(call.batch * call.length) {}
+  Forward(const BlockCall& call, const BlockSpec& block, std::vector<Tensor>* saved, Workspace& workspace)
+      : call_(call), block_(block), saved_(saved), workspace_(workspace), dtype_(call.dtype), rows_(call.batch * call.length) {}
 
   void run(const Matrix& tokens, const Matrix& output) {
     if (!block_.residual) return void(sublayer(0, tokens, &output));
@@ -196,7 +196,8 @@ class Forward {
     in_shares(count, [&](int64_t unit) {
       const int64_t first = unit * size;
       if (first >= rows_) return;
-      Forward part(call_, block_, nullptr);
+      Workspace workspace;
+      Forward part(call_, block_, nullptr, workspace);
       part.rows_ = std::min(size, rows_ - first);
       function(part, first);
     });
@@ -318,9 +319,9 @@ class Forward {
   const BlockCall& call_;
   const BlockSpec& block_;
   std::vector<Tensor>* saved_;
+  Workspace& workspace_;
   Dtype dtype_;
   int64_t rows_;
-  Workspace workspace_;
 };
 
 // Whether a layer of a call is worth several threads.
@@ -354,15 +355,16 @@ void block(StableIValue* stack, uint64_t, uint64_t) {
   read_blocks(call, integers, numbers);
   Tensor result = empty_output(call);
   const Matrix output = matrix_of(result);
-  Workspace workspace;
+  Workspace of_streams, of_block;
   Matrix second = output;
-  if (call.blocks.size() > 1) second.data = workspace.take(output.rows * output.columns * size_of(call.dtype));
+  if (call.blocks.size() > 1) second.data = of_streams.take(output.rows * output.columns * size_of(call.dtype));
   Matrix stream = matrix_of(call.tokens[0]);
   const auto run = [&] {
     for (size_t index = 0; index < call.blocks.size(); ++index) {
       // Blocks write alternately to the output and to a second buffer, so that the last block writes to the output.
       const Matrix target = (call.blocks.size() - 1 - index) % 2 == 0 ? output : second;
-      Forward(call, call.blocks[index], nullptr).run(stream, target);
+      of_block.rewind();
+      Forward(call, call.blocks[index], nullptr, of_block).run(stream, target);
       stream = target;
     }
   };
@@ -383,7 +385,8 @@ void block_forward(StableIValue* stack, uint64_t, uint64_t) {
   results.push_back(empty_output(call));
   const Matrix output = matrix_of(results[0]);
   std::vector<Tensor> saved;
-  Forward(call, call.blocks[0], &saved).run(matrix_of(call.tokens[0]), output);
+  Workspace workspace;
+  Forward(call, call.blocks[0], &saved, workspace).run(matrix_of(call.tokens[0]), output);
   for (Tensor& tensor : saved) results.push_back(std::move(tensor));
   Results(stack).tensors(std::move(results));
 }

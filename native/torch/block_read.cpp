@@ -1,5 +1,6 @@
 // Reads the description of blocks from the lists that Python wrote, and checks that its parts fit each other. The lists
-// have first the structure of every block, and then per block what differs between calls.
+// have first the structure of every block, and then per block what differs between calls. Where blocks differ in tensors
+// alone, both are given once.
 #include "block.h"
 #include "quantized.h"
 
@@ -52,6 +53,14 @@ class Reader {
     if (cache_ >= call_.caches.size()) malformed("caches", "include keys and values of each cache", "too few");
     return &call_.caches[cache_++];
   }
+  struct Place {
+    size_t integer, number, tensor;
+  };
+  Place place() const { return {integer_, number_, tensor_}; }
+  // Reads integers and numbers once more, and the next tensors.
+  void repeat_numbers(const Place& from) { integer_ = from.integer, number_ = from.number; }
+  // Reads everything but caches once more.
+  void repeat(const Place& from) { repeat_numbers(from), tensor_ = from.tensor; }
   void check_end() const {
     if (integer_ != integers_.size() || number_ != numbers_.size() || tensor_ != call_.tensors.size() ||
         cache_ != call_.caches.size())
@@ -301,8 +310,18 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
   Reader reader(call, integers, numbers);
   const int64_t count = reader.integer(1, most_parts, "the number of blocks");
   call.blocks.reserve(static_cast<size_t>(count));
-  for (int64_t index = 0; index < count; ++index) call.blocks.push_back(read_block(reader, call));
-  for (BlockSpec& block : call.blocks) read_block_call(reader, call, block);
+  const bool one_structure = reader.flag();
+  const Reader::Place structure = reader.place();
+  for (int64_t index = 0; index < count; ++index) {
+    if (one_structure) reader.repeat_numbers(structure);
+    call.blocks.push_back(read_block(reader, call));
+  }
+  const bool one_call = reader.flag();
+  const Reader::Place options = reader.place();
+  for (BlockSpec& block : call.blocks) {
+    if (one_call) reader.repeat(options);
+    read_block_call(reader, call, block);
+  }
   reader.check_end();
 }
 

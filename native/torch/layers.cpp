@@ -256,6 +256,36 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
   Results(stack).tensor(std::move(output));
 }
 
+void token_angles(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor of_cosine = arguments.tensor(), of_sine = arguments.tensor();
+  if (of_cosine.dim() != 3 || of_cosine.size(2) % 2 != 0 || of_cosine.dtype() != Dtype::float32)
+    fail("token_angles", "cosine", "be float32 [batch, len, head_dim] of an even head_dim", of_cosine.shape(), "Convert with .float().");
+  const int64_t batch = of_cosine.size(0), length = of_cosine.size(1), half = of_cosine.size(2) / 2;
+  if (!of_sine.is_shaped({batch, length, 2 * half}) || of_sine.dtype() != Dtype::float32)
+    fail("token_angles", "sine", "have the shape and dtype of cosine", of_sine.shape(), "Convert with .float().");
+  const Tensor cosine = std::move(of_cosine).as_contiguous(), sine = std::move(of_sine).as_contiguous();
+  const auto same = [](const float* a, const float* b, int64_t count) {
+    return memcmp(a, b, static_cast<size_t>(count) * sizeof(float)) == 0;
+  };
+  bool repeats = true, each_sequence = true;
+  for (const float* all : {cosine.as<float>(), sine.as<float>()}) {
+    for (int64_t row = 0; row < batch * length && repeats; ++row) repeats = same(all + 2 * row * half, all + (2 * row + 1) * half, half);
+    const int64_t size = length * 2 * half;
+    for (int64_t place = 1; place < batch && each_sequence; ++place) each_sequence = same(all, all + place * size, size);
+  }
+  const int64_t rows = !repeats ? 0 : each_sequence && batch > 0 ? length : batch * length;
+  Tensor output = empty(Dtype::float32, {rows, 2 * half});
+  float* target = output.as<float>();
+  for (int64_t row = 0; row < rows; ++row) {
+    for (const Tensor* part : {&cosine, &sine}) {
+      memcpy(target, part->as<float>() + 2 * row * half, static_cast<size_t>(half) * sizeof(float));
+      target += half;
+    }
+  }
+  Results(stack).tensor(std::move(output));
+}
+
 void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   Tensor input = arguments.tensor(), residual = arguments.optional_tensor();

@@ -21,6 +21,9 @@ void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t);
 void norm_forward(StableIValue* stack, uint64_t, uint64_t);
 void norm_gradients(StableIValue* stack, uint64_t, uint64_t);
 void rotary(StableIValue* stack, uint64_t, uint64_t);
+// Cosines and then sines of each token's angles, [rows, head_dim]: of the tokens of one sequence where all have the same.
+// Without a row where the second half of a token's cosines or sines is not its first one.
+void token_angles(StableIValue* stack, uint64_t, uint64_t);
 void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t);
 void cache_append(StableIValue* stack, uint64_t, uint64_t);
 

@@ -48,6 +48,7 @@ std::vector<Operator> all_operators() {
        "bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor)",
        norm_gradients},
       {"rotary", "rotary(Tensor x, Tensor table, int first=0, bool back=False) -> Tensor", rotary},
+      {"token_angles", "token_angles(Tensor cosine, Tensor sine) -> Tensor", token_angles},
       {"dropout_add", "dropout_add(Tensor x, Tensor? residual, int levels, int seed, int first_row=0, Tensor? row_numbers=None) -> Tensor", dropout_add_forward},
       {"cache_append", "cache_append(Tensor(a!) cache, Tensor new, int first) -> ()", cache_append},
       {"attention_paged", attention_paged_schema, attention_paged},

@@ -15,6 +15,8 @@ namespace {
 // mapped.
 constexpr int64_t min_pooled_bytes = int64_t{1} << 20;
 constexpr size_t alignment = 64;
+// Of a workspace's blocks. malloc would merge its free lists for larger ones.
+constexpr size_t least_block_bytes = size_t{1} << 15;
 constexpr int32_t max_threads = 4096;
 
 // torch's dtype codes in the order of `Dtype`.
@@ -183,13 +185,21 @@ Workspace::~Workspace() {
 
 void* Workspace::take(int64_t bytes) {
   if (bytes <= 0) return nullptr;
+  const size_t size = (static_cast<size_t>(bytes) + alignment - 1) / alignment * alignment;
+  while (current_ < blocks_.size() && used_ + size > blocks_[current_].bytes) ++current_, used_ = 0;
+  if (current_ == blocks_.size()) add_block(std::max(size, least_block_bytes));
+  char* data = blocks_[current_].data + used_;
+  // A line between two parts: at a distance of whole pages a load would wait for a store to the other.
+  used_ += size + alignment;
+  return data;
+}
+
+void Workspace::add_block(size_t bytes) {
   blocks_.reserve(blocks_.size() + 1);
   const bool pooled = bytes >= min_pooled_bytes && pool_limit() > 0;
-  const size_t size = (static_cast<size_t>(bytes) + alignment - 1) / alignment * alignment;
-  void* data = pooled ? pool_allocate(size) : aligned_alloc(alignment, size);
+  void* data = pooled ? pool_allocate(bytes) : aligned_alloc(alignment, bytes);
   if (data == nullptr) throw std::bad_alloc();
-  blocks_.push_back({data, size, pooled});
-  return data;
+  blocks_.push_back({static_cast<char*>(data), bytes, pooled});
 }
 
 int32_t instruction_set = -1;

@@ -81,7 +81,7 @@ Tensor zeros(Dtype dtype, const Sizes& sizes);
 // [batch, heads, len, dim] with the memory order of `like`: heads side by side in a token, or one after the other.
 Tensor empty_heads(const Tensor& like, int64_t dim);
 
-// Memory of one call, released at its end.
+// Memory of one call, released at its end. What is taken lies side by side in blocks, so small parts need one allocation.
 class Workspace {
  public:
   Workspace() = default;
@@ -89,14 +89,19 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
   void* take(int64_t bytes);
+  // Gives back what was taken, for the next part of a call to take again.
+  void rewind() { current_ = 0, used_ = 0; }
 
  private:
   struct Block {
-    void* data;
+    char* data;
     size_t bytes;
     bool pooled;
   };
+  void add_block(size_t bytes);
   std::vector<Block> blocks_;
+  // The block that memory is taken from, and how much of it was.
+  size_t current_ = 0, used_ = 0;
 };
 
 // torch.get_num_threads(), clamped to the kernels' limit; 1 while there is an `Alone`.

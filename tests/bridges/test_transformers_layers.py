@@ -579,6 +579,18 @@ def test_inference_mode_and_no_grad_alternate(name: str) -> None:
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_norms_made_in_inference_mode_are_swapped() -> None:
+    # A class of its own: the trial of transformers' is remembered.
+    class Norm(theirs.LlamaRMSNorm):  # type: ignore[misc]
+        pass
+
+    model = _model("llama")
+    with torch.inference_mode():
+        model.model.norm = Norm(1024)
+    rows = ch.swap(model).rows
+    assert [row.how for row in rows if row.class_name == "Norm"] == ["native"]
+
+
 # ---- hooks and changes -------------------------------------------------------------------------------------
 
 PARTS = (

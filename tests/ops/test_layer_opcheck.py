@@ -217,6 +217,12 @@ def _attention_call(
     tape.rules(given)
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_token_angles_pass_opcheck(repeats: bool) -> None:
+    cosine = torch.randn(2, 5, 4).repeat(1, 1, 2) if repeats else torch.randn(2, 5, 8)
+    _check("token_angles", cosine, cosine + 1)
+
+
 MASKS = ("before", "after", "start", "stop", "allowed", "blocks", "block_size")
 
 
@@ -249,17 +255,19 @@ def _block(
     dropped: int = 0,
     rows: Tensor | int = 0,
     bits: int = 0,
+    one_call: bool = False,
 ) -> Tape:
-    tape = Tape()
-    tape.integer(blocks)
-    for _ in range(blocks):
-        tape.integer(1, pre_norm, len(attentions))
+    tape, structures = Tape(), [Tape() for _ in range(blocks)]
+    for structure in structures:
+        structure.integer(1, pre_norm, len(attentions))
         for each in attentions:
-            _attention(tape, dtype, **each)
-        _feedforward(tape, dtype, activation, gated, dropped, bits)
+            _attention(structure, dtype, **each)
+        _feedforward(structure, dtype, activation, gated, dropped, bits)
         for _ in range(len(attentions) + 1):
-            _around(tape, dtype, result_norm, dropped)
-    for _ in range(blocks):
+            _around(structure, dtype, result_norm, dropped)
+    tape.blocks(structures)
+    tape.integer(one_call)
+    for _ in range(1 if one_call else blocks):
         for each in attentions:
             _attention_call(tape, dtype, **each)
         tape.seeds((11, *[5] * (len(attentions) + 1)), rows)
@@ -269,13 +277,14 @@ def _block(
 def _bare(dtype: torch.dtype = torch.float32, **attention: Any) -> Tape:
     """An attention or a feedforward without residuals."""
     tape = Tape()
-    tape.integer(1, 0, 0, bool(attention))
+    tape.integer(1, 0, 0, 0, bool(attention))
     if attention:
         _attention(tape, dtype, **attention)
-        tape.integer(0)
+        tape.integer(0, 0)
         _attention_call(tape, dtype, **attention)
     else:
         _feedforward(tape, dtype, Activation.RELU, False, 300)
+        tape.integer(0)
         tape.seeds((11,), 0)
     return tape
 
@@ -329,6 +338,9 @@ FORWARD: dict[str, Callable[[torch.dtype], Tape]] = {
         dtype, bits=4, attentions=[{**SEPARATE, "bits": 4}, {"bits": 4, "memory_width": 12}], blocks=2
     ),
     "two blocks": lambda dtype: _block(dtype, blocks=2, pre_norm=False, attentions=[{**TABLE, "rotary": True}]),
+    "two blocks of one call": lambda dtype: _block(
+        dtype, blocks=2, attentions=[{**TABLE, "rotary": True}], one_call=True
+    ),
 }
 
 
@@ -373,6 +385,21 @@ def test_block_forward_passes_opcheck(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "dtype"), _covering([*FORWARD, "pre-norm", "post-norm decoder"], DTYPES))
 def test_block_passes_opcheck(name: str, dtype: torch.dtype) -> None:
     _check("block", *_forward_call(name, dtype, False))
+
+
+def test_blocks_described_once_have_the_bits_of_each_described() -> None:
+    attentions = [{**TABLE, "rotary": True}]
+    tape, tokens = _block(blocks=3, attentions=attentions, one_call=True), [torch.randn(2, 5, 16)]
+    count, same, *integers = tape.integers
+    assert (count, same) == (3, True)
+    # With two blocks of two calls there is one call more.
+    of_call = len(_block(blocks=2, attentions=attentions).integers) - len(tape.integers)
+    structure, call = integers[: -of_call - 1], integers[-of_call:]
+    # A call has a scale and a probability, a table of angles and a mask.
+    numbers = [*tape.numbers[:-2] * 3, *tape.numbers[-2:] * 3]
+    tensors = [*tape.tensors, *tape.tensors[-2:] * 2]
+    output = _call("block", tokens, tensors, [], [3, 0, *structure * 3, 0, *call * 3], numbers)
+    assert torch.equal(_call("block", tokens, tape.tensors, [], tape.integers, tape.numbers), output)
 
 
 @pytest.mark.slow

@@ -483,19 +483,18 @@ def _write_calls(
     tape: Tape, stack: Stack, attended: Sequence[Sequence[Attended]], calls: Sequence[Sequence[_AttentionCall]],
     caches: Sequence[CacheView | None], angles: Tensor | None, places: _Places,
 ) -> list[int]:  # fmt: skip
-    """Append what differs from call to call, for each layer; the last one's seeds of dropout."""
+    """Append what differs from call to call, for each layer, or for all where ``calls`` are the first one's; the last
+    one's seeds of dropout."""
     (origin, rows), seeds = places, list[int]()
-    times = len(stack.layers) // len(calls)
-    written = tape if times == 1 else Tape()
+    tape.integer(len(calls) < len(stack.layers))
     for parts, attended_of_layer, calls_of_layer in zip(stack.layers, attended, calls, strict=False):
         seeds = [*map(draw_seed, parts.drops)]
         for place, attention in enumerate(parts.attentions):
             cache, seed = calls_of_layer[place].cache, seeds[2 * place]
-            _write_call(written, attention, attended_of_layer[place], seed, cache, angles, origin)
-        written.seeds((seeds[-2], *seeds[1::2]), rows)
-    if times > 1:
-        tape.append_times(written, times)
-        tape.caches += [part for view in caches if view is not None for part in (view.key, view.value)]
+            _write_call(tape, attention, attended_of_layer[place], seed, cache, angles, origin)
+        tape.seeds((seeds[-2], *seeds[1::2]), rows)
+    written = sum(map(len, calls))
+    tape.caches += [part for view in caches[written:] if view is not None for part in (view.key, view.value)]
     return seeds
 
 

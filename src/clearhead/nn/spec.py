@@ -73,9 +73,9 @@ class Projections:
     def tape(self) -> Tape:
         """An attention alone as the block operator reads it, but for what differs from call to call."""
         tape = Tape()
-        tape.integer(1, 0, 0, 1)
+        tape.integer(1, 0, 0, 0, 1)
         self.write(tape)
-        tape.integer(0)
+        tape.integer(0, 0)
         return tape
 
     def write(self, tape: Tape) -> None:
@@ -222,10 +222,10 @@ class Stack:
     @cached_property
     def tape(self) -> Tape:
         """The layers as the block operator reads them, but for what differs from call to call."""
-        tape = Tape()
-        tape.integer(len(self.layers))
-        for parts in self.layers:
-            parts.write(tape)
+        tape, blocks = Tape(), [Tape() for _ in self.layers]
+        for parts, block in zip(self.layers, blocks, strict=True):
+            parts.write(block)
+        tape.blocks(blocks)
         return tape
 
 

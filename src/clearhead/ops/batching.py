@@ -33,7 +33,7 @@ _ROWS: Final = {
 #: Operators that are called entry by entry: they sum over the batch, or are described by lists.
 _BY_ENTRY: Final = frozenset(
     (
-        *("pack_weight", "unpack_weight", "linear_weight_gradient", "norm_gradients", "cache_append"),
+        *("pack_weight", "unpack_weight", "linear_weight_gradient", "norm_gradients", "token_angles", "cache_append"),
         *("attention_paged", "paged_append", "block", "block_forward", "block_backward"),
     )
 )

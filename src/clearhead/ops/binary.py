@@ -23,7 +23,7 @@ __all__ = ["ABI", "PATH", "load", "signatures"]
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
 #: ``CH_ABI`` of the header that the library was built from.
-ABI: Final = 32
+ABI: Final = 33
 
 
 @cache

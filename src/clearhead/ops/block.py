@@ -28,7 +28,8 @@ MALFORMED: Final = "The description is malformed."
 @dataclass
 class Tape:
     """Blocks as the lists that the operators read, in the order of native/torch/block_read.cpp: first what every block
-    is, and then for every block what differs from call to call.
+    is, and then for every block what differs from call to call; each after a flag, whether that of the first block is
+    that of all, but for weights and caches.
 
     Attributes:
         integers: counts, kinds, flags, positions and seeds.
@@ -51,11 +52,16 @@ class Tape:
         """The same lists, to which a call adds its own."""
         return Tape([*self.integers], [*self.numbers], [*self.tensors], [*self.caches])
 
-    def append_times(self, other: Tape, times: int) -> None:
-        """Append what another has, but for caches, several times."""
-        self.integers += other.integers * times
-        self.numbers += other.numbers * times
-        self.tensors += other.tensors * times
+    def blocks(self, blocks: Sequence[Tape]) -> None:
+        """What every block is; integers and numbers once where they are the same."""
+        first, *others = blocks
+        same = bool(others) and all((each.integers, each.numbers) == (first.integers, first.numbers) for each in others)
+        self.integers += (len(blocks), same)
+        for block in blocks[:1] if same else blocks:
+            self.integers += block.integers
+            self.numbers += block.numbers
+        for block in blocks:
+            self.tensors += block.tensors
 
     def integer(self, *values: int) -> None:
         self.integers.extend(values)
@@ -200,8 +206,8 @@ def run_blocks(
 
 def _kind(tape: Tape) -> str:
     """What the blocks are, in a word."""
-    # The first four integers of block_read.cpp.
-    count, residual, _, attentions = tape.integers[:4]
+    # The first five integers of block_read.cpp.
+    count, _, residual, _, attentions = tape.integers[:5]
     if count > 1:
         return "stack"
     return "layer" if residual else "attention" if attentions else "feedforward"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
@@ -117,18 +116,30 @@ class _ListReader:
     """Walks along the list of integers; of the tensors it tells shapes. Floats say nothing about shapes."""
 
     def __init__(self, tensors: Sequence[Shape], integers: Sequence[int]) -> None:
-        self._tensors, self._integers = tensors, iter(integers)
-        self._places: Iterator[int] = itertools.count()
+        self._tensors, self._integers = tensors, integers
+        self._next_tensor = self._next_integer = 0
 
     def integer(self) -> int:
-        return next(self._integers)
+        self._next_integer += 1
+        return self._integers[self._next_integer - 1]
+
+    def each(self, count: int, *, other_tensors: bool) -> Iterator[int]:
+        """The places of blocks that are described next, each or, behind a flag, all by the first one's integers."""
+        same = self.integer()
+        integer, tensor = self._next_integer, self._next_tensor
+        for place in range(count):
+            if same:
+                self._next_integer = integer
+                self._next_tensor = self._next_tensor if other_tensors else tensor
+            yield place
 
     def optional_integer(self) -> int | None:
         return self.integer() if self.integer() else None
 
     def tensor(self) -> int:
         """The next tensor's place."""
-        return next(self._places)
+        self._next_tensor += 1
+        return self._next_tensor - 1
 
     def optional_tensor(self) -> int:
         return self.tensor() if self.integer() else -1
@@ -237,8 +248,9 @@ def read_blocks(tensors: Sequence[Shape], integers: Sequence[int]) -> list[Block
         integers: the list of integers.
     """
     reader = _ListReader(tensors, integers)
-    blocks = [reader.block() for _ in range(reader.integer())]
-    return [reader.block_call(block) for block in blocks]
+    count = reader.integer()
+    blocks = [reader.block() for _ in reader.each(count, other_tensors=True)]
+    return [reader.block_call(blocks[place]) for place in reader.each(count, other_tensors=False)]
 
 
 def saved_shapes(

@@ -72,6 +72,12 @@ def _rotary(x: Tensor, **others: Any) -> Tensor:
     return empty_heads(x, x.shape[3])
 
 
+def _token_angles(cosine: Tensor, **others: Any) -> Tensor:
+    # What the tensors hold decides the number of rows.
+    rows = torch.library.get_ctx().new_dynamic_size()
+    return cosine.new_empty((rows, cosine.shape[2]))
+
+
 def _dropout_add(x: Tensor, **others: Any) -> Tensor:
     return x.new_empty(tuple(x.shape))
 
@@ -116,6 +122,7 @@ LAYER_FAKES: Final[dict[str, Callable[..., Any]]] = {
     "norm": _norm,
     "norm_gradients": _norm_gradients,
     "rotary": _rotary,
+    "token_angles": _token_angles,
     "dropout_add": _dropout_add,
     "cache_append": _cache_append,
     "paged_append": _cache_append,

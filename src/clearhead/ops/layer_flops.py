@@ -161,6 +161,7 @@ LAYER_FLOPS: Final[dict[str, Callable[..., int]]] = {
     "norm": _none,
     "norm_gradients": _none,
     "rotary": _none,
+    "token_angles": _none,
     "dropout_add": _none,
     "cache_append": _none,
     "paged_append": _none,

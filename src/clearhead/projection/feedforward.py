@@ -89,9 +89,9 @@ def project_activate_project(
     if not kernels_take(kinds, x, contract, contract_bias, width=hidden):
         return None
     seed, rows, tape = draw_seed(levels), row_numbers(x.shape), Tape()
-    tape.integer(1, 0, 0, 0, 1, len(layers))
+    tape.integer(1, 0, 0, 0, 0, 1, len(layers))
     tape.linears(layers)
-    tape.integer(ACTIVATIONS[activation].kind, levels)
+    tape.integer(ACTIVATIONS[activation].kind, levels, 0)
     tape.seeds((seed,), rows)
 
     def recompute(places: Mapping[int, Tensor], tokens: Sequence[Tensor]) -> Tensor:

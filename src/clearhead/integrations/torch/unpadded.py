@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -35,7 +35,6 @@ class Packed:
     places: Int[Tensor, " rows"]
     count: int
     documents: Documents
-    _angles: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, real: Bool[Tensor, "batch len"], *, batch_first: bool = True) -> Self:
@@ -55,11 +54,8 @@ class Packed:
         return x.flatten(0, 1).index_select(0, self.places)
 
     def angles(self, given: Float[Tensor, "_tokens head_dim"]) -> Float[Tensor, "rows head_dim"]:
-        """RoPE cos and sin of the packed tokens: the same tensor for all layers, which are given the same."""
-        if not self._angles or self._angles[0][0] is not given:
-            places = self.places % self.size[1] if len(given) == self.size[1] else self.places
-            self._angles[:] = [(given, given.index_select(0, places))]
-        return self._angles[0][1]
+        """RoPE cos and sin of the packed tokens, of those of a sequence or of the whole batch."""
+        return given.index_select(0, self.places % self.size[1] if len(given) == self.size[1] else self.places)
 
     def unpack(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "_ _ width"]:
         """The padded batch of such tokens, 0 at the padding."""

@@ -260,7 +260,9 @@ def _copied(value: Any, implementation: str | None, memo: dict[object, Any]) -> 
         return _replica(value, implementation, memo)
     if isinstance(value, nn.Parameter):
         if id(value) not in memo:
-            memo[id(value)] = nn.Parameter(value.detach().float())
+            data = value.detach().float()
+            # What was made in inference mode has no gradient.
+            memo[id(value)] = nn.Parameter(data.clone() if data.is_inference() else data)
         return memo[id(value)]
     if implementation is None or implementation_of(value) is None:
         return value
