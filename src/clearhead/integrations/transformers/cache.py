@@ -58,7 +58,9 @@ class _InKVCache:
 
 # transformers' class comes first, and the mixin has no slots: only then can a layer become one of these.
 class _AppendedLayer(DynamicLayer, _InKVCache):  # type: ignore[misc]
-    pass
+    def get_seq_length(self, *args: Any) -> int:
+        """Number of cached tokens. A model asks three times a token, and transformers would read it off views."""
+        return super().get_seq_length(*args) if self.kv_cache is None else self.kv_cache.length
 
 
 class _AppendedSlidingLayer(DynamicSlidingWindowLayer, _InKVCache):  # type: ignore[misc]
