@@ -55,7 +55,7 @@ def _small_parts_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
         for module, name in (
             (replace, "_LEAST_WEIGHTS"),
             (replace, "_LEAST_WIDTH"),
-            (parts, "_FEW_ELEMENTS"),
+            (parts.TokenwiseForward, "few"),
             (torch_parts, "_FEW_ELEMENTS"),
         ):
             monkeypatch.setattr(module, name, 0)
