@@ -28,8 +28,8 @@ MALFORMED: Final = "The description is malformed."
 @dataclass
 class Tape:
     """Blocks as the lists that the operators read, in the order of native/torch/block_read.cpp: first what every block
-    is, and then for every block what differs from call to call; each after a flag, whether that of the first block is
-    that of all, but for weights and caches.
+    is, and then for every block what differs from call to call. A flag in front of each of the two says whether the
+    first block's integers and numbers are those of all.
 
     Attributes:
         integers: counts, kinds, flags, positions and seeds.

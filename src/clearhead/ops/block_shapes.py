@@ -124,7 +124,8 @@ class _ListReader:
         return self._integers[self._next_integer - 1]
 
     def each(self, count: int, *, other_tensors: bool) -> Iterator[int]:
-        """The places of blocks that are described next, each or, behind a flag, all by the first one's integers."""
+        """The places of the blocks that come next. A flag says whether the first one's integers are read for each of
+        them; ``other_tensors`` whether each has tensors of its own then."""
         same = self.integer()
         integer, tensor = self._next_integer, self._next_tensor
         for place in range(count):
