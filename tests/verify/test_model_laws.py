@@ -188,6 +188,19 @@ def test_report_names_what_does_not_apply_and_leaves_the_model_as_it_was() -> No
 
 
 @needs_native
+def test_a_model_that_raises_breaks_the_law_and_the_others_are_tried() -> None:
+    class Alone(ch.nn.Encoder):
+        def forward(self, x: Tensor, **options: Any) -> Tensor:
+            if len(x) > 1:
+                raise RuntimeError("one sequence\nat a time")
+            output: Tensor = super().forward(x, **options)
+            return output
+
+    report = ch.verify_model(Alone(8, 2, 1), laws=["batch", "threads"], lengths=[5, 3])
+    assert (report["batch"].status, report["batch"].detail) == ("fails", "raises RuntimeError: one sequence at a time")
+    assert [finding.law for finding in report.findings] == ["batch", "threads"]
+
+
 def test_tokenizer_gives_the_ids() -> None:
     class Letters:
         def encode(self, text: str) -> list[int]:

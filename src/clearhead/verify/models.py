@@ -186,4 +186,7 @@ def _try(law: ModelLaw, trial: BitComparison) -> Finding:
     except (*REFUSALS, ClearheadError) as refusal:
         detail = f"refused: {' '.join(str(refusal).split())}"
         return Finding(law=law.name, says=law.says, status="does not apply", detail=detail)
+    except Exception as error:
+        detail = f"raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Finding(law=law.name, says=law.says, status="fails", detail=detail, cases=1)
     return Finding(law=law.name, says=law.says, status="holds", cases=1)
