@@ -117,6 +117,12 @@ def test_norm_operators_pass_opcheck(layout: str, dtype: torch.dtype, kind: Norm
         _check("norm_gradients", *arguments)
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_token_angles_pass_opcheck(repeats: bool) -> None:
+    cosine = torch.randn(2, 5, 4).repeat(1, 1, 2) if repeats else torch.randn(2, 5, 8)
+    _check("token_angles", cosine, cosine + 1)
+
+
 @pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("heads_first", [True, False])
@@ -215,12 +221,6 @@ def _attention_call(
     tape.optional(None)
     tape.mask({name: part for name, part in given.items() if name in MASKS})
     tape.rules(given)
-
-
-@pytest.mark.parametrize("repeats", [True, False])
-def test_token_angles_pass_opcheck(repeats: bool) -> None:
-    cosine = torch.randn(2, 5, 4).repeat(1, 1, 2) if repeats else torch.randn(2, 5, 8)
-    _check("token_angles", cosine, cosine + 1)
 
 
 MASKS = ("before", "after", "start", "stop", "allowed", "blocks", "block_size")

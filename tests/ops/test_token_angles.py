@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.ops.library import library
+from tests.agreement import needs_native
 
-pytestmark = pytest.mark.skipif(library() is None, reason="needs the CPU kernels")
+pytestmark = needs_native
 
 
 def token_angles(cosine: Tensor, sine: Tensor) -> Tensor:

@@ -201,6 +201,7 @@ def test_a_model_that_raises_breaks_the_law_and_the_others_are_tried() -> None:
     assert [finding.law for finding in report.findings] == ["batch", "threads"]
 
 
+@needs_native
 def test_tokenizer_gives_the_ids() -> None:
     class Letters:
         def encode(self, text: str) -> list[int]:

@@ -72,10 +72,13 @@ class Projections:
     @cached_property
     def tape(self) -> Tape:
         """An attention alone as the block operator reads it, but for what differs from call to call."""
-        tape = Tape()
-        tape.integer(1, 0, 0, 0, 1)
-        self.write(tape)
-        tape.integer(0, 0)
+        tape, block = Tape(), Tape()
+        block.integer(0, 0, 1)
+        self.write(block)
+        block.integer(0)
+        tape.blocks([block])
+        # A call is that of one block.
+        tape.integer(0)
         return tape
 
     def write(self, tape: Tape) -> None:

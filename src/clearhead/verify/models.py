@@ -19,7 +19,7 @@ from clearhead.verify.laws.models import MODEL_LAWS, ModelLaw
 from clearhead.verify.layer_errors import LayerErrors, layer_errors
 from clearhead.verify.model_under_test import under_test
 from clearhead.verify.process import undisturbed
-from clearhead.verify.report import Finding, Report, versions
+from clearhead.verify.report import Finding, Report, error_detail, versions
 
 __all__ = ["model_law_names", "verify_model"]
 
@@ -187,6 +187,5 @@ def _try(law: ModelLaw, trial: BitComparison) -> Finding:
         detail = f"refused: {' '.join(str(refusal).split())}"
         return Finding(law=law.name, says=law.says, status="does not apply", detail=detail)
     except Exception as error:
-        detail = f"raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return Finding(law=law.name, says=law.says, status="fails", detail=detail, cases=1)
+        return Finding(law=law.name, says=law.says, status="fails", detail=error_detail(error), cases=1)
     return Finding(law=law.name, says=law.says, status="holds", cases=1)

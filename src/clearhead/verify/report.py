@@ -13,7 +13,7 @@ import torch
 
 from clearhead.verify.case import Case
 
-__all__ = ["Finding", "Report", "Status", "versions"]
+__all__ = ["Finding", "Report", "Status", "error_detail", "versions"]
 
 Status = Literal["holds", "fails", "does not apply"]
 
@@ -30,6 +30,11 @@ def versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         version = "not installed as a package"
     return {"clearhead": version, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def error_detail(error: Exception) -> str:
+    """The detail of a law under which what is verified raised."""
+    return f"raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 @dataclass(frozen=True, kw_only=True)

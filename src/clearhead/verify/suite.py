@@ -20,7 +20,7 @@ from clearhead.verify.laws import LAWS
 from clearhead.verify.laws.invariance import INVARIANCE_LAWS
 from clearhead.verify.laws.ranks import RANK_LAWS
 from clearhead.verify.process import undisturbed, undrawn
-from clearhead.verify.report import Finding, Report, Status, versions
+from clearhead.verify.report import Finding, Report, Status, error_detail, versions
 from clearhead.verify.search import can_search, search
 from clearhead.verify.signatures import CARRIED, signature_of
 from clearhead.verify.subject import Subject
@@ -257,7 +257,7 @@ def _outcome(law: Law, subject: Subject, case: Case) -> str:
     except SystemExit as leaving:
         return f"{_FAILS}ends the process: sys.exit({leaving.code!r})"
     except Exception as error:
-        return f"{_FAILS}raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return f"{_FAILS}{error_detail(error)}"
     return ""
 
 
