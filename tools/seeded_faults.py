@@ -192,7 +192,10 @@ class Copy:
             raise ValueError(f"the tests must import the copy in {self.root}; got {path or 'no clearhead'}.")
 
     def _run(self, *command: str | Path) -> None:
-        done = self._started([str(part) for part in command], LONGEST)
+        try:
+            done = self._started([str(part) for part in command], LONGEST)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{command[0]} must end within {LONGEST} s.") from None
         if done.returncode != 0:
             raise ValueError(f"{command[0]} failed: {(done.stdout + done.stderr).strip()[-800:]}")
 
