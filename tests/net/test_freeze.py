@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+import transformers
 from transformers import DynamicCache
 
 import clearhead as ch
+from clearhead.bridges.transformers import Int8Cache
 from clearhead.ops.packed_weight import PackedParameter
 from clearhead.testing import choices, forbid_fused, fused_calls
 from tests.net.calls import equal, hooked, observed, results
@@ -26,15 +28,18 @@ from tests.net.modules import HEADS, MODULES, VOCAB, WIDTH, distinct, modules, t
 FAR = 1e-4
 #: Families that compute attention by themselves in transformers 4, where ``swap`` leaves them.
 LEFT = ("distilbert", "modernbert") if TRANSFORMERS_4 else ()
-#: Families whose layers become one operator; those whose layers differ, or read positions by pairs of tokens.
+#: Families whose layers become one operator; those with a layer of other parts, or positions by pairs of tokens.
 AS_ONE, DIFFERENT = (
     tuple(name for name in names if name not in LEFT)
     for names in (
-        ("llama", "mistral", "qwen3", "phi3", "gpt2", "bert", "roberta", "distilbert", "vit", "clip", "siglip", "bart",
-         "marian", "whisper", "torch encoder", "torch encoder, pre-norm", "torch decoder"),
-        ("qwen2", "gemma2", "gemma3", "modernbert", "mpnet", "deberta-v2", "deberta-v3"),
+        ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2", "bert", "roberta", "distilbert",
+         "modernbert", "vit", "clip", "siglip", "bart", "marian", "whisper", "torch encoder", "torch encoder, pre-norm",
+         "torch decoder"),
+        ("mpnet", "deberta-v2", "deberta-v3"),
     )
 )  # fmt: skip
+#: Families with layers that attend to a window.
+SLIDING = ("mistral", "qwen2", "gemma2", "gemma3")
 GENERATING = [name for name in AS_ONE if FAMILIES[name].generates]
 OURS = [
     kind
@@ -85,7 +90,7 @@ def test_frozen_layers_are_one_operator_with_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_layers_that_differ_are_left_with_the_reason(name: str) -> None:
+def test_layers_that_cannot_be_one_are_left_with_the_reason(name: str) -> None:
     model, call = FAMILIES[name].swapped(), FAMILIES[name].call(TOKENS, "none")
     before = results(model, call, gradients=False)
     (row,) = ch.freeze(model).rows
@@ -186,18 +191,99 @@ def test_frozen_models_generate_the_same_tokens(name: str, options: dict[str, in
     with fused_calls() as kinds:
         assert torch.equal(model.generate(**prompt, **given), before)
     # A sliding cache that records its past is transformers'.
-    assert "stack" in kinds or (name == "mistral" and "prompt_lookup_num_tokens" in options)
+    assert "stack" in kinds or (name in SLIDING and "prompt_lookup_num_tokens" in options)
 
 
 def test_a_token_is_one_call() -> None:
     ids = torch.tensor([[1, 2, 3]])
-    for model in (frozen("llama"), frozen("mistral"), frozen("gpt2")):
+    for model in map(frozen, ("llama", "mistral", "gpt2", "qwen2", "gemma2", "gemma3")):
         cache = DynamicCache(config=model.config)
         model(ids, past_key_values=cache)
         for _ in range(9):
             with fused_calls() as kinds:
                 model(ids[:, :1], past_key_values=cache)
             assert kinds == ["stack"]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", [DynamicCache, Int8Cache])
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3"])
+def test_layers_with_and_without_windows_are_one_operator(kind: str, make: Any, padded: bool) -> None:
+    windows = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = getattr(transformers, "Gemma2Config" if kind == "Gemma2" else "Gemma3TextConfig")(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=5, num_attention_heads=HEADS,
+        num_key_value_heads=2, head_dim=8, sliding_window=5, layer_types=windows,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = distinct(getattr(transformers, f"{kind}ForCausalLM")(config)).eval()
+    ch.swap(model)
+    ids, real = torch.randint(3, VOCAB, (2, 20)), torch.ones(2, 20, dtype=torch.int64)
+    real[0, :4] = 0 if padded else 1
+
+    def run() -> list[Tensor]:
+        cache, logits = make(config=config), list[Tensor]()
+        for start, stop in ((0, 9), (9, 10), (10, 11), (11, 13), *((place, place + 1) for place in range(13, 20))):
+            logits.append(model(ids[:, start:stop], attention_mask=real[:, :stop], past_key_values=cache).logits)
+        return logits
+
+    with torch.no_grad():
+        before = run()
+        (row,) = ch.freeze(model).rows
+        with fused_calls() as kinds:
+            after = run()
+    assert row.reason == f"5 {kind}DecoderLayer are one operator"
+    assert [*map(torch.equal, after, before)] == [True] * len(before)
+    assert {*kinds} == {"stack"}
+
+
+def test_layers_of_other_parts_run_beside_those_that_are_one() -> None:
+    model, call = FAMILIES["modernbert"].swapped(), FAMILIES["modernbert"].call(TOKENS, "right")
+    before = results(model, call, gradients=False)
+    (row,) = ch.freeze(model).rows
+    # The first layer has no norm in front.
+    assert row.reason == "2 of 3 ModernBertEncoderLayer are one operator"
+    with fused_calls() as kinds:
+        equal(results(model, call, gradients=False), before)
+    assert "stack" in kinds
+
+
+@pytest.mark.parametrize("name", ["gemma3", "modernbert"])
+def test_padding_of_layers_with_several_masks_is_removed_once(name: str) -> None:
+    model, family = FAMILIES[name].swapped(), FAMILIES[name]
+    calls = [family.call(TOKENS, side) for side in family.paddings]
+    with ch.invariant():
+        before = [results(model, call, gradients=False) for call in calls]
+        ch.freeze(model)
+        with fused_calls() as kinds:
+            for call, one in zip(calls, before, strict=True):
+                equal(results(model, call, gradients=False), one)
+    assert kinds.count("stack") == len(calls)
+
+
+def test_a_loop_that_adds_to_tokens_in_some_calls_gets_each_layer() -> None:
+    qwen = pytest.importorskip("transformers.models.qwen3_vl", reason="this release has no Qwen3-VL")
+    config = qwen.Qwen3VLTextConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=3, num_attention_heads=HEADS,
+        num_key_value_heads=2, head_dim=16, rope_scaling={"rope_type": "default", "mrope_section": [2, 3, 3]},
+    )  # fmt: skip
+    model = qwen.Qwen3VLTextModel(config).eval()
+    ch.swap(model)
+    x, places = torch.randn(1, 7, WIDTH), torch.zeros(1, 7, dtype=torch.bool)
+    places[0, 2:4] = True
+    image = {"visual_pos_masks": places, "deepstack_visual_embeds": [torch.randn(2, WIDTH) for _ in range(2)]}
+    with torch.no_grad():
+        before = [model(inputs_embeds=x, use_cache=False, **given)[0] for given in ({}, image)]
+        assert {row.how for row in ch.freeze(model).rows} == {"fused"}
+        for given, output, kind in zip(({}, image), before, ("stack", "layer"), strict=True):
+            with fused_calls() as kinds:
+                assert torch.equal(model(inputs_embeds=x, use_cache=False, **given)[0], output)
+            assert {*kinds} == {kind}
+    # A call with a cache appends to it once.
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(inputs_embeds=x, past_key_values=cache, **image)
+    assert cache.get_seq_length() == 7
 
 
 def test_caches_of_several_lengths_are_read_as_they_are() -> None:
@@ -218,7 +304,7 @@ def test_caches_of_several_lengths_are_read_as_they_are() -> None:
     torch.testing.assert_close(run(), before)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_a_copied_cache_goes_on_by_itself(name: str) -> None:
     model, ids = frozen(name), torch.randint(3, VOCAB, (2, 11))
     cache = DynamicCache(config=model.config)
@@ -253,7 +339,7 @@ def test_a_cache_that_was_cropped_or_reordered_is_read_as_it_is_now() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "bart"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "bart", "gemma3"])
 def test_states_and_weights_between_layers_are_those_of_the_layers(name: str, wanted: str) -> None:
     family = FAMILIES[name]
     model, call = family.swapped(), family.call(TOKENS, "none")
@@ -271,7 +357,7 @@ def test_states_and_weights_between_layers_are_those_of_the_layers(name: str, wa
     assert all(torch.equal(each[0], before[0]) or torch.allclose(each[0], before[0], atol=FAR) for each in plain)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "LanguageModel"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gemma3", "LanguageModel"])
 def test_observers_and_hooks_get_every_layer(name: str) -> None:
     family = FAMILIES.get(name)
     row = typical("LanguageModel")[0]
@@ -305,7 +391,7 @@ def _model(name: str, pack: bool = False) -> tuple[Any, Callable[[], Any], Any]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("change", [name for name in CHANGES if name != "optimizer step"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "LanguageModel"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "bert", "LanguageModel"])
 @pytest.mark.parametrize("pack", [False, True], ids=["as they are", "packed"])
 @pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
 def test_a_change_takes_effect_or_is_refused(called: bool, pack: bool, name: str, change: str) -> None:

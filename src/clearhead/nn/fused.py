@@ -69,6 +69,11 @@ class _AttentionCall(NamedTuple):
         return self.cache is not None and self.cache.grows
 
     @property
+    def cache_traits(self) -> tuple[object, ...] | None:
+        """What the call says of its cache, besides tensors."""
+        return None if self.cache is None else self.cache.traits
+
+    @property
     def cached(self) -> int:
         """Tokens before the first query in a growing cache."""
         return self.cache.length if self.cache is not None and self.cache.grows else 0
@@ -149,17 +154,18 @@ def fused_layers(
     stack: Stack,
     masks: Sequence[Mask | None],
     caches: Sequence[CacheView | None] = (),
-    angles: Float[Tensor, "_rows head_dim"] | None = None,
+    angles: Sequence[Float[Tensor, "_rows head_dim"] | None] = (None,),
 ) -> Float[Tensor, "*batch _len _width"] | None:
     """The output of a stack of layers, in one operator.
 
     Args:
         tokens: ``[batch, len, width]`` of the layers' own and, where they attend to one, of the memory.
         stack: the layers, a single one where a gradient is wanted.
-        masks: of each attention of a layer, the same for all layers.
+        masks: of each attention of each layer; or of one layer, the same for all.
         caches: what each attention of each layer reads from a cache, where one does; a cached memory is not among
             ``tokens``. Without caches those of one layer are enough.
-        angles: RoPE cos and sin of the call's tokens, where attentions are rotated by ``"angles"``.
+        angles: RoPE cos and sin of the call's tokens, where attentions are rotated by ``"angles"``: of each layer, or
+            one for all.
 
     Returns:
         ``[batch, len, width]``, or None (see the module's first lines).
@@ -184,7 +190,7 @@ def fused_layers(
     seeds = _write_calls(tape, stack, attended, calls, caches, angles, places)
 
     def recompute(changed: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
-        return run_layer(stack.layers[0].mapped(_change(changed)), attended[0], copies, seeds, angles, places[1])
+        return run_layer(stack.layers[0].mapped(_change(changed)), attended[0], copies, seeds, angles[0], places[1])
 
     return _run(tokens, tape, recompute if training else None)
 
@@ -309,9 +315,9 @@ def _calls_of(
 ) -> list[list[_AttentionCall]]:
     """What the attentions of each layer read; of the first layer alone if it is the same for all, besides tensors of
     caches."""
-    count, views = len(masks), [*caches] or [None] * len(masks)
+    count, views = len(stack.layers[0].attentions), [*caches] or [None] * len(masks)
     traits = [None if view is None else view.traits for view in views]
-    if stack.repeats and traits == traits[:count] * (len(views) // count):
+    if stack.repeats and len(masks) == count and traits == traits[:count] * (len(views) // count):
         views = views[:count]
     elif len(views) == count:
         views *= len(stack.layers)
@@ -327,7 +333,11 @@ def _attended_by_layers(
     if stack.drops_all or (training and stack.norms_results) or not _takes(tokens, stack, training):
         return None
     attended = list[list[Attended]]()
-    for parts, calls_of_layer in zip(stack.layers, calls, strict=False):
+    for index, (parts, calls_of_layer) in enumerate(zip(stack.layers, calls, strict=False)):
+        same = next((place for place in range(index) if _says_the_same(stack, calls, place, index)), None)
+        if same is not None:
+            attended.append(attended[same])
+            continue
         of_layer = [
             _attended(tokens if place else tokens[:1], attention, training, call)
             for place, (attention, call) in enumerate(zip(parts.attentions, calls_of_layer, strict=True))
@@ -336,6 +346,14 @@ def _attended_by_layers(
             return None
         attended.append([each for each in of_layer if each is not None])
     return attended
+
+
+def _says_the_same(stack: Stack, calls: Sequence[Sequence[_AttentionCall]], place: int, other: int) -> bool:
+    """Whether the calls of two layers are the same but for their tensors."""
+    if stack.same_as[place] != stack.same_as[other]:
+        return False
+    pairs = zip(calls[place], calls[other], strict=True)
+    return all(one.mask is two.mask and one.cache_traits == two.cache_traits for one, two in pairs)
 
 
 def _attended(tokens: Tokens, projections: Projections, training: bool, call: _AttentionCall) -> Attended | None:
@@ -481,17 +499,17 @@ def _write_call(
 
 def _write_calls(
     tape: Tape, stack: Stack, attended: Sequence[Sequence[Attended]], calls: Sequence[Sequence[_AttentionCall]],
-    caches: Sequence[CacheView | None], angles: Tensor | None, places: _Places,
+    caches: Sequence[CacheView | None], angles: Sequence[Tensor | None], places: _Places,
 ) -> list[int]:  # fmt: skip
     """Append what differs from call to call, for each layer, or for all where ``calls`` are the first one's; the last
     one's seeds of dropout."""
     (origin, rows), seeds = places, list[int]()
     tape.integer(len(calls) < len(stack.layers))
-    for parts, attended_of_layer, calls_of_layer in zip(stack.layers, attended, calls, strict=False):
+    for parts, of_layer, calls_of_layer, table in zip(stack.layers, attended, calls, cycle(angles), strict=False):
         seeds = [*map(draw_seed, parts.drops)]
         for place, attention in enumerate(parts.attentions):
             cache, seed = calls_of_layer[place].cache, seeds[2 * place]
-            _write_call(tape, attention, attended_of_layer[place], seed, cache, angles, origin)
+            _write_call(tape, attention, of_layer[place], seed, cache, table, origin)
         tape.seeds((seeds[-2], *seeds[1::2]), rows)
     written = sum(map(len, calls))
     tape.caches += [part for view in caches[written:] if view is not None for part in (view.key, view.value)]

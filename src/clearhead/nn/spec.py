@@ -193,10 +193,16 @@ class Stack:
         return [layer for parts in self.layers for layer in parts.linears]
 
     @cached_property
+    def same_as(self) -> Sequence[int]:
+        """For each layer the place of the first that differs from it in weights alone, and of which a call that reads
+        the same says the same; its own place where calls differ by themselves, as those that drop."""
+        traits = [*map(_call_traits, self.layers)]
+        return [place if each is None else traits.index(each) for place, each in enumerate(traits)]
+
+    @cached_property
     def repeats(self) -> bool:
-        """Whether a call is the same for every layer: only weights differ, nothing is dropped, and no rule is added."""
-        first, *others = map(_call_traits, self.layers)
-        return bool(others) and first is not None and all(traits == first for traits in others)
+        """Whether there are several layers, which differ in weights alone."""
+        return len(self.layers) > 1 and not any(self.same_as)
 
     @cached_property
     def drops_any(self) -> bool:
@@ -234,12 +240,13 @@ class Stack:
 
 def _call_traits(parts: LayerParts) -> tuple[object, ...] | None:
     """What of a layer decides what a call says of it, besides weights; None where calls differ by themselves."""
-    if any(parts.drops) or any(each.rules is not tuple for each in parts.attentions):
+    if any(parts.drops):
         return None
     return tuple(
-        (each.num_heads, each.num_kv_heads, each.head_dim, each.scale, each.backend, each.rotary, len(each.sources))
+        (each.num_heads, each.num_kv_heads, each.head_dim, each.scale, each.backend, each.rotary, each.rules,
+         len(each.sources), len(each.head_norms))
         for each in parts.attentions
-    )
+    )  # fmt: skip
 
 
 def _pair(layer: Layer, change: Mapped) -> Layer:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -14,9 +15,8 @@ from clearhead.integrations.transformers.calls import cache_in, signature_of
 from clearhead.integrations.transformers.forwards import LayerForward
 from clearhead.integrations.transformers.match import at
 from clearhead.integrations.transformers.parts import linear_of
-from clearhead.integrations.transformers.probe import traits_of
 from clearhead.integrations.transformers.specs import weights_in
-from clearhead.integrations.transformers.stack import LayersAsOne, StackForward, forward_of_layers
+from clearhead.integrations.transformers.stack import LayersAsOne, StackForward
 from clearhead.nn.weight_packing import WeightOf
 from clearhead.torch_private import submodules_of
 
@@ -35,11 +35,22 @@ def freeze_layers(model: nn.Module) -> list[SwapRow]:
     """
     rows = []
     for path, owner, name, layers in [*_lists(model)]:
-        count = f"{len(layers)} {class_of(layers[-1]).__name__}"
-        reason = _why_one_by_one(owner, layers) or _tried(owner, name)
+        run, kind = _longest_run(layers), class_of(layers[-1]).__name__
+        reason = _why_one_by_one(owner, layers[run.start]) or _tried(owner, StackForward(name, run.start, run.stop))
+        count = f"{len(run)} {kind}" if len(run) == len(layers) else f"{len(run)} of {len(layers)} {kind}"
         row = SwapRow(path, "ModuleList", "fused", 0.0, f"{count} are one operator")
         rows.append(row if reason is None else SwapRow(path, "ModuleList", "left", None, f"{count}: {reason}"))
     return rows
+
+
+def _longest_run(layers: Sequence[nn.Module]) -> range:
+    """The places of the most layers in a row that consist of the same parts and are fused each."""
+    runs = [
+        [*places] for fast, places in groupby(range(len(layers)), lambda place: fast_of(layers[place]))
+        if isinstance(fast, LayerForward)
+    ]  # fmt: skip
+    longest = max(runs, key=len)
+    return range(longest[0], longest[-1] + 1)
 
 
 def linear_weights(model: nn.Module) -> Iterator[WeightOf]:
@@ -77,28 +88,28 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, list[nn.Modu
                 yield f"{path}.{name}".strip("."), owner, name, layers
 
 
-def _why_one_by_one(owner: nn.Module, layers: Sequence[nn.Module]) -> str | None:
-    """Why layers cannot be one operator, before any trial."""
-    first, fast = traits_of(layers[0]), fast_of(layers[0])
+def _why_one_by_one(owner: nn.Module, first: nn.Module) -> str | None:
+    """Why layers like the first cannot be one operator, before any trial."""
+    fast = fast_of(first)
     if isinstance(fast, LayerForward) and fast.match.is_disentangled:
         return "their attention adds terms of relative positions"
-    if any(fast_of(layer) != fast_of(layers[0]) or traits_of(layer) != first for layer in layers[1:]):
-        return "they differ in more than their weights"
     if original_of(class_of(owner)) is not None or "forward" in vars(owner):
         return f"the forward of {class_of(owner).__name__} was replaced"
     return None
 
 
-def _tried(owner: nn.Module, name: str) -> str | None:
+def _tried(owner: nn.Module, fast: StackForward) -> str | None:
     """Make the layers one and compare with one by one, bitwise; None if they agree, else they are as before."""
-    layers, kind = submodules_of(owner)[name], class_of(owner)
+    if fast.stop - fast.start == 1:
+        return "no two in a row consist of the same parts"
+    layers, kind = submodules_of(owner)[fast.name], class_of(owner)
     recast(layers, LayersAsOne)
-    recast(owner, replacement(kind, StackForward(name)))
+    recast(owner, replacement(kind, fast))
     reason: str | None = "no trial was possible"
     try:
         # Calls with gradients run layer by layer.
         with torch.no_grad(), torch.random.fork_rng(devices=()):
-            reason = _difference(owner, kind, layers)
+            reason = _difference(owner, kind, fast)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         reason = f"the trial raised {type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
     finally:
@@ -108,27 +119,21 @@ def _tried(owner: nn.Module, name: str) -> str | None:
     return reason
 
 
-def _difference(owner: nn.Module, kind: type[nn.Module], layers: Any) -> str | None:
+def _difference(owner: nn.Module, kind: type[nn.Module], fast: StackForward) -> str | None:
     """Why the layers as one are not the layers one by one; None if they are."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = layers.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    try:
-        for place, options in enumerate(_arguments(owner, kind, layers[0])):
-            try:
-                kind.forward(owner, **options)
-            except (RuntimeError, ValueError, TypeError):
-                # The first call must work; modules read masks in several forms.
-                if place == 0:
-                    raise
-                continue
-            if not _agree(owner, kind, options):
-                return "the trial gave other bits"
-    finally:
-        handle.remove()
-    # Without a cache, which would be appended to once more.
-    args, kwargs = calls[0] if calls else ((), {})
-    if not calls or forward_of_layers(layers, [*layers.children()], args, kwargs) is None:
-        return f"{kind.__name__} does not loop over them alone, or they are not plain"
+    layer = [*submodules_of(owner)[fast.name].children()][fast.start]
+    for place, options in enumerate(_arguments(owner, kind, layer)):
+        try:
+            kind.forward(owner, **options)
+        except (RuntimeError, ValueError, TypeError):
+            # The first call must work; modules read masks in several forms.
+            if place == 0:
+                raise
+            continue
+        if place == 0 and not fast.run(kind.forward, owner, (), options)[1]:
+            return f"{kind.__name__} does not loop over them alone, or they are not plain"
+        if not _agree(owner, kind, options):
+            return "the trial gave other bits"
     return None
 
 
@@ -168,7 +173,7 @@ def _image_size(owner: Any) -> tuple[int, int, int]:
 def _agree(owner: Any, kind: type[nn.Module], options: dict[str, Any]) -> bool:
     """Whether a call has the same bits one by one and as one, and so has a token after it where there is a cache."""
     outputs = [kind.forward(owner, **options), owner(**options)]
-    if not torch.equal(*map(_states_of, outputs)):
+    if not _are_equal(*outputs):
         return False
     caches = [*map(cache_in, outputs)]
     if not options.get("use_cache") or None in caches:
@@ -177,9 +182,18 @@ def _agree(owner: Any, kind: type[nn.Module], options: dict[str, Any]) -> bool:
     assert name is not None
     token = {**options, _EMBEDDINGS: options[_EMBEDDINGS][:, :1]}
     one_by_one, as_one = ({**token, name: cache} for cache in caches)
-    return torch.equal(_states_of(kind.forward(owner, **one_by_one)), _states_of(owner(**as_one)))
+    return _are_equal(kind.forward(owner, **one_by_one), owner(**as_one))
 
 
-def _states_of(output: Any) -> Tensor:
-    states: Tensor = output if isinstance(output, Tensor) else output[0]
-    return states
+def _are_equal(one: Any, two: Any) -> bool:
+    """Whether two outputs have the same tensors."""
+    tensors, others = [*_tensors_in(one)], [*_tensors_in(two)]
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list, Mapping)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(part)

@@ -74,11 +74,12 @@ class LayerCall(NamedTuple):
 
     Attributes:
         tokens: the layer's own and, unless its keys and values are cached, the memory.
-        masks: of each attention of a layer.
+        masks: of each attention of each layer; or of one layer, the same for all.
         causal: whether the first attention is causal where no mask was given.
         caches: what each attention of each layer reads from a KV cache.
         growing: the KV caches of the own tokens, of each layer where there are some.
-        rotary: cosines and sines.
+        rotary: cosines and sines, of each layer or the same for all; None where it rotates nothing.
+        packed: how padding was removed, and is to be restored; None where it stays.
     """
 
     tokens: tuple[Tensor, ...]
@@ -86,7 +87,17 @@ class LayerCall(NamedTuple):
     causal: bool
     caches: tuple[CacheView | None, ...]
     growing: tuple[CacheLayer, ...]
-    rotary: Float[Tensor, "_rows head_dim"] | None
+    rotary: tuple[Float[Tensor, "_rows head_dim"] | None, ...]
+    packed: Packed | None = None
+
+    def without_padding(self, unpadded: tuple[Packed, Mask] | None) -> LayerCall:
+        """The same of real tokens alone, as ``unpadded_of`` says."""
+        if unpadded is None:
+            return self
+        packed, mask = unpadded
+        rotary = tuple(None if angles is None else packed.angles(angles) for angles in self.rotary)
+        tokens = (packed.pack(self.tokens[0])[None],)
+        return self._replace(tokens=tokens, masks=(mask,) * len(self.masks), rotary=rotary, packed=packed)
 
 
 def may_fuse(given: Arguments) -> bool:
@@ -133,7 +144,7 @@ def call_of(core: Any, projections: Projections, given: Arguments, interface: bo
     view = None if cache is None else cache.view(x, projections.num_kv_heads, head_dim)
     if view is None and cache is not None:
         return None
-    return LayerCall((x,), (mask,), causal, (view,), () if cache is None else (cache,), rotary)
+    return LayerCall((x,), (mask,), causal, (view,), () if cache is None else (cache,), (rotary,))
 
 
 def _mask_of(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
@@ -219,7 +230,9 @@ def attention_output(
             return None
         output: Tensor | None = _observed_attention(core, projections, given, call, x)
     else:
-        output = fused_attention(call.tokens, projections, mask=call.masks[0], cache=call.caches[0], angles=call.rotary)
+        output = fused_attention(
+            call.tokens, projections, mask=call.masks[0], cache=call.caches[0], angles=call.rotary[0]
+        )
         if output is not None:
             count_tokens(call.growing, x)
     if output is None or dropout == 0.0:
@@ -265,7 +278,7 @@ def layer_output(
     unpadded = unpadded_of(layer, given) if given.memory is None and given.cache is None else None
     if watched() or takes_parts():
         return _observed_layer(stack, cores, given, call, unpadded)
-    return run_fused(stack, call, unpadded)
+    return run_fused(stack, call.without_padding(unpadded))
 
 
 def is_relative(given: Arguments) -> bool:
@@ -309,20 +322,16 @@ def _relative_layer(
         unpadded = unpadded_of(layer, replace(given, mask=symbolic_mask(given.mask)))
     if watched() or takes_parts() or (torch.is_grad_enabled() and bias.requires_grad):
         return _observed_layer(stack, cores, given, call, unpadded, _Relative((rule,)))
-    return run_fused(stack.with_rules((rule,)), call, unpadded)
+    return run_fused(stack.with_rules((rule,)), call.without_padding(unpadded))
 
 
-def run_fused(stack: Stack, call: LayerCall, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
-    tokens, masks, rotary = call.tokens, call.masks, call.rotary
-    if unpadded is not None:
-        packed, mask = unpadded
-        tokens, masks = (packed.pack(tokens[0])[None],), (mask,) * len(masks)
-        rotary = None if rotary is None else packed.angles(rotary)
-    output = fused_layers(tokens, stack, masks, call.caches, rotary)
+def run_fused(stack: Stack, call: LayerCall) -> Tensor | None:
+    """The output of layers; None if the operator does not take them."""
+    output = fused_layers(call.tokens, stack, call.masks, call.caches, call.rotary)
     if output is None:
         return None
-    count_tokens(call.growing, tokens[0])
-    return output if unpadded is None else unpadded[0].unpack(output[0])
+    count_tokens(call.growing, call.tokens[0])
+    return output if call.packed is None else call.packed.unpack(output[0])
 
 
 def unpadded_of(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
@@ -393,8 +402,9 @@ def _observed_attention(
     query, key, value = (
         part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(projected, counts, strict=True)
     )
-    if call.rotary is not None:
-        query, key = rotated_by_token(query, call.rotary), rotated_by_token(key, call.rotary)
+    (angles,) = call.rotary
+    if angles is not None:
+        query, key = rotated_by_token(query, angles), rotated_by_token(key, angles)
     if given.cache is not None:
         key, value = of_own_tokens(given.cache).update(key, value, core.layer_idx)
     causal = call.causal and given.mask is None and x.shape[1] > 1

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -41,11 +39,12 @@ from clearhead.integrations.transformers.parts import (
     TokenwiseForward,
     linear_of,
 )
+from clearhead.integrations.transformers.traits import traits_of
 from clearhead.masks import Causal, Mask, Padding, Window
 from clearhead.ops.kinds import NormKind
 from clearhead.torch_private import implementation_of, set_implementation
 
-__all__ = ["Trial", "attempt", "traits_of"]
+__all__ = ["Trial", "attempt"]
 
 #: Largest relative differences in float32: of outputs, and of gradients.
 _BUDGETS: Final = (2e-5, 2e-4)
@@ -62,9 +61,6 @@ _HEADS: Final = (
     "n_heads",
     "num_heads",
 )
-#: Attributes that say where a layer stands. What it computes differs by others, unless one of these says that it
-#: depends on the place, as GPT-2's ``scale_attn_by_inverse_layer_idx``.
-_PLACES: Final = ("layer_idx", "layer_id")
 _HEAD_DIMS: Final = ("head_dim", "d_kv")
 
 
@@ -120,30 +116,6 @@ def _candidates(module: nn.Module, interface: bool) -> Iterator[Fast]:
     yield from (FusedFeedForward(row) for row in feedforward_rows(module))
     if hasattr(module, "config") and signature_of(_kind_of(module).forward).rotary:
         yield from (AttentionForward(row, interface=interface) for row in attention_rows(module))
-
-
-def traits_of(module: nn.Module) -> tuple[object, ...]:
-    """All that may distinguish two modules of one class, besides their weights."""
-    traits: list[object] = []
-    for name, part in module.named_modules():
-        simple = [
-            (key, value) for key, value in vars(part).items() if isinstance(value, bool | int | float | str | None)
-        ]
-        if not any("layer_idx" in key and value is True for key, value in simple):
-            simple = [(key, value) for key, value in simple if key not in _PLACES]
-        traits.append((name, class_of(part), *_code_of(class_of(part)), tuple(simple)))
-    config = first_of(module.modules(), ("config",))
-    return (*traits, None if config is None else json.dumps(config.to_dict(), default=repr, sort_keys=True))
-
-
-def _code_of(kind: type[nn.Module]) -> tuple[object, ...]:
-    """A class's forward and the functions that it calls by name, any of which may have been replaced."""
-    forward: Any = inspect.unwrap((original_of(kind) or kind).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return (forward,)
-    called = (forward.__globals__.get(name) for name in code.co_names)
-    return forward, *(each for each in called if isinstance(each, FunctionType))
 
 
 def _tried(module: nn.Module, candidates: Sequence[Fast]) -> Trial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -39,6 +40,16 @@ __all__ = ["attention_of", "hooked", "layer_of", "weights_in"]
 _COLLECTS: Final = "transformers.utils.output_capturing"
 
 
+@dataclass(frozen=True)
+class _SoftCapped:
+    """The score rules of attention whose scores are capped; equal for equal caps."""
+
+    cap: float
+
+    def __call__(self) -> tuple[SoftCap]:
+        return (SoftCap(self.cap),)
+
+
 def attention_of(
     row: AttentionRow, module: Any, x: Tensor, rotary: bool, formulas: Formulas
 ) -> tuple[Projections, float] | None:
@@ -69,7 +80,7 @@ def attention_of(
         dropout=float(getattr(weights_dropout, "p", weights_dropout or 0.0)) if core.training else 0.0,
         rotary="angles" if rotary else None,
         head_norms=tuple(norms),
-        rules=tuple if softcap is None else lambda: (SoftCap(softcap),),
+        rules=tuple if softcap is None else _SoftCapped(softcap),
     )
     return projections, dropout
 

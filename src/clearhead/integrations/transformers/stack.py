@@ -1,8 +1,8 @@
-"""All layers of a frozen model of transformers as one operator: a list of layers that a model's loop sees as one."""
+"""Layers of a frozen model of transformers as one operator, which runs when the model's loop has called the last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.integrations.recast import class_of, fast_of, original_of, stands_for
+from clearhead.integrations.torch.unpadded import Packed
 from clearhead.integrations.transformers.attention import weights_wanted
 from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
 from clearhead.integrations.transformers.calls import Arguments, arguments_of, signature_of
@@ -28,27 +29,38 @@ from clearhead.integrations.transformers.layer import (
 )
 from clearhead.integrations.transformers.match import LayerMatch, at
 from clearhead.integrations.transformers.specs import hooked, layer_of
+from clearhead.integrations.transformers.traits import traits_of
 from clearhead.nn.cache_view import CacheView, same_view
 from clearhead.nn.fused import takes_parts
 from clearhead.nn.fused_blocks import MOST_ELEMENTS
 from clearhead.nn.reading import cached_reading, no_gradients_if_frozen
-from clearhead.nn.spec import Stack
+from clearhead.nn.spec import Projections, Stack
 from clearhead.torch_private import any_hooks, outputs_collected, submodules_of
 from clearhead.watch import watched
 
-__all__ = ["LayersAsOne", "StackForward", "forward_of_layers"]
+__all__ = ["LayersAsOne", "StackForward"]
 
-#: The list whose model's loop runs, and sees its layers as one.
-_RUNNING: Final[ContextVar[nn.Module | None]] = ContextVar("clearhead_running_layers", default=None)
 #: A model's arguments that ask for what is between layers begin so.
 _OUTPUTS: Final = "output_"
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+# ---- the model's loop ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StackForward:
-    """The forward of a module whose loop over the layers in ``name`` does nothing else: it sees them as one."""
+    """The forward of a module whose loop over layers only hands their output on.
+
+    Attributes:
+        name: of the list of layers.
+        start: place of the first layer of those that are one operator.
+        stop: place behind the last.
+    """
 
     name: str
+    start: int
+    stop: int
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layers = submodules_of(module).get(self.name)
@@ -57,10 +69,27 @@ class StackForward:
         given = {**dict(zip(signature_of(original.forward).names, args, strict=False)), **kwargs}
         if not isinstance(layers, LayersAsOne) or _wants_states(module, given):
             return None
-        token = _RUNNING.set(layers)
+        with no_gradients_if_frozen(module, given.values()):
+            output, _ = self.run(original.forward, module, args, kwargs)
+        return output
+
+    def run(
+        self, forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
+        """What ``forward`` returns, whose layers run when its loop has called the last; and whether as one operator.
+
+        The output is None if the loop does more in this call than to hand the layers' output on: none of them ran.
+        """
+        layers = submodules_of(module)[self.name]
+        fast = fast_of(layers[self.start])
+        if not isinstance(fast, LayerForward):
+            return None, False
+        loop = _Loop(layers, fast, self.start, self.stop)
+        token = _RUNNING.set(loop)
         try:
-            with no_gradients_if_frozen(module, given.values()):
-                return original.forward(module, *args, **kwargs)
+            return forward(module, *args, **kwargs), loop.fused
+        except _OtherLoopError:
+            return None, False
         finally:
             _RUNNING.reset(token)
 
@@ -73,57 +102,118 @@ def _wants_states(module: Any, given: Mapping[str, Any]) -> bool:
     return bool(getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
 
 
-@stands_for(nn.ModuleList)
-class LayersAsOne(nn.ModuleList):
-    """A list of swapped layers. The loop of the model that ``StackForward`` runs gets itself as the only layer."""
+class _OtherLoopError(Exception):
+    """A layer was called out of turn, or its tokens are not what the layer before it gave."""
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter((self,)) if _RUNNING.get() is self else super().__iter__()
 
-    def __getitem__(self, index: Any) -> Any:
-        if _RUNNING.get() is self and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
-            return self
-        return super().__getitem__(index)
+class _Loop:
+    """A model's loop over its layers: what it calls those with that are one operator.
 
-    def __getattr__(self, name: str) -> Any:
-        # transformers 4 chooses a mask by an attribute of each layer.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if _RUNNING.get() is not self:
-                raise
-            first, *others = (getattr(layer, name) for layer in submodules_of(self).values())
-            if any(other != first for other in others):
-                raise
-            return first
+    Attributes:
+        owner: the list of all layers.
+        fast: the forward of each of those that are one.
+        start: place of the first of them in the list.
+        layers: in order.
+        is_over: whether all were called.
+        fused: whether one operator ran them.
+    """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layers return one after another, given the same arguments besides tokens."""
-        layers = [*submodules_of(self).values()]
-        output = forward_of_layers(self, layers, args, kwargs)
-        if output is not None:
-            return output
-        original = original_of(class_of(layers[0])) or type(layers[0])
-        name = signature_of(original.forward).names[0]
-        for layer in layers:
+    def __init__(self, owner: nn.Module, fast: LayerForward, start: int, stop: int) -> None:
+        self.owner, self.fast, self.start = owner, fast, start
+        self.layers = [*submodules_of(owner).values()][start:stop]
+        self.is_over = self.fused = False
+        self._calls: list[_Call] = []
+        self._kinds: list[int] = []
+        self._places: dict[tuple[object, ...], int] = {}
+        self._tokens: Any = None
+        original = original_of(class_of(self.layers[0]))
+        assert original is not None
+        self._name = signature_of(original.forward).names[0]
+
+    def called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a layer returns: its tokens as they are, and of the last one the output of all."""
+        if self.is_over:
+            return self.layers[place](*args, **kwargs)
+        output = args[0] if args else kwargs.get(self._name)
+        if place == 0:
+            self._tokens = output
+        if place != len(self._kinds) or output is not self._tokens:
+            raise _OtherLoopError
+        self._kinds.append(self._kind_of(args, kwargs))
+        if place == len(self.layers) - 1:
+            self.is_over = True
+            output = _output_of(self.owner, self.layers, self.fast, self._kinds, self._calls)
+            if output is None:
+                return self._one_by_one()
+            self.fused = True
+        return output if self.fast.length == 0 else (output, *(None,) * (self.fast.length - 1))
+
+    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The place of a call in ``_calls``, which has each of the different ones."""
+        # The objects of a call that is there are alive, so that no other has their identity.
+        key = (*kwargs, *map(id, args), *map(id, kwargs.values()))
+        kind = self._places.setdefault(key, len(self._calls))
+        if kind == len(self._calls):
+            self._calls.append((args, kwargs))
+        return kind
+
+    def _one_by_one(self) -> Any:
+        output = None
+        for layer, kind in zip(self.layers, self._kinds, strict=True):
+            args, kwargs = self._calls[kind]
+            if output is not None:
+                x = output[0] if isinstance(output, tuple) else output
+                args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, self._name: x})
             output = layer(*args, **kwargs)
-            x = output[0] if isinstance(output, tuple) else output
-            args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
         return output
 
 
-def forward_of_layers(owner: nn.Module, layers: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The output of layers as one operator, as the last one returns it; None if they are to run one by one."""
-    fast, original = fast_of(layers[0]), original_of(class_of(layers[0]))
-    if not isinstance(fast, LayerForward) or original is None or weights_wanted() or watched() or takes_parts():
-        return None
-    given = arguments_of(original.forward, args, kwargs)
-    if given is None or not may_fuse(given) or is_relative(given) or given.tokens.numel() > MOST_ELEMENTS:
-        return None
-    if (given.memory is not None) != (len(fast.match.attentions) > 1) or torch.is_grad_enabled():
-        return None
-    output = _stack_output(owner, layers, fast, given)
-    return output if output is None or fast.length == 0 else (output, *(None,) * (fast.length - 1))
+#: The loop that a model's forward runs.
+_RUNNING: Final[ContextVar[_Loop | None]] = ContextVar("clearhead_running_loop", default=None)
+
+
+class _StandIn:
+    """A layer in its model's loop, with the layer's attributes."""
+
+    __slots__ = ("_layer", "_loop", "_place")
+
+    def __init__(self, loop: _Loop, place: int) -> None:
+        self._loop, self._place, self._layer = loop, place, loop.layers[place]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop.called(self._place, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+@stands_for(nn.ModuleList)
+class LayersAsOne(nn.ModuleList):
+    """A list of swapped layers. The loop of the model that ``StackForward`` runs gets stand-ins of those that are one
+    operator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        loop = self._loop
+        if loop is None:
+            return super().__iter__()
+        layers: list[Any] = [*super().__iter__()]
+        layers[loop.start : loop.start + len(loop.layers)] = [
+            _StandIn(loop, place) for place in range(len(loop.layers))
+        ]
+        return iter(layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1) and self._loop is not None:
+            return self
+        return super().__getitem__(index)
+
+    @property
+    def _loop(self) -> _Loop | None:
+        loop = _RUNNING.get()
+        return None if loop is None or loop.owner is not self or loop.is_over else loop
+
+
+# ---- the operator -------------------------------------------------------------------------------------------
 
 
 class _LayersRead(NamedTuple):
@@ -131,43 +221,73 @@ class _LayersRead(NamedTuple):
 
     Attributes:
         stack: weights and options.
+        same_as: for each layer the place of the first of which a call says the same, but for its cache.
         cores: what computes each attention of each layer.
         outer: the layers, their attentions and cores.
     """
 
     stack: Stack
+    same_as: Sequence[int]
     cores: Sequence[Sequence[Any]]
     outer: Sequence[nn.Module]
 
 
-def _stack_output(owner: nn.Module, layers: Sequence[Any], fast: LayerForward, given: Arguments) -> Tensor | None:
-    x, rotary = given.tokens, bool(given.rotary)
+def _output_of(
+    owner: nn.Module, layers: Sequence[Any], fast: LayerForward, kinds: Sequence[int], calls: Sequence[_Call]
+) -> Tensor | None:
+    """The output of layers as one operator; None if they are to run one by one.
+
+    Args:
+        owner: the list of layers.
+        layers: in order.
+        fast: the forward of each of them.
+        kinds: for each layer the place of its call in ``calls``.
+        calls: the different ones, all of the same tokens.
+    """
+    original = original_of(class_of(layers[0]))
+    if original is None or weights_wanted() or watched() or takes_parts() or torch.is_grad_enabled():
+        return None
+    given: list[Arguments] = []
+    for args, kwargs in calls:
+        arguments = arguments_of(original.forward, args, kwargs)
+        if arguments is None or not may_fuse(arguments) or is_relative(arguments):
+            return None
+        if (arguments.memory is not None) != (len(fast.match.attentions) > 1):
+            return None
+        given.append(arguments)
+    x = given[0].tokens
+    reading = None if x.numel() > MOST_ELEMENTS else _reading_of(owner, layers, fast, kinds, given)
+    if reading is None or (fast.interface and not is_ours(reading.cores[0][0])):
+        return None
+    call = _call_of_all(reading, layers, fast, kinds, given)
+    return None if call is None else run_fused(reading.stack, call)
+
+
+def _reading_of(
+    owner: nn.Module, layers: Sequence[Any], fast: LayerForward, kinds: Sequence[int], given: Sequence[Arguments]
+) -> _LayersRead | None:
+    """What is read from the layers; None if a part is not plain, or is hooked."""
+    x, rotary = given[0].tokens, [bool(each.rotary) for each in given]
 
     def read() -> _LayersRead | None:
-        stacks = [layer_of(fast.match, layer, x, rotary, fast.formulas) for layer in layers]
+        stacks = [
+            layer_of(fast.match, layer, x, rotary[kind], fast.formulas)
+            for layer, kind in zip(layers, kinds, strict=True)
+        ]
         if None in stacks:
             return None
         stack = Stack([each.layers[0] for each in stacks if each is not None])
-        return _LayersRead(stack, *_attending_parts(layers, fast.match))
+        traits = [*zip(kinds, map(traits_of, layers), strict=True)]
+        return _LayersRead(stack, [*map(traits.index, traits)], *_attending_parts(layers, fast.match))
 
     def may_be_hooked() -> Sequence[nn.Module]:
         return owner, *_attending_parts(layers, fast.match)[1]
 
-    key = (x.shape[-1], x.dtype, rotary)
+    key = (x.shape[-1], x.dtype, *kinds, *rotary)
     reading = cached_reading(owner, key, read, may_be_hooked=may_be_hooked, views=fast.match.has_views)
     if reading is None or (any_hooks(map(vars, reading.outer)) and any(map(hooked, reading.outer))):
         return None
-    stack, cores, _ = reading
-    if fast.interface and not is_ours(cores[0][0]):
-        return None
-    call = call_of(cores[0][0], stack.attentions[0], given, fast.interface)
-    if call is not None and len(cores[0]) > 1:
-        call = with_memory(call, cores[0][1], stack.attentions[1], given)
-    call = None if call is None else _call_of_all(call, cores, stack, given)
-    if call is None:
-        return None
-    unpadded = unpadded_of(layers[0], given) if given.memory is None and given.cache is None else None
-    return run_fused(stack, call, unpadded)
+    return reading
 
 
 def _attending_parts(layers: Sequence[Any], match: LayerMatch) -> tuple[Sequence[Sequence[Any]], Sequence[nn.Module]]:
@@ -179,28 +299,70 @@ def _attending_parts(layers: Sequence[Any], match: LayerMatch) -> tuple[Sequence
     return cores, [*layers, *chain.from_iterable((*attentions, *cores))]
 
 
-def _call_of_all(call: LayerCall, cores: Sequence[Sequence[Any]], stack: Stack, given: Arguments) -> LayerCall | None:
-    """The call of all layers, from that of the first; None where their caches differ."""
-    caches, growing = list[CacheView | None](), list[CacheLayer]()
-    if given.cache is None:
+def _call_of_layer(
+    layer: Any, cores: Sequence[Any], attentions: Sequence[Projections], given: Arguments, interface: bool
+) -> LayerCall | None:
+    """What the attentions of a layer read; None if the original code is to read it."""
+    call = call_of(cores[0], attentions[0], given, interface)
+    if call is not None and len(cores) > 1:
+        call = with_memory(call, cores[1], attentions[1], given)
+    if call is None or given.memory is not None or given.cache is not None:
         return call
-    first, view, of_first = stack.attentions[0], call.caches[0], call.growing[0]
-    past = of_own_tokens(given.cache)
-    assert view is not None
-    for place, core in enumerate(cores):
-        layer = cache_layer_of(past, getattr(core[0], "layer_idx", None)) if place else of_first
-        if layer is None or layer.most != of_first.most:
-            return None
-        other = (same_view(view, layer.cache) if layer.most is None else None) if place else view
-        if other is None:
-            other = layer.view(given.tokens, first.num_kv_heads, first.head_dim)
-        if other is None or other.length != view.length:
-            return None
-        growing.append(layer)
-        caches.append(other)
-        if len(core) > 1:
-            memory = of_memory(given.cache, getattr(core[1], "layer_idx", None))
-            if (memory is None) != (call.caches[1] is None):
+    return call.without_padding(unpadded_of(layer, given))
+
+
+def _call_of_all(
+    reading: _LayersRead, layers: Sequence[Any], fast: LayerForward, kinds: Sequence[int], given: Sequence[Arguments]
+) -> LayerCall | None:
+    """What the attentions of all layers read; None if the original code is to read it."""
+    calls, caches, growing = dict[int, LayerCall](), list[CacheView | None](), list[CacheLayer]()
+    for place, first in enumerate(reading.same_as):
+        arguments, cores = given[kinds[place]], reading.cores[place]
+        attentions = reading.stack.layers[place].attentions
+        call = calls.get(first)
+        if call is None:
+            call = _call_of_layer(layers[place], cores, attentions, arguments, fast.interface)
+            if call is None or not _are_packed_alike(calls.get(0, call).packed, call.packed):
                 return None
-            caches.append(memory)
-    return call._replace(caches=tuple(caches), growing=tuple(growing))
+            calls[place] = call
+            read: tuple[CacheView | None, ...] | None = call.caches
+            growing += call.growing
+        elif arguments.cache is None:
+            read = call.caches
+        else:
+            layer = cache_layer_of(of_own_tokens(arguments.cache), getattr(cores[0], "layer_idx", None))
+            read = None if layer is None else _caches_of(layer, call, cores, attentions[0], arguments)
+            growing += [] if layer is None else [layer]
+        if read is None:
+            return None
+        caches += read
+    call = calls[0]._replace(caches=tuple(caches), growing=tuple(growing))
+    if len(calls) == 1:
+        return call
+    of_each = [calls[first] for first in reading.same_as]
+    masks = chain.from_iterable(each.masks for each in of_each)
+    return call._replace(masks=tuple(masks), rotary=tuple(each.rotary[0] for each in of_each))
+
+
+def _caches_of(
+    layer: CacheLayer, like: LayerCall, cores: Sequence[Any], projections: Projections, given: Arguments
+) -> tuple[CacheView | None, ...] | None:
+    """What a layer's attentions read from their caches, where another layer's call is ``like``; None where they differ
+    in more than contents."""
+    view, (of_other,) = like.caches[0], like.growing
+    if view is None or layer.most != of_other.most:
+        return None
+    other = same_view(view, layer.cache) if layer.most is None else None
+    if other is None:
+        other = layer.view(given.tokens, projections.num_kv_heads, projections.head_dim)
+    if other is None or other.length != view.length:
+        return None
+    if len(cores) == 1:
+        return (other,)
+    memory = of_memory(given.cache, getattr(cores[1], "layer_idx", None))
+    return None if (memory is None) != (like.caches[1] is None) else (other, memory)
+
+
+def _are_packed_alike(one: Packed | None, two: Packed | None) -> bool:
+    """Whether two calls have the same real tokens, or both have their padding."""
+    return one is two or (one is not None and two is not None and torch.equal(one.places, two.places))
