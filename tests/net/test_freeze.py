@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import UserList
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,7 @@ def test_layers_with_and_without_windows_are_one_operator(kind: str, make: Any, 
     assert {*kinds} == {"stack"}
 
 
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 computes ModernBERT's attention by itself")
 def test_layers_of_other_parts_run_beside_those_that_are_one() -> None:
     model, call = FAMILIES["modernbert"].swapped(), FAMILIES["modernbert"].call(TOKENS, "right")
     before = results(model, call, gradients=False)
@@ -248,7 +250,7 @@ def test_layers_of_other_parts_run_beside_those_that_are_one() -> None:
     assert "stack" in kinds
 
 
-@pytest.mark.parametrize("name", ["gemma3", "modernbert"])
+@pytest.mark.parametrize("name", [name for name in ("gemma3", "modernbert") if name not in LEFT])
 def test_padding_of_layers_with_several_masks_is_removed_once(name: str) -> None:
     model, family = FAMILIES[name].swapped(), FAMILIES[name]
     calls = [family.call(TOKENS, side) for side in family.paddings]
@@ -261,28 +263,53 @@ def test_padding_of_layers_with_several_masks_is_removed_once(name: str) -> None
     assert kinds.count("stack") == len(calls)
 
 
-def test_a_loop_that_adds_to_tokens_in_some_calls_gets_each_layer() -> None:
-    qwen = pytest.importorskip("transformers.models.qwen3_vl", reason="this release has no Qwen3-VL")
-    config = qwen.Qwen3VLTextConfig(
+@pytest.fixture
+def qwen() -> Any:
+    """Qwen3-VL, whose loop adds to the tokens of images behind its first layers."""
+    module = pytest.importorskip("transformers.models.qwen3_vl", reason="this release has no Qwen3-VL")
+    config = module.Qwen3VLTextConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=3, num_attention_heads=HEADS,
         num_key_value_heads=2, head_dim=16, rope_scaling={"rope_type": "default", "mrope_section": [2, 3, 3]},
     )  # fmt: skip
-    model = qwen.Qwen3VLTextModel(config).eval()
+    model = module.Qwen3VLTextModel(config).eval()
     ch.swap(model)
+    return model
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_loop_that_adds_to_tokens_in_some_calls_gets_each_layer(
+    qwen: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(states: Tensor, places: Tensor, image: Tensor) -> Tensor:
+        states = states if in_place else states.clone()
+        states[places] += image
+        return states
+
+    monkeypatch.setattr(qwen, "_deepstack_process", add)
     x, places = torch.randn(1, 7, WIDTH), torch.zeros(1, 7, dtype=torch.bool)
     places[0, 2:4] = True
     image = {"visual_pos_masks": places, "deepstack_visual_embeds": [torch.randn(2, WIDTH) for _ in range(2)]}
     with torch.no_grad():
-        before = [model(inputs_embeds=x, use_cache=False, **given)[0] for given in ({}, image)]
-        assert {row.how for row in ch.freeze(model).rows} == {"fused"}
+        before = [qwen(inputs_embeds=x, use_cache=False, **given)[0] for given in ({}, image)]
+        assert {row.how for row in ch.freeze(qwen).rows} == {"fused"}
         for given, output, kind in zip(({}, image), before, ("stack", "layer"), strict=True):
             with fused_calls() as kinds:
-                assert torch.equal(model(inputs_embeds=x, use_cache=False, **given)[0], output)
+                assert torch.equal(qwen(inputs_embeds=x, use_cache=False, **given)[0], output)
             assert {*kinds} == {kind}
-    # A call with a cache appends to it once.
-    cache = DynamicCache(config=config)
+
+
+def test_a_loop_that_does_more_without_being_given_more_gets_each_layer(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qwen, "_deepstack_process", lambda states, _, image: states + image)
+    x, image = torch.randn(1, 7, WIDTH), UserList([torch.randn(WIDTH), torch.randn(WIDTH)])
+    cache = DynamicCache(config=qwen.config)
     with torch.no_grad():
-        model(inputs_embeds=x, past_key_values=cache, **image)
+        before = qwen(inputs_embeds=x, use_cache=False, deepstack_visual_embeds=image)[0]
+        assert {row.how for row in ch.freeze(qwen).rows} == {"fused"}
+        assert torch.equal(qwen(inputs_embeds=x, use_cache=False, deepstack_visual_embeds=image)[0], before)
+        qwen(inputs_embeds=x, past_key_values=cache, deepstack_visual_embeds=image)
+    # No layer ran before the loop was left.
     assert cache.get_seq_length() == 7
 
 

@@ -15,7 +15,7 @@ from clearhead.integrations.recast import class_of, fast_of, original_of, stands
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.integrations.transformers.attention import weights_wanted
 from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
-from clearhead.integrations.transformers.calls import Arguments, arguments_of, signature_of
+from clearhead.integrations.transformers.calls import Arguments, Signature, arguments_of, signature_of
 from clearhead.integrations.transformers.forwards import LayerForward
 from clearhead.integrations.transformers.layer import (
     LayerCall,
@@ -42,6 +42,9 @@ __all__ = ["LayersAsOne", "StackForward"]
 
 #: A model's arguments that ask for what is between layers begin so.
 _OUTPUTS: Final = "output_"
+#: Other arguments that say what the tokens are, and where.
+_TOKENS: Final = ("input_ids", "inputs_embeds", "token_type_ids", "cache_position")
+_TENSORS: Final = (Tensor, list, tuple, dict)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -66,8 +69,9 @@ class StackForward:
         layers = submodules_of(module).get(self.name)
         original = original_of(class_of(module))
         assert original is not None
-        given = {**dict(zip(signature_of(original.forward).names, args, strict=False)), **kwargs}
-        if not isinstance(layers, LayersAsOne) or _wants_states(module, given):
+        signature = signature_of(original.forward)
+        given = {**dict(zip(signature.names, args, strict=False)), **kwargs}
+        if not isinstance(layers, LayersAsOne) or _wants_states(module, given) or _reads_more(signature, given):
             return None
         with no_gradients_if_frozen(module, given.values()):
             output, _ = self.run(original.forward, module, args, kwargs)
@@ -100,6 +104,12 @@ def _wants_states(module: Any, given: Mapping[str, Any]) -> bool:
         return True
     config = getattr(module, "config", None)
     return bool(getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
+
+
+def _reads_more(signature: Signature, given: Mapping[str, Any]) -> bool:
+    """Whether a model is given tensors besides tokens, masks and positions, by which its loop may do more."""
+    roles = (*_TOKENS, *signature.names[:1], signature.cache, signature.memory, *signature.masks, *signature.positions)
+    return any(isinstance(value, _TENSORS) and name not in roles for name, value in given.items())
 
 
 class _OtherLoopError(Exception):
