@@ -44,7 +44,6 @@ __all__ = ["LayersAsOne", "StackForward"]
 _OUTPUTS: Final = "output_"
 #: Other arguments that say what the tokens are, and where.
 _TOKENS: Final = ("input_ids", "inputs_embeds", "token_type_ids", "cache_position")
-_TENSORS: Final = (Tensor, list, tuple, dict)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -109,7 +108,9 @@ def _wants_states(module: Any, given: Mapping[str, Any]) -> bool:
 def _reads_more(signature: Signature, given: Mapping[str, Any]) -> bool:
     """Whether a model is given tensors besides tokens, masks and positions, by which its loop may do more."""
     roles = (*_TOKENS, *signature.names[:1], signature.cache, signature.memory, *signature.masks, *signature.positions)
-    return any(isinstance(value, _TENSORS) and name not in roles for name, value in given.items())
+    others = (value for name, value in given.items() if value is not None and name not in roles)
+    parts = chain.from_iterable(value if isinstance(value, (list, tuple)) else (value,) for value in others)
+    return any(isinstance(part, Tensor) for part in parts)
 
 
 class _OtherLoopError(Exception):
