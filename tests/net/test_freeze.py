@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 import clearhead as ch
 from clearhead.bridges.transformers import Int8Cache
+from clearhead.integrations.transformers.stack import StackForward
 from clearhead.ops.packed_weight import PackedParameter
 from clearhead.testing import choices, forbid_fused, fused_calls
 from tests.net.calls import equal, hooked, observed, results
@@ -248,6 +249,19 @@ def test_layers_of_other_parts_run_beside_those_that_are_one() -> None:
     with fused_calls() as kinds:
         equal(results(model, call, gradients=False), before)
     assert "stack" in kinds
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 computes ModernBERT's attention by itself")
+def test_a_loop_that_does_more_behind_layers_that_ran_is_refused() -> None:
+    model = frozen("modernbert").model
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        for place, layer in enumerate(model.layers):
+            x = layer(x + place) if place else x
+        return x
+
+    with pytest.raises(ch.UnsupportedError, match=REFUSED):
+        StackForward("layers", 1, 3).run(forward, model, (torch.randn(1, 5, WIDTH),), {})
 
 
 @pytest.mark.parametrize("name", [name for name in ("gemma3", "modernbert") if name not in LEFT])

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from clearhead.errors import UnsupportedError
 from clearhead.integrations.recast import class_of, fast_of, original_of, stands_for
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.integrations.transformers.attention import weights_wanted
@@ -82,6 +83,9 @@ class StackForward:
         """What ``forward`` returns, whose layers run when its loop has called the last; and whether as one operator.
 
         The output is None if the loop does more in this call than to hand the layers' output on: none of them ran.
+
+        Raises:
+            UnsupportedError: it does more, and layers in front of these ran, which may have appended to a cache.
         """
         layers = submodules_of(module)[self.name]
         fast = fast_of(layers[self.start])
@@ -92,7 +96,15 @@ class StackForward:
         try:
             return forward(module, *args, **kwargs), loop.fused
         except _OtherLoopError:
-            return None, False
+            if self.start == 0:
+                return None, False
+            raise UnsupportedError.about(
+                "freeze",
+                "a frozen model",
+                must="hand its tokens from layer to layer",
+                got="other tokens in this call",
+                then="Call ch.unfreeze(model) first.",
+            ) from None
         finally:
             _RUNNING.reset(token)
 
