@@ -22,6 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import clearhead as ch
+from clearhead.integrations.transformers import stack
 from clearhead.integrations.transformers.calls import cache_argument
 from clearhead.nn import fused
 
@@ -77,13 +78,13 @@ def watch(model: LlamaForCausalLM) -> dict[str, list[float]]:
     modules: dict[str, nn.Module] = {
         "embedding": body.embed_tokens,
         "cosines and sines of positions": body.rotary_emb,
-        "layers": body.layers,
         "last norm": body.norm,
         "head": model.lm_head,
     }
     for name, module in modules.items():
         module.forward = timed(module.forward, seconds[name])  # type: ignore[method-assign]
     modeling_llama.create_causal_mask = timed(modeling_llama.create_causal_mask, seconds["mask"])
+    stack.output_of_layers = timed(stack.output_of_layers, seconds["layers"])
     fused.run_blocks = timed(fused.run_blocks, seconds["the operator"])
     return seconds
 

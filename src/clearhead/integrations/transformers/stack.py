@@ -39,7 +39,7 @@ from clearhead.nn.spec import Projections, Stack
 from clearhead.torch_private import any_hooks, outputs_collected, submodules_of
 from clearhead.watch import watched
 
-__all__ = ["LayersAsOne", "StackForward"]
+__all__ = ["LayersAsOne", "StackForward", "output_of_layers"]
 
 #: A model's arguments that ask for what is between layers begin so.
 _OUTPUTS: Final = "output_"
@@ -165,7 +165,7 @@ class _Loop:
         self._kinds.append(self._kind_of(args, kwargs))
         if place == len(self.layers) - 1:
             self.is_over = True
-            output = _output_of(self.owner, self.layers, self.fast, self._kinds, self._calls)
+            output = output_of_layers(self.owner, self.layers, self.fast, self._kinds, self._calls)
             if output is None:
                 return self._one_by_one()
             self.fused = True
@@ -255,7 +255,7 @@ class _LayersRead(NamedTuple):
     outer: Sequence[nn.Module]
 
 
-def _output_of(
+def output_of_layers(
     owner: nn.Module, layers: Sequence[Any], fast: LayerForward, kinds: Sequence[int], calls: Sequence[_Call]
 ) -> Tensor | None:
     """The output of layers as one operator; None if they are to run one by one.
