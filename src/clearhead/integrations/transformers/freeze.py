@@ -44,12 +44,9 @@ def freeze_layers(model: nn.Module) -> list[SwapRow]:
 
 
 def _longest_run(layers: Sequence[nn.Module]) -> range:
-    """The places of the most layers in a row that consist of the same parts and are fused each."""
-    runs = [
-        [*places] for fast, places in groupby(range(len(layers)), lambda place: fast_of(layers[place]))
-        if isinstance(fast, LayerForward)
-    ]  # fmt: skip
-    longest = max(runs, key=len)
+    """The places of the most fused layers in a row that are of one class, and consist of the same parts."""
+    runs = [[*places] for _, places in groupby(range(len(layers)), lambda place: class_of(layers[place]))]
+    longest = max((run for run in runs if isinstance(fast_of(layers[run[0]]), LayerForward)), key=len)
     return range(longest[0], longest[-1] + 1)
 
 
