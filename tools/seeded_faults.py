@@ -68,6 +68,7 @@ class Fault:
         replacement: the faulty text.
         tests: pytest arguments, one run per line; at least one of the tests must fail.
         why: the effect on a user.
+        sets: instruction sets to build besides this processor's, for tests that compare several.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Fault:
     replacement: str
     tests: tuple[str, ...]
     why: str
+    sets: tuple[str, ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -120,9 +122,9 @@ def complaint(fault: Fault, root: Path = ROOT) -> str:
 
 def faults(table: Path = TABLE) -> list[Fault]:
     """The records of a table."""
-    return [
-        Fault(**{**record, "tests": tuple(record["tests"])}) for record in tomllib.loads(table.read_text())["fault"]
-    ]
+    records = tomllib.loads(table.read_text())["fault"]
+    lists = ("tests", "sets")
+    return [Fault(**record | {name: tuple(record.get(name, ())) for name in lists}) for record in records]
 
 
 class Copy:
@@ -144,18 +146,23 @@ class Copy:
         }
         self._clean = folder / "library"
         self._passes_without_fault: dict[str, bool] = {}
+        self._left_out: Sequence[str] | None = None
         if (ROOT / LIBRARY).exists():
             shutil.copytree(ROOT / LIBRARY, self.root / LIBRARY, dirs_exist_ok=True)
         self._check_imported()
 
-    def build(self) -> None:
-        """Build the copy's kernels for the baseline and this processor's best instruction set; only changed files."""
+    def build(self, sets: Sequence[str] = ()) -> None:
+        """Build the copy's kernels for the baseline, this processor's best instruction set and ``sets``; only changed
+        files."""
         build, script = self.root / "build" / "native", self.root / "native" / "CMakeLists.txt"
-        if not build.exists():
+        left_out = [name for name in sets_left_out(_cpuinfo()) if name not in sets]
+        if left_out != self._left_out:
             # A fault is also wrong without the later optimizations, which take two thirds of the build time.
             script.write_text(script.read_text().replace(" -O3 ", " -O1 "))
-            left_out = [f"-DCLEARHEAD_HAS_{name}=OFF" for name in sets_left_out(_cpuinfo())]
-            self._run("cmake", "-S", self.root / "native", "-B", build, "-DCLEARHEAD_IN_PLACE=ON", *left_out)
+            # A set that was left out before is looked for again.
+            options = ["-UCLEARHEAD_HAS_*", *(f"-DCLEARHEAD_HAS_{name}=OFF" for name in left_out)]
+            self._run("cmake", "-S", self.root / "native", "-B", build, "-DCLEARHEAD_IN_PLACE=ON", *options)
+            self._left_out = left_out
         self._run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
 
     def keep_library(self) -> None:
@@ -246,7 +253,7 @@ def _with_fault(copy: Copy, fault: Fault) -> Iterator[None]:
     path.write_text(fault.applied(copy.root))
     try:
         if fault.compiled:
-            copy.build()
+            copy.build(fault.sets)
         yield
     finally:
         path.write_text(before)

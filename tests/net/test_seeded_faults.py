@@ -21,6 +21,7 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "cl
 def test_fault_can_be_inserted_and_has_tests(fault: Fault) -> None:
     fault.check(ROOT)
     assert fault.tests
+    assert {*fault.sets} <= {name for name, _, _ in SETS}
     assert [line for line in fault.tests if not (ROOT / shlex.split(line)[0]).exists()] == []
 
 
