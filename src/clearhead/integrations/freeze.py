@@ -38,9 +38,11 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
 
     All layers of a decoder or an encoder become one operator for calls of up to 2^17 elements (tokens times width), as
     in decoding: of ``ch.nn.Encoder``, ``ch.nn.Decoder`` and what is made of them, of torch's stacks that were swapped,
-    and in a swapped model of transformers of each list of layers that differ in their weights only. There a trial
+    and in a swapped model of transformers of each list of layers, or of the most in a row that consist of the same
+    parts. Sizes, masks and positions of these may differ, as where windowed and full attention alternate. There a trial
     compares the layers as one with the layers one by one, bitwise. Calls that ask for hidden states or attention
-    weights, observers and hooks get the layers one by one, with the same bits.
+    weights, calls with tensors besides tokens, masks and positions, observers and hooks get the layers one by one, with
+    the same bits.
 
     With ``pack`` the weights of these layers are stored as the GEMM reads them, where otherwise each call lays them
     out: faster up to some hundred rows, in the same memory. The sums then have the order of
@@ -61,8 +63,8 @@ def freeze(model: nn.Module, *, pack: bool = False) -> SwapReport:
         pack: whether the weights of stacks and lists of layers are stored in the kernels' panels.
 
     Returns:
-        A row for each list of layers: ``how`` is ``"fused"`` where it is one operator, and ``"left"`` with the reason
-        where its layers run one by one.
+        A row for each list of layers: ``how`` is ``"fused"`` where it is one operator, with the number of its layers,
+        and ``"left"`` with the reason where its layers run one by one.
 
     Raises:
         UnsupportedError: ``model`` is not a module, is in training mode, or has nothing to freeze.
