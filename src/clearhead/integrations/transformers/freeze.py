@@ -36,7 +36,7 @@ def freeze_layers(model: nn.Module) -> list[SwapRow]:
     rows = []
     for path, owner, name, layers in [*_lists(model)]:
         run, kind = _longest_run(layers), class_of(layers[-1]).__name__
-        reason = _why_one_by_one(owner, layers[run.start]) or _tried(owner, StackForward(name, run.start, run.stop))
+        reason = _why_one_by_one(owner, layers, run) or _tried(owner, StackForward(name, run.start, run.stop))
         count = f"{len(run)} {kind}" if len(run) == len(layers) else f"{len(run)} of {len(layers)} {kind}"
         row = SwapRow(path, "ModuleList", "fused", 0.0, f"{count} are one operator")
         rows.append(row if reason is None else SwapRow(path, "ModuleList", "left", None, f"{count}: {reason}"))
@@ -85,9 +85,11 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, list[nn.Modu
                 yield f"{path}.{name}".strip("."), owner, name, layers
 
 
-def _why_one_by_one(owner: nn.Module, first: nn.Module) -> str | None:
-    """Why layers like the first cannot be one operator, before any trial."""
-    fast = fast_of(first)
+def _why_one_by_one(owner: nn.Module, layers: Sequence[nn.Module], run: range) -> str | None:
+    """Why the layers at the places of ``run`` cannot be one operator, before any trial."""
+    fast = fast_of(layers[run.start])
+    if len(run) == 1:
+        return "no two in a row consist of the same parts"
     if isinstance(fast, LayerForward) and fast.match.is_disentangled:
         return "their attention adds terms of relative positions"
     if original_of(class_of(owner)) is not None or "forward" in vars(owner):
@@ -97,8 +99,6 @@ def _why_one_by_one(owner: nn.Module, first: nn.Module) -> str | None:
 
 def _tried(owner: nn.Module, fast: StackForward) -> str | None:
     """Make the layers one and compare with one by one, bitwise; None if they agree, else they are as before."""
-    if fast.stop - fast.start == 1:
-        return "no two in a row consist of the same parts"
     layers, kind = submodules_of(owner)[fast.name], class_of(owner)
     recast(layers, LayersAsOne)
     recast(owner, replacement(kind, fast))

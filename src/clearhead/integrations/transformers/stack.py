@@ -342,23 +342,17 @@ def _call_of_all(
     for place, first in enumerate(reading.same_as):
         arguments, cores = given[kinds[place]], reading.cores[place]
         attentions = reading.stack.layers[place].attentions
-        call = calls.get(first)
-        if call is None:
+        if first == place:
             call = _call_of_layer(layers[place], cores, attentions, arguments, fast.interface)
             if call is None or not _are_packed_alike(calls.get(0, call).packed, call.packed):
                 return None
             calls[place] = call
-            read: tuple[CacheView | None, ...] | None = call.caches
-            growing += call.growing
-        elif arguments.cache is None:
-            read = call.caches
         else:
-            layer = cache_layer_of(of_own_tokens(arguments.cache), getattr(cores[0], "layer_idx", None))
-            read = None if layer is None else _caches_of(layer, call, cores, attentions[0], arguments)
-            growing += [] if layer is None else [layer]
-        if read is None:
-            return None
-        caches += read
+            call = _with_own_caches(calls[first], cores, attentions[0], arguments)
+            if call is None:
+                return None
+        caches += call.caches
+        growing += call.growing
     call = calls[0]._replace(caches=tuple(caches), growing=tuple(growing))
     if len(calls) == 1:
         return call
@@ -367,13 +361,16 @@ def _call_of_all(
     return call._replace(masks=tuple(masks), rotary=tuple(each.rotary[0] for each in of_each))
 
 
-def _caches_of(
-    layer: CacheLayer, like: LayerCall, cores: Sequence[Any], projections: Projections, given: Arguments
-) -> tuple[CacheView | None, ...] | None:
-    """What a layer's attentions read from their caches, where another layer's call is ``like``; None where they differ
-    in more than contents."""
+def _with_own_caches(
+    like: LayerCall, cores: Sequence[Any], projections: Projections, given: Arguments
+) -> LayerCall | None:
+    """A layer's call, which is ``like`` another one's but for its caches; None where these differ in more than
+    contents."""
+    if given.cache is None:
+        return like
     view, (of_other,) = like.caches[0], like.growing
-    if view is None or layer.most != of_other.most:
+    layer = cache_layer_of(of_own_tokens(given.cache), getattr(cores[0], "layer_idx", None))
+    if view is None or layer is None or layer.most != of_other.most:
         return None
     other = same_view(view, layer.cache) if layer.most is None else None
     if other is None:
@@ -381,9 +378,11 @@ def _caches_of(
     if other is None or other.length != view.length:
         return None
     if len(cores) == 1:
-        return (other,)
+        return like._replace(caches=(other,), growing=(layer,))
     memory = of_memory(given.cache, getattr(cores[1], "layer_idx", None))
-    return None if (memory is None) != (like.caches[1] is None) else (other, memory)
+    if (memory is None) != (like.caches[1] is None):
+        return None
+    return like._replace(caches=(other, memory), growing=(layer,))
 
 
 def _are_packed_alike(one: Packed | None, two: Packed | None) -> bool:
