@@ -35,6 +35,7 @@ __all__ = [
     "TILED_ROWS",
     "UNFUSED_ISA",
     "ChoiceRow",
+    "FewRowsAlone",
     "KeyPadding",
     "Overrides",
     "Processor",
@@ -162,6 +163,15 @@ class SdpaFrom(NamedTuple):
     causal: int
 
 
+class FewRowsAlone(NamedTuple):
+    """Calls of a linear layer that are faster by the kernels: of ``least`` to ``most`` rows, with at least ``weight``
+    elements of the weight."""
+
+    least: int
+    most: int
+    weight: int
+
+
 class KeyPadding(NamedTuple):
     """Numbers of keys, from ``least`` and ``below`` a limit, that torch's attention reads faster filled up to a
     ``multiple``."""
@@ -192,6 +202,7 @@ class ChoiceRow:
         narrow_input_gradient: paths of ``grad @ weight`` for a weight of fewer than ``NARROW_WEIGHT`` elements.
         few_rows: paths of both for fewer than ``TILED_ROWS`` rows; empty if they do not differ.
         alone: the kinds of GEMM whose path is faster than torch's in a program that has nothing else of clearhead.
+        few_rows_alone: the calls of ``x @ weight.T + bias`` that are, where ``alone`` does not have it; None for none.
         sdpa_from: sizes from which torch's attention runs; None for the kernels at every size.
         sdpa_padding: keys that are zero-padded for torch's attention; None for no padding.
     """
@@ -208,6 +219,7 @@ class ChoiceRow:
     narrow_input_gradient: tuple[str, ...] = _NATIVE
     few_rows: tuple[str, ...] = ()
     alone: tuple[str, ...] = ("forward", "input gradient", "weight gradient")
+    few_rows_alone: FewRowsAlone | None = None
     sdpa_from: SdpaFrom | None = None
     sdpa_padding: KeyPadding | None = None
 
@@ -254,7 +266,7 @@ TABLE: Final[tuple[ChoiceRow, ...]] = (
     ChoiceRow(
         processors="Intel with AVX2", vendor=INTEL, needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),
         basis="measured on Emerald Rapids and a Xeon with AMX", narrow_forward=_TORCH, narrow_input_gradient=_TORCH,
-        alone=(),
+        alone=(), few_rows_alone=FewRowsAlone(least=4, most=24, weight=2**20),
     ),
     ChoiceRow(
         processors="any with AVX2", needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),

@@ -12,11 +12,25 @@ import clearhead as ch
 from clearhead import testing
 from clearhead.integrations.aten import linear as ours
 from clearhead.ops import library
+from clearhead.projection import NATIVE
 from tests.budget import within_budget
 
 pytestmark = pytest.mark.skipif(library.reason() is not None, reason="the CPU kernels are not available")
 
 ROWS, STEPS, COLUMNS = 130, 190, 210
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "gains"),
+    [(3, 1024, False), (4, 1024, True), (24, 1024, True), (25, 1024, False), (8, 1023, False)],
+)
+def test_calls_of_few_rows_gain_where_others_do_not(rows: int, steps: int, gains: bool) -> None:
+    """By the table of processors, of a forward; a weight's gradient has the same shapes."""
+    x, weight = torch.randn(rows, steps), torch.randn(1024, steps)
+    with testing.processor("GenuineIntel", ["avx2"]), torch.no_grad():
+        chosen = ours.choose_path(x, weight.t())
+        assert chosen == (("forward", NATIVE) if gains else None)
+        assert ours.choose_path(weight.t(), torch.randn(1024, rows)) is None
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations, prune
 
 import clearhead as ch
 from clearhead.integrations.torch import parts
-from clearhead.integrations.torch.parts import SwappedLinear
-from clearhead.projection import choice, layer_gains
-from clearhead.testing import choices
+from clearhead.integrations.torch.parts import SwappedLinear, SwappedLinearOfFewRows
+from clearhead.projection import Gain, choice, layer_gains
+from clearhead.testing import choices, processor
 from tests.budget import within_budget
 from tests.gemms import name_gemm
 
@@ -94,6 +94,38 @@ def test_large_calls_take_the_kernels_and_small_ones_with_gradients_torch(monkey
     assert calls == [8, 8, 300, 300]
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 24, 25, 300])
+def test_layers_that_gain_in_few_rows_alone_take_the_kernels_for_these(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    name_gemm(monkeypatch)
+    theirs, calls = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 512)), list[int]()
+    ours, x, project = copy.deepcopy(theirs), torch.randn(rows, 1, 1024), parts.project
+
+    def counted(x: Tensor, *layer: Tensor | None) -> Tensor:
+        calls.append(len(x))
+        return project(x, *layer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(parts, "project", counted)
+    with processor("GenuineIntel", ["avx2"]):
+        report = ch.swap(ours)
+        assert _kinds(ours) == [SwappedLinearOfFewRows, nn.Linear]
+        assert [(row.path, row.how) for row in report.rows] == [("0", "native"), ("1", "left")]
+        assert report.rows[0].reason.startswith("calls of few rows")
+        assert torch.equal(ours(x), theirs(x))
+        assert calls == []
+        with torch.no_grad():
+            textbook, truth = theirs(x), copy.deepcopy(theirs).double()(x.double())
+            within_budget("output", ours(x), textbook, truth, terms=1024)
+        assert calls == [rows] * (4 <= rows <= 24)
+        second = ch.swap(ours)
+        assert [row.path for row in second.before] == ["0"]
+        assert second.rows[0].reason.startswith("calls of few rows")
+        assert _kinds(copy.deepcopy(ours)) == _kinds(ours)
+        ch.unswap(ours)
+    assert _kinds(ours) == [nn.Linear] * 2
+
+
 class _Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2.0
@@ -149,7 +181,7 @@ def test_one_row_says_that_the_table_names_torch(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9)))
     with choices(gemm="torch"):
         report = ch.swap(model)
-        assert layer_gains(model[0].weight, alone=True) is False
+        assert layer_gains(model[0].weight, alone=True) is Gain.NOTHING
         assert _kinds(model) == [nn.Linear] * 9
         assert [(row.path, row.how, row.reason) for row in report.rows] == [
             ("0", "left", f"torch's GEMM is as fast for 9 of them ({choice('forward').reason})")

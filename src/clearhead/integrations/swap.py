@@ -32,11 +32,16 @@ from clearhead.integrations.torch.layers import (
     SwappedTransformerEncoder,
     SwappedTransformerEncoderLayer,
 )
-from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear, linear_gains
+from clearhead.integrations.torch.parts import (
+    LINEARS,
+    SwappedDropout,
+    SwappedLinear,
+    linear_gains,
+)
 from clearhead.integrations.torch.quantized import restored_quantized, swap_quantized
 from clearhead.nn.checks import check_model
 from clearhead.nn.reading import is_frozen
-from clearhead.projection import choice
+from clearhead.projection import Gain, choice
 
 __all__ = ["swap", "unswap"]
 
@@ -51,6 +56,8 @@ _REPLACEMENTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
 #: Parts of a layer that are replaced with it.
 _SMALL_PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {nn.Linear: SwappedLinear, nn.Dropout: SwappedDropout}
 _FUSED: Final = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+#: Why a linear layer is not on the kernels for every call.
+_FEW_ROWS: Final = "calls of few rows without gradients; torch's GEMM is as fast for others"
 _ATTENDS: Final = re.compile(r"Attention|Attn|MHA")
 _LOCK: Final = threading.Lock()
 
@@ -71,8 +78,9 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
 
     Every plain ``torch.nn.Linear`` of any model, attention or none, computes by clearhead's GEMM, forward and backward,
     where the table of processors names it for float32 or bfloat16 on the CPU. Each call is decided by its size, so
-    small ones go to torch. Layers with fewer than 2^14 weights, subclasses, parametrized layers and layers on other
-    devices or of other dtypes are left; swap again after the model has moved.
+    small ones go to torch. On Intel's processors torch's GEMM is as fast in float32, and calls of 4 to 24 rows without
+    gradients alone are clearhead's: a batch's tokens that are decoded. Layers with fewer than 2^14 weights, subclasses,
+    parametrized layers and layers on other devices or of other dtypes are left; swap again after the model has moved.
 
     Every ``torch.nn.Linear`` whose weight torchao quantised to int8 or int4, and every linear layer that
     ``torch.ao.quantization.quantize_dynamic`` made, computes on the kernels, which read the integers where they lie. A
@@ -140,13 +148,11 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
         gains = [(name, module, linear_gains(module, alone=module in alone)) for name, module in model.named_modules()]
         for _, module, gain in gains:
             if gain:
-                recast(module, SwappedLinear)
-        rows += [
-            replace(_restored(name, nn.Linear), reason=BEFORE if module in before else "")
-            for name, module in _swapped_linears(model)
-        ]
+                recast(module, LINEARS[gain])
+        rows += [_linear_row(name, module, module in before) for name, module in _swapped_linears(model)]
         rows += quantized
-        rows += _left_linears([(name, module) for name, module, gain in gains if gain is False and module in alone])
+        left = [(name, module) for name, module, gain in gains if gain is Gain.NOTHING and module in alone]
+        rows += _left_linears(left)
         if is_invariant():
             rows = _outside_promise(model, rows)
         for module in model.modules():
@@ -190,6 +196,12 @@ def unswap(model: nn.Module) -> SwapReport:
             if module not in within and original not in _SMALL_PARTS:
                 rows.append(_restored(name, original))
     return SwapReport((*rows, *linears, *quantized))
+
+
+def _linear_row(name: str, module: nn.Module, was_swapped: bool) -> SwapRow:
+    """The row of a swapped linear layer."""
+    reasons = [_FEW_ROWS] if class_of(module) is LINEARS[Gain.FEW_ROWS] else []
+    return replace(_restored(name, nn.Linear), reason="; ".join(reasons + [BEFORE] * was_swapped))
 
 
 def _left_linears(named: Sequence[tuple[str, nn.Module]]) -> list[SwapRow]:
@@ -247,7 +259,7 @@ def _with_order(row: SwapRow, module: nn.Module) -> SwapRow:
 
 def _swapped_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The swapped linear layers of a model that are not part of a replaced layer."""
-    return [(name, module) for name, module in _outside_layers(model) if class_of(module) is SwappedLinear]
+    return [(name, module) for name, module in _outside_layers(model) if class_of(module) in LINEARS.values()]
 
 
 def _outside_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

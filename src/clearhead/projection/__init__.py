@@ -15,10 +15,12 @@ from clearhead.projection.linear import (
 from clearhead.projection.paths import KINDS, NATIVE, Layer, Path, layers_of
 from clearhead.projection.selection import (
     DTYPES,
+    Gain,
     GemmChoice,
     check_variable,
     choice,
     choices,
+    gemm_gains_alone,
     gemm_path,
     layer_gains,
     named_by_variable,
@@ -31,6 +33,7 @@ __all__ = [
     "KINDS",
     "NATIVE",
     "ActivationFormula",
+    "Gain",
     "GemmChoice",
     "Layer",
     "Path",
@@ -38,6 +41,7 @@ __all__ = [
     "check_variable",
     "choice",
     "choices",
+    "gemm_gains_alone",
     "gemm_path",
     "has_choice",
     "kernels_take",

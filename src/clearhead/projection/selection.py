@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache, lru_cache
 from typing import Final
 
@@ -16,6 +17,7 @@ from clearhead.projection.paths import KINDS, NATIVE, PATHS, TORCH, Path
 __all__ = [
     "DTYPES",
     "LEAST_LAYER",
+    "Gain",
     "GemmChoice",
     "check_variable",
     "choice",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
+_FORWARD: Final = "forward"
 #: Dtypes for which there is a choice of paths.
 DTYPES: Final = (torch.float32, torch.bfloat16)
 #: Numbers of rows that are likely to recur: small ones, as in decoding, and multiples, as of whole batches.
@@ -40,6 +43,15 @@ _RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
 LEAST_LAYER: Final = table.NARROW_WEIGHT
 #: A number of elements and of rows that is neither narrow nor few.
 _LARGE: Final = 2**20
+
+
+class Gain(IntEnum):
+    """The calls of a linear layer that another path than torch's makes faster: none, forwards of few rows, or all large
+    ones."""
+
+    NOTHING = 0
+    FEW_ROWS = 1
+    ALL = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,16 +127,16 @@ def has_paths(dtype: torch.dtype) -> bool:
     return table.covers(dtype) and (dtype in DTYPES or (dtype is torch.float16 and table.is_invariant()))
 
 
-def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
-    """Whether large calls of a linear layer take another path than torch's.
+def layer_gains(weight: torch.Tensor, *, alone: bool) -> Gain | None:
+    """Which calls of a linear layer are to take another path than torch's.
 
     Args:
         weight: ``[out, in]``, or its transpose.
         alone: whether the layer is no part of a fused one, whose bits it has to give, and so has to gain by itself.
 
     Returns:
-        True if they do; False if the table names torch's path for the layer; None if there is no choice: the dtype has
-        no kernels, the tensor is not on the CPU, is a subclass, or is narrow.
+        The calls; None if there is no choice: the dtype has no kernels, the tensor is not on the CPU, is a subclass, or
+        is narrow.
 
     Raises:
         UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
@@ -137,12 +149,31 @@ def layer_gains(weight: torch.Tensor, *, alone: bool) -> bool | None:
     least = 1 if table.is_invariant() else LEAST_LAYER
     if weight.layout is not torch.strided or weight.numel() < least:
         return None
-    paths = [each for each in choices(weight.dtype) if each.path != TORCH.name]
-    return any(not alone or gemm_gains_alone(each.kind, weight.dtype) for each in paths)
+    kinds = [each.kind for each in choices(weight.dtype) if each.path != TORCH.name]
+    if (kinds and not alone) or any(_gains_alone(kind, weight.dtype) for kind in kinds):
+        return Gain.ALL
+    few = table.row_for(weight.dtype).few_rows_alone
+    has_few = few is not None and weight.numel() >= few.weight
+    return Gain.FEW_ROWS if has_few and _FORWARD in kinds else Gain.NOTHING
 
 
-def gemm_gains_alone(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a kind of GEMM gains by its path where torch would compute it otherwise: by the table, or if named."""
+def gemm_gains_alone(kind: str, dtype: torch.dtype, rows: int, weight: int) -> bool:
+    """Whether a GEMM gains by its path where torch would compute it otherwise: by the table, or if named.
+
+    Args:
+        kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
+        dtype: ``float32`` or ``bfloat16``.
+        rows: number of tokens.
+        weight: elements of the weight.
+    """
+    if _gains_alone(kind, dtype):
+        return True
+    few = table.row_for(dtype).few_rows_alone
+    return kind == _FORWARD and few is not None and few.least <= rows <= few.most and weight >= few.weight
+
+
+def _gains_alone(kind: str, dtype: torch.dtype) -> bool:
+    """Whether all large GEMMs of a kind do."""
     return _named(dtype) is not None or kind in table.row_for(dtype).alone
 
 

@@ -35,7 +35,8 @@ def choose_path(left: Tensor, right: Tensor) -> tuple[str, Path] | None:
         path = gemm_path(left.dtype, steps, rows, columns, kind=kind)
     else:
         return None
-    return (kind, path) if path is not TORCH and gemm_gains_alone(kind, left.dtype) else None
+    gains = path is not TORCH and gemm_gains_alone(kind, left.dtype, rows, steps * columns)
+    return (kind, path) if gains else None
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor | None:

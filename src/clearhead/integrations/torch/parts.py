@@ -15,20 +15,20 @@ from clearhead.invariance import eager_if_invariant
 from clearhead.nn.dropout import Dropout, is_plain
 from clearhead.nn.linear import reads_layers, weights_of
 from clearhead.ops.packed_weight import PackedParameter
-from clearhead.projection import layer_gains, project
+from clearhead.projection import Gain, gemm_gains_alone, layer_gains, project
 
-__all__ = ["SwappedDropout", "SwappedLinear", "is_plain", "linear_gains"]
+__all__ = ["LINEARS", "SwappedDropout", "SwappedLinear", "SwappedLinearOfFewRows", "is_plain", "linear_gains"]
 
 
-def linear_gains(module: nn.Module, *, alone: bool) -> bool | None:
-    """Whether a linear layer of any model is to be swapped.
+def linear_gains(module: nn.Module, *, alone: bool) -> Gain | None:
+    """The calls for which a linear layer of any model is to be swapped.
 
     Args:
         module: a part of the model.
         alone: whether it is no part of a replaced layer.
 
     Returns:
-        True if it is; False if the table of processors names torch's GEMM for it; None if the module is no plain
+        The calls; none if the table of processors names torch's GEMM for all. None if the module is no plain
         ``nn.Linear``, or has no choice of GEMM.
     """
     # A parametrized layer has a class of its own, or computes its weight in a hook.
@@ -71,7 +71,25 @@ class SwappedLinear(nn.Linear):
         super().__setattr__(name, value)  # type: ignore[arg-type]
 
 
-reads_layers(SwappedLinear, weights_of)
+@stands_for(nn.Linear)
+class SwappedLinearOfFewRows(SwappedLinear):
+    """``nn.Linear`` whose calls of few rows are on clearhead's GEMM, where torch's is as fast for others."""
+
+    @eager_if_invariant
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return functional.linear(input, weight, self.bias)
+        rows = input.numel() // max(1, self.in_features)
+        if not gemm_gains_alone("forward", weight.dtype, rows, weight.numel()):
+            return functional.linear(input, weight, self.bias)
+        return super().forward(input)
+
+
+#: What a plain linear layer becomes, by the calls that gain.
+LINEARS: Final = {Gain.ALL: SwappedLinear, Gain.FEW_ROWS: SwappedLinearOfFewRows}
+for _kind in LINEARS.values():
+    reads_layers(_kind, weights_of)
 
 
 @stands_for(nn.Dropout)
