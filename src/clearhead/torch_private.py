@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ __all__ = [
     "tensors_of",
     "transforms",
     "version_of",
+    "versions_of",
     "wrapper_tensor",
 ]
 
@@ -212,6 +213,14 @@ def version_of(tensor: Tensor) -> int:
     It is 0 for tensors made in inference mode. Without the name it is 0 for all, and a write is not noticed.
     """
     return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The versions of tensors that were not made in inference mode, without a call of Python's for each.
+
+    Without the name there are none, and a write is not noticed.
+    """
+    return [*map(attrgetter("_version"), tensors)] if hasattr(Tensor, "_version") else []
 
 
 # 5. torch.compile -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import UnsupportedError
 from clearhead.ops.packed_weight import PackedParameter
-from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of, version_of
+from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of, versions_of
 
 __all__ = ["cached_reading", "is_frozen", "no_gradients_if_frozen", "set_frozen"]
 
@@ -62,19 +62,20 @@ def cached_reading(
     state = (_FrozenState if is_frozen(module) else _State)(module, outer)
     if state.is_hooked():
         return None
-    viewed: list[_Viewed | _ViewedParts] = []
-    for parameter in module.parameters():
-        if hasattr(parameter, "__tensor_flatten__"):
-            viewed.append(_ViewedParts.of(parameter))
-        elif views and not isinstance(parameter, PackedParameter):
-            viewed.append(_Viewed.of(parameter))
+    parameters = [*module.parameters()]
+    parts = _Parts.of(filter(_consists_of_tensors, parameters))
+    viewed = [
+        _Viewed.of(each)
+        for each in parameters
+        if views and not isinstance(each, PackedParameter) and not _consists_of_tensors(each)
+    ]
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             record = read()
     except AttributeError:
         record = None
     if keep:
-        _READINGS[module] = _CachedReading(key, state, record, viewed)
+        _READINGS[module] = _CachedReading(key, state, record, viewed, parts)
     return record
 
 
@@ -240,45 +241,53 @@ class _Viewed(NamedTuple):
         return _storage_of(self.parameter) == self.storage
 
 
-class _ViewedParts(NamedTuple):
-    """A parameter that consists of tensors, as a quantised weight of torchao, of which a record has some or copies.
+def _consists_of_tensors(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "__tensor_flatten__")
+
+
+class _Parts(NamedTuple):
+    """Tensors that parameters consist of, as quantised weights of torchao, of which a record has some or copies.
 
     Attributes:
-        parameter: the parameter.
-        names: its attributes that are tensors.
-        parts: these tensors.
-        versions: how often each had been written to.
+        owners: for each tensor the parameter whose attribute it is.
+        names: of the attributes.
+        tensors: these tensors.
+        written: those that count writes to them.
+        versions: how often each of these had been written to.
     """
 
-    parameter: nn.Parameter
+    owners: Sequence[nn.Parameter]
     names: Sequence[str]
-    parts: Sequence[Tensor]
+    tensors: Sequence[Tensor]
+    written: Sequence[Tensor]
     versions: Sequence[int]
 
     @classmethod
-    def of(cls, parameter: Any) -> _ViewedParts:
-        """The parameter as it is now."""
-        names, _ = parameter.__tensor_flatten__()
-        parts = [getattr(parameter, name) for name in names]
-        return cls(parameter, names, parts, [*map(version_of, parts)])
+    def of(cls, parameters: Iterable[Any]) -> _Parts:
+        """The parts of parameters as they are now."""
+        places = [(each, name) for each in parameters for name in each.__tensor_flatten__()[0]]
+        tensors = [getattr(each, name) for each, name in places]
+        written = [tensor for tensor in tensors if not tensor.is_inference()]
+        return cls([each for each, _ in places], [name for _, name in places], tensors, written, versions_of(written))
 
-    def is_current(self) -> bool:
-        """Whether its tensors are the same, and none was written to."""
-        parts = map(getattr, repeat(self.parameter), self.names)
-        return all(map(is_, parts, self.parts)) and [*map(version_of, self.parts)] == self.versions
+    def are_current(self) -> bool:
+        """Whether the tensors are the same, and none was written to."""
+        same = all(map(is_, map(getattr, self.owners, self.names), self.tensors))
+        return same and versions_of(self.written) == self.versions
 
 
 class _CachedReading(NamedTuple):
-    """A record, and all that it depends on. ``viewed`` are parameters of which it has views or parts."""
+    """A record, and all that it depends on. ``viewed`` are parameters of which it has views."""
 
     key: Hashable
     state: _State | _FrozenState
     record: object
-    viewed: Sequence[_Viewed | _ViewedParts]
+    viewed: Sequence[_Viewed]
+    parts: _Parts
 
     def is_current(self, key: Hashable) -> bool:
         """Whether another reading would give the same."""
-        if key != self.key or not self.state.holds():
+        if key != self.key or not self.state.holds() or not self.parts.are_current():
             return False
         return not self.viewed or all(viewed.is_current() for viewed in self.viewed)
 
