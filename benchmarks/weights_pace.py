@@ -4,8 +4,9 @@
     python benchmarks/weights_pace.py --threads 1 --rows 1 8
 
 A layer has several weights that are used in turn, together larger than every cache, as the layers of a model are. A
-plain read is the fastest of torch's sums and largest element of the same bytes, with as many threads. Layer and read
-alternate; a share is the read's median time by the layer's.
+plain read is the fastest of torch's sums and largest element of as many bytes, with as many threads: those of the
+weight itself, or for integers a copy of them with their scales and offsets. Layer and read alternate; a share is the
+read's median time by the layer's.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from clearhead.projection.stored import multiply_stored
 #: Outputs and inputs: projections and feedforwards of models 1,024 and 4,096 wide.
 SHAPES = ((1024, 1024), (2816, 1024), (4096, 4096), (11008, 4096))
 KINDS = ("float32", "float32 packed", "bfloat16", "bfloat16 packed", "int8", "int4")
-#: Bytes of all weights of a layer.
-TOTAL = 2**28
+#: Bytes of all weights of a layer: more than the third cache of a server, which several guests share.
+TOTAL = 2**30
+#: A weight, and what a plain read of it reads.
+Pair = tuple[Weight, Tensor]
 
 
 def weights(kind: str, out: int, steps: int) -> list[Weight]:
@@ -51,10 +54,13 @@ def weight(kind: str, out: int, steps: int) -> Weight:
 
 
 def bytes_of(one: Weight) -> Tensor:
-    """The elements as float32, whatever they are."""
+    """All that a layer reads as float32, whatever it is."""
     if isinstance(one, PackedWeight):
         return one.panels.view(torch.float32)
-    return (one.codes if isinstance(one, QuantizedWeight) else one).view(torch.float32)
+    if isinstance(one, QuantizedWeight):
+        parts = [part for part in (one.codes, one.scale, one.offset) if part is not None]
+        return torch.cat([part.view(torch.uint8).flatten() for part in parts]).view(torch.float32)
+    return one.view(torch.float32)
 
 
 def multiply(x: Tensor, one: Weight) -> Tensor:
@@ -65,7 +71,7 @@ def multiply(x: Tensor, one: Weight) -> Tensor:
     return output
 
 
-def median_times(calls: Sequence[Callable[[Weight], object]], over: Sequence[Weight], seconds: float) -> list[float]:
+def median_times(calls: Sequence[Callable[[Pair], object]], over: Sequence[Pair], seconds: float) -> list[float]:
     """Median seconds of each call, which alternate over the same weights."""
     times: list[list[float]] = [[] for _ in calls]
     end, turn = time.monotonic() + seconds, cycle(over)
@@ -78,11 +84,11 @@ def median_times(calls: Sequence[Callable[[Weight], object]], over: Sequence[Wei
     return [statistics.median(each) for each in times]
 
 
-#: Reads of every byte of a weight: as integers, so that no element is a NaN that takes longer.
-READS: dict[str, Callable[[Weight], object]] = {
-    "sum": lambda one: bytes_of(one).view(torch.int32).sum(),
-    "amax": lambda one: bytes_of(one).view(torch.int32).amax(),
-    "float sum": lambda one: bytes_of(one).sum(),
+#: Reads of every byte: as integers, so that no element is a NaN that takes longer.
+READS: dict[str, Callable[[Pair], object]] = {
+    "sum": lambda pair: pair[1].view(torch.int32).sum(),
+    "amax": lambda pair: pair[1].view(torch.int32).amax(),
+    "float sum": lambda pair: pair[1].sum(),
 }
 
 
@@ -110,13 +116,13 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for kind in options.kinds:
         for out, steps in SHAPES:
-            some = weights(kind, out, steps)
+            some = [(one, bytes_of(one)) for one in weights(kind, out, steps)]
             dtype = getattr(torch, options.integers_by if kind.startswith("int") else kind.split()[0])
             for rows in options.rows:
                 x = torch.randn(rows, steps).to(dtype)
-                calls = [lambda one, x=x: multiply(x, one), *READS.values()]
+                calls = [lambda pair, x=x: multiply(x, pair[0]), *READS.values()]
                 layer, *reads = median_times(calls, some, options.seconds)
-                size = bytes_of(some[0]).numel() * 4 / 1e9
+                size = some[0][1].nbytes / 1e9
                 read = min(reads)
                 print(
                     f"| {kind} | {out}x{steps} | {rows} | {size / layer:.1f} | {size / read:.1f} | {read / layer:.2f} |"

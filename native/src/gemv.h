@@ -109,10 +109,12 @@ CH_INLINE void add_four(vf sum[ROWS][4], const typename M::operand* a, int64_t a
                         const typename M::right* const keys[4], int from, int to,
                         [[maybe_unused]] const typename M::right* const* others) {
   constexpr int AT = M::LOAD_VECTORS, LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors
+  constexpr int LEVEL = PREFETCHED == 4 ? stream_level<typename M::right>() : 2;
   int x = from;
   for (; x + AT <= to; x += AT) {
-#pragma GCC unroll 2
-    for (int k = 0; k < PREFETCHED && (AT == LINE || x % LINE == 0); k++) prefetch_line(others[k] + x * VL);
+#pragma GCC unroll 4
+    for (int k = 0; k < PREFETCHED && (AT == LINE || x % LINE == 0); k++)
+      prefetch_line<LEVEL>(others[k] + x * VL);
     add_dots<M, ROWS, AT>(sum, a, a_row, keys, x);
   }
   if (AT == 2 && x < to) add_dots<M, ROWS, 1>(sum, a, a_row, keys, x);
@@ -169,11 +171,12 @@ __attribute__((noinline)) void dot_part(const typename M::operand* a, int64_t a_
 
 // Dot products of rows of A, at most MAX_DOT_ROWS, with four keys of `vectors` vectors, to [row][key]. Rows that do not fit
 // in registers take turns over each part of the keys, and each turn prefetches its share of what comes DOT_BYTES later, at
-// most of the `following` keys (measured, eight rows from memory: 1.1 to 1.25 times as fast). One turn waits for the memory,
-// and prefetching makes it slower.
+// most of the `following` keys (measured, eight rows from memory: 1.1 to 1.25 times as fast). One turn prefetches if
+// `streams`, where keys are contiguous.
 template <class M>
 CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, const typename M::right* const keys[4],
-                        const typename M::right* const following[4], int vectors, bool far, float scores[][4]) {
+                        const typename M::right* const following[4], int vectors, bool far, bool streams,
+                        float scores[][4]) {
   constexpr int ROWS = dot_rows<M>(), BYTES = VL * (int)sizeof(typename M::right);
   static_assert(FAR_DOT_BYTES / BYTES % M::LOAD_VECTORS == 0);
   const int turns = (rows + ROWS - 1) / ROWS, at_once = (rows + turns - 1) / turns, share = turns < 4 ? 2 : 1;
@@ -183,12 +186,17 @@ CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, c
   for (int x = 0; x == 0 || x < vectors; x += step) {
     const KeyPart part = {x, minimum(x + step, vectors), vectors};
     const typename M::right* others[4];
-    for (int k = 0; k < 4 && turns > 1; k++)
-      others[k] = x + later < vectors ? keys[k] + later * VL : following[k] + (later - vectors) * VL;
+    for (int k = 0; k < 4; k++) {
+      if (turns == 1) others[k] = keys[k] + STREAM_BYTES / (int64_t)sizeof(typename M::right);
+      else others[k] = x + later < vectors ? keys[k] + later * VL : following[k] + (later - vectors) * VL;
+    }
     for (int r = 0, next = 0; r < rows; r += at_once, next += share)
       for_rows<ROWS>(minimum(at_once, rows - r), [&]<int SOME>() CH_INLINED {
-        const bool prefetches = turns > 1 && next < 4;
-        const auto run = !prefetches ? dot_part<M, SOME, 0> : share == 2 ? dot_part<M, SOME, 2> : dot_part<M, SOME, 1>;
+        const bool prefetches = turns > 1 ? next < 4 : streams && STREAM_BYTES > 0;
+        const auto run = !prefetches  ? dot_part<M, SOME, 0>
+                         : turns == 1 ? dot_part<M, SOME, 4>
+                         : share == 2 ? dot_part<M, SOME, 2>
+                                      : dot_part<M, SOME, 1>;
         run(a + r * a_row, a_row, keys, prefetches ? others + next : nullptr, part, total + r, scores + r);
       });
   }
@@ -213,8 +221,8 @@ template <class M> CH_INLINE float dot_one(const typename M::operand* a, const t
 //
 // The four keys that are read together are a quarter of all keys apart, so that each begins a stream of memory: a core
 // reads several streams faster than one (measured on Zen 3, one row by weights in memory: 1.1 to 1.4 times as fast as
-// neighbours whose successors are prefetched). The hardware prefetches contiguous keys; of others, each stream
-// prefetches the key that is `distance` after the one that is read, into L2 if they are `far`, in memory.
+// neighbours whose successors are prefetched). Of keys that are not contiguous, each stream prefetches the one that is
+// `distance` after the one that is read, into L2 if they are `far`, in memory.
 template <class M, class KeyAt>
 void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const KeyAt& key_at, int count, int vectors,
               float* scores, int64_t ld, int distance = 0, bool far = false) {
@@ -227,7 +235,7 @@ void gemv_dot(int rows, const typename M::operand* a, int64_t a_row, const KeyAt
         prefetch_rows(key_at(k * quarter + c + distance), 1, 0, vectors * VL * (int64_t)sizeof(typename M::right), far);
     }
     float sums[MAX_DOT_ROWS][4];
-    dot_four<M>(rows, a, a_row, keys, following, vectors, far, sums);
+    dot_four<M>(rows, a, a_row, keys, following, vectors, far, distance == 0, sums);
     for (int r = 0; r < rows; r++)
       for (int k = 0; k < 4; k++) scores[r * ld + k * quarter + c] = sums[r][k];
   }

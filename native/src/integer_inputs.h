@@ -106,6 +106,8 @@ template <class IO, class Codes> class IntegerInputs {
         }
         at = 0;
       }
+      // More rows take longer than the memory.
+      for (int64_t line = 0; line < BLOCK_BYTES && TILES == 1; line += FourRows::LINE) prefetch_streams(four.weight, b * BLOCK_BYTES + line);
       vf factor[COLUMNS];
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS && GROUPED; c++) factor[c] = factors(four.scale[c] + g, groups - g);

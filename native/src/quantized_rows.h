@@ -416,7 +416,10 @@ template <class IO> class RoundedLayer {
       }
     };
     int64_t s = 0;
-    for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) add(left + s, [&](int c) CH_INLINED { return weight[c] + s; });
+    for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) {
+      prefetch_streams(weight, s);
+      add(left + s, [&](int c) CH_INLINED { return weight[c] + s; });
+    }
     if (s < w.steps) {
       int8_t rest[Dot::COLUMNS][Dot::STEPS] = {};
       for (int c = 0; c < Dot::COLUMNS; c++) memcpy(rest[c], weight[c] + s, (size_t)(w.steps - s));

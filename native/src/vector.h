@@ -26,6 +26,24 @@ template <int LEVEL = 2, bool WRITTEN = false> CH_INLINE void prefetch_line(cons
   asm volatile("");
 }
 
+// How far each of several contiguous streams of memory prefetches, and into which cache: Intel's processors read them faster
+// so. Measured on Emerald Rapids, weights in memory: 1.1 to 1.2 times as fast for bfloat16 and 8-bit integers. Floats leave
+// the first cache's few line fill buffers no time, and gain from the second. Zen 3 is slower with it.
+#if defined(CH_AVX512) && (defined(CH_AMX) || !defined(CH_BF16DOT))
+constexpr int64_t STREAM_BYTES = 2048;
+template <class Element> constexpr int stream_level() { return sizeof(Element) < sizeof(float) ? 3 : 2; }
+#else
+constexpr int64_t STREAM_BYTES = 0;
+template <class Element> constexpr int stream_level() { return 2; }
+#endif
+
+// Prefetches what four streams read STREAM_BYTES after their element `at`, the first one of a line.
+template <class Element> CH_INLINE void prefetch_streams(const Element* const streams[4], int64_t at) {
+  if constexpr (STREAM_BYTES > 0)
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; s++) prefetch_line<stream_level<Element>()>((const char*)(streams[s] + at) + STREAM_BYTES);
+}
+
 #if defined(CH_AVX512)
 constexpr int VL = 16;
 #elif defined(CH_AVX2)
