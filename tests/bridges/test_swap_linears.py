@@ -126,6 +126,33 @@ def test_layers_that_gain_in_few_rows_alone_take_the_kernels_for_these(
     assert _kinds(ours) == [nn.Linear] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_layers_that_gain_in_few_rows_may_get_another_dtype(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    name_gemm(monkeypatch)
+    model = nn.Sequential(nn.Linear(1024, 1024))
+    with processor("GenuineIntel", ["avx2"]), torch.no_grad():
+        ch.swap(model)
+        assert _kinds(model) == [SwappedLinearOfFewRows]
+        model.to(dtype)
+        x = torch.randn(8, 1024).to(dtype)
+        expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+        torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_layers_that_gain_in_few_rows_keep_the_promise_of_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    name_gemm(monkeypatch)
+    model, x = nn.Sequential(nn.Linear(1024, 1024)), torch.randn(40, 1024)
+    with processor("GenuineIntel", ["avx2"]):
+        ch.swap(model)
+        assert _kinds(model) == [SwappedLinearOfFewRows]
+        with ch.invariant():
+            whole = model(x)
+            for rows in (1, 8, 30):
+                assert torch.equal(model(x[:rows]), whole[:rows])
+
+
 class _Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2.0

@@ -32,12 +32,7 @@ from clearhead.integrations.torch.layers import (
     SwappedTransformerEncoder,
     SwappedTransformerEncoderLayer,
 )
-from clearhead.integrations.torch.parts import (
-    LINEARS,
-    SwappedDropout,
-    SwappedLinear,
-    linear_gains,
-)
+from clearhead.integrations.torch.parts import LINEARS, SwappedDropout, SwappedLinear, linear_gains
 from clearhead.integrations.torch.quantized import restored_quantized, swap_quantized
 from clearhead.nn.checks import check_model
 from clearhead.nn.reading import is_frozen

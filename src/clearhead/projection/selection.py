@@ -162,10 +162,12 @@ def gemm_gains_alone(kind: str, dtype: torch.dtype, rows: int, weight: int) -> b
 
     Args:
         kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
-        dtype: ``float32`` or ``bfloat16``.
+        dtype: of its operands; only those with a choice of paths gain.
         rows: number of tokens.
         weight: elements of the weight.
     """
+    if not has_paths(dtype):
+        return False
     if _gains_alone(kind, dtype):
         return True
     few = table.row_for(dtype).few_rows_alone

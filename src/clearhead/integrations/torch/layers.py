@@ -21,7 +21,7 @@ from clearhead.integrations.recast import stands_for
 from clearhead.integrations.torch.attention import SwappedMultiheadAttention, mask_reader
 from clearhead.integrations.torch.jagged import JaggedArguments, jagged_mask
 from clearhead.integrations.torch.masks import Meaning, may_look, padded_keys
-from clearhead.integrations.torch.parts import SwappedLinear, is_plain
+from clearhead.integrations.torch.parts import LINEARS, is_plain
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.invariance import eager_if_invariant
 from clearhead.masks import Causal, Mask
@@ -292,11 +292,12 @@ def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
 
 
 _LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
-#: The ``forward`` of modules that compute each token by itself. A subclass with another ``forward`` may not.
-_TOKENWISE: Final = frozenset(kind.forward for kind in (
-    nn.Linear, Linear, SwappedLinear, nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm, nn.Identity, nn.Dropout, Dropout,
-    nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus,
-))  # fmt: skip
+#: Modules that compute each token by itself, and their ``forward``. A subclass with another one may not.
+_TOKENWISE_KINDS: Final[Sequence[type[nn.Module]]] = (
+    nn.Linear, Linear, *LINEARS.values(), nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm, nn.Identity, nn.Dropout,
+    Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus,
+)  # fmt: skip
+_TOKENWISE: Final = frozenset(kind.forward for kind in _TOKENWISE_KINDS)
 _ACTIVATIONS: Final = (functional.relu, functional.gelu, functional.silu, torch.relu, torch.tanh)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -77,17 +78,17 @@ class SwappedLinearOfFewRows(SwappedLinear):
 
     @eager_if_invariant
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return functional.linear(input, weight, self.bias)
+        return super().forward(input) if self._gains(input) else functional.linear(input, self.weight, self.bias)
+
+    def _gains(self, input: Tensor) -> bool:
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and not is_invariant()):
+            return False
         rows = input.numel() // max(1, self.in_features)
-        if not gemm_gains_alone("forward", weight.dtype, rows, weight.numel()):
-            return functional.linear(input, weight, self.bias)
-        return super().forward(input)
+        return gemm_gains_alone("forward", self.weight.dtype, rows, self.weight.numel())
 
 
 #: What a plain linear layer becomes, by the calls that gain.
-LINEARS: Final = {Gain.ALL: SwappedLinear, Gain.FEW_ROWS: SwappedLinearOfFewRows}
+LINEARS: Final[Mapping[Gain, type[SwappedLinear]]] = {Gain.ALL: SwappedLinear, Gain.FEW_ROWS: SwappedLinearOfFewRows}
 for _kind in LINEARS.values():
     reads_layers(_kind, weights_of)
 
