@@ -70,14 +70,16 @@ def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., A
     return call
 
 
-def decode(model: LlamaForCausalLM, batch: int = 1, meanwhile: Callable[[], object] = lambda: None) -> float:
-    """The median time of a token in microseconds; ``meanwhile`` is called after each."""
+def decode(
+    model: LlamaForCausalLM, batch: int = 1, tokens: int = TOKENS, meanwhile: Callable[[], object] = lambda: None
+) -> float:
+    """The median time of so many tokens in microseconds; ``meanwhile`` is called after each."""
     cache, ids = DynamicCache(config=model.config), torch.arange(1, PROMPT + 1).expand(batch, PROMPT)
     given = cache_argument(model, cache)
     model(ids, **given)
     seconds: list[float] = []
     step = timed(model.forward, seconds)
-    for _ in range(WARM + TOKENS):
+    for _ in range(WARM + tokens):
         step(ids[:, :1], **given)
         meanwhile()
     return statistics.median(seconds[WARM:]) * MICRO
@@ -109,7 +111,7 @@ def pace_of_operator(model: LlamaForCausalLM, batch: int, seconds: list[float], 
     reads: list[list[float]] = [[], []]
     plain = [timed(same.sum, reads[0]), timed(same.amax, reads[1])]
     seconds.clear()
-    decode(model, batch, lambda: [read() for read in plain])
+    decode(model, batch, TOKENS // 8, lambda: [read() for read in plain])
     read = min(map(statistics.median, reads))
     operator = statistics.median(seconds[1 + WARM :])
     return (
