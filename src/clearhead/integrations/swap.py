@@ -74,8 +74,9 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     Every plain ``torch.nn.Linear`` of any model, attention or none, computes by clearhead's GEMM, forward and backward,
     where the table of processors names it for float32 or bfloat16 on the CPU. Each call is decided by its size, so
     small ones go to torch. On Intel's processors torch's GEMM is as fast in float32, and calls of 4 to 24 rows without
-    gradients alone are clearhead's: a batch's tokens that are decoded. Layers with fewer than 2^14 weights, subclasses,
-    parametrized layers and layers on other devices or of other dtypes are left; swap again after the model has moved.
+    gradients alone are clearhead's, by layers of 2^20 weights or more: a batch's tokens that are decoded. Layers with
+    fewer than 2^14 weights, subclasses, parametrized layers and layers on other devices or of other dtypes are left;
+    swap again after the model has moved.
 
     Every ``torch.nn.Linear`` whose weight torchao quantised to int8 or int4, and every linear layer that
     ``torch.ao.quantization.quantize_dynamic`` made, computes on the kernels, which read the integers where they lie. A
