@@ -25,9 +25,9 @@ pytestmark = needs_native
 #: Inputs, outputs and size of a group.
 SIZES = [
     *((64, 5, 64), (70, 33, 70), (96, 1, 32), (256, 40, 64)),
-    *((1030, 37, 1030), (1024, 19, 256), (60, 7, 20), (2, 3, 1)),
+    *((1030, 37, 1030), (1024, 19, 256), (60, 7, 20), (2, 3, 1), (2240, 7, 32), (2240, 6, 448)),
 ]
-ROWS = [0, 1, 3, 17, 200]
+ROWS = [0, 1, 3, 7, 17, 200]
 #: Relative errors that rounding the output, and weights of groups, may cause.
 BUDGETS = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 7e-4}
 ROUNDED = [Rounding.SYMMETRIC, Rounding.ASYMMETRIC, Rounding.TENSOR]
@@ -91,13 +91,9 @@ def test_large_elements_take_no_digits_of_small_ones(
     assert _error(project_stored(x, weight), _exact(x, weight)) < BUDGETS[dtype]
 
 
-@pytest.mark.skipif(
-    not {"amx", "avx512bf16", "avx512vnni", "avxvnni", "neonbf16", "neondot"} & {*isa_names()},
-    reason="no instruction here adds products of bytes",
-)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 8])
-def test_rows_of_small_integers_are_exact(rows: int, bits: int) -> None:
+def test_rows_of_small_integers_are_exact(isa: str, rows: int, bits: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     plain = _weight(192, 13, 192 if bits == 8 else 32, bits)
     weight = QuantizedWeight(plain.codes, torch.full_like(plain.scale, 0.25), None)

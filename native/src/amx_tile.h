@@ -112,7 +112,7 @@ CH_INLINE void multiply_rows(int64_t blocks, const char* a, int64_t a_row, const
     for (int half = 0; half < (BOTH ? 2 : 1); half++) {
       const char* next = upcoming.next(a);
 #pragma GCC unroll 16
-      for (int line = 0; line < TILE_ROWS; line++) prefetch_line(next + line * 64);
+      for (int line = 0; line < TILE_ROWS; line++) prefetch_line(next + line * LINE_BYTES);
     }
     _tile_loadd(4, a, a_row);
     _tile_dpbf16ps(0, 4, 6);

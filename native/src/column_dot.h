@@ -27,7 +27,7 @@ struct LinePrefetch {
   CH_INLINE void step(int lines) {
     for (int line = 0; line < lines; line++) {
       prefetch_line(at);
-      at += 64;
+      at += LINE_BYTES;
       if (at < end) continue;
       at = end - bytes + stride;
       end += stride;

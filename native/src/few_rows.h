@@ -10,7 +10,7 @@ namespace CH_NS {
 
 // Memory that is read later, prefetched into L2 in the order of addresses, in blocks of VL vectors.
 struct UpcomingLines {
-  static constexpr int BYTES = VL * VL * 4, LINES = maximum(1, BYTES / 64);
+  static constexpr int BYTES = VL * VL * 4, LINES = maximum(1, (int)(BYTES / LINE_BYTES));
   const char* row;
   int64_t stride, bytes, rows, at;
 
@@ -41,7 +41,7 @@ CH_INLINE void prefetch_after(const char*& block, int line, [[maybe_unused]] vf 
 #elif defined(CH_NEON)
   asm("" : "+r"(block) : "w"(value));
 #endif
-  prefetch_line(block + line * 64);
+  prefetch_line(block + line * LINE_BYTES);
 }
 
 // Operands of A that one vector of words of a row of the matrix is multiplied by.
@@ -204,7 +204,7 @@ struct HalfPrefetch {
   const char* next;
   CH_INLINE void step() {
 #pragma GCC unroll 2
-    for (int64_t byte = 0; byte < BYTES; byte += 64) prefetch_line(next + byte);
+    for (int64_t byte = 0; byte < BYTES; byte += LINE_BYTES) prefetch_line(next + byte);
     next += BYTES;
   }
 };
@@ -262,7 +262,7 @@ CH_INLINE vf load_last_operand(const typename IO::type* b, [[maybe_unused]] int6
 template <class M, class IO, int ROWS, class Operands>
 CH_INLINE void axpy_steps(Operands operands, int64_t steps, const typename M::operand* a, int64_t a_row,
                           const typename IO::type* b, int64_t ldb, int columns, float* sums, int64_t sums_row) {
-  constexpr int LINE = maximum(1, 64 / (int)(VL * sizeof(typename IO::type)));  // vectors per cache line
+  constexpr int LINE = maximum(1, (int)(LINE_BYTES / (VL * sizeof(typename IO::type))));  // vectors per cache line
   const bool more = steps >= 2 * AXPY_STEPS;
   const int whole = columns / VL * VL;
   for (int c = 0; c < columns; c += VL) {

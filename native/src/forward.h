@@ -363,7 +363,7 @@ template <class M, class IO, class KV = IO> struct Forward {
       d.place[r] = Place{h, i};
       get_operands<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * operands, operands);
       const char* written = (const char*)at<IO>(w.output, b, h, i);
-      for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) prefetch_line<2, true>(written + c);
+      for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += LINE_BYTES) prefetch_line<2, true>(written + c);
       // Without a mask all rows are equal to the first; only statistics need each.
       if (masked || r == 0) mask_row(w, b, h, i, d.row[r]);
       else if (observed.s != nullptr) d.row[r] = d.row[0];

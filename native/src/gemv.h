@@ -23,9 +23,9 @@ CH_INLINE void prefetch_rows(const void* from, int64_t rows, int64_t stride, int
   for (int64_t r = 0; r < rows; r++) {
     const char* row = (const char*)from + r * stride;
     if (far)
-      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_line(row + byte);
+      for (int64_t byte = 0; byte < bytes; byte += LINE_BYTES) prefetch_line(row + byte);
     else
-      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_line<3>(row + byte);
+      for (int64_t byte = 0; byte < bytes; byte += LINE_BYTES) prefetch_line<3>(row + byte);
   }
 }
 
@@ -102,19 +102,21 @@ CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::operand* a, int64_t a
   }
 }
 
-// Adds dot products of ROWS rows with four keys over vectors [from, to), and prefetches so many others meanwhile. Rows of
-// A have the element order that M reads keys in.
+// What `add_four` prefetches: so many others, or the continuation of the keys that it reads.
+constexpr int OWN_STREAMS = -1;
+
+// Adds dot products of ROWS rows with four keys over vectors [from, to), and prefetches meanwhile. Rows of A have the
+// element order that M reads keys in.
 template <class M, int ROWS, int PREFETCHED>
 CH_INLINE void add_four(vf sum[ROWS][4], const typename M::operand* a, int64_t a_row,
                         const typename M::right* const keys[4], int from, int to,
                         [[maybe_unused]] const typename M::right* const* others) {
-  constexpr int AT = M::LOAD_VECTORS, LINE = maximum(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors
-  constexpr int LEVEL = PREFETCHED == 4 ? stream_level<typename M::right>() : 2;
+  constexpr int AT = M::LOAD_VECTORS, LINE = maximum(1, (int)(LINE_BYTES / (VL * sizeof(typename M::right))));  // vectors
   int x = from;
   for (; x + AT <= to; x += AT) {
+    if constexpr (PREFETCHED == OWN_STREAMS) prefetch_streams<AT * VL>(keys, x * VL);
 #pragma GCC unroll 4
-    for (int k = 0; k < PREFETCHED && (AT == LINE || x % LINE == 0); k++)
-      prefetch_line<LEVEL>(others[k] + x * VL);
+    for (int k = 0; k < PREFETCHED && (AT == LINE || x % LINE == 0); k++) prefetch_line(others[k] + x * VL);
     add_dots<M, ROWS, AT>(sum, a, a_row, keys, x);
   }
   if (AT == 2 && x < to) add_dots<M, ROWS, 1>(sum, a, a_row, keys, x);
@@ -186,18 +188,16 @@ CH_INLINE void dot_four(int rows, const typename M::operand* a, int64_t a_row, c
   for (int x = 0; x == 0 || x < vectors; x += step) {
     const KeyPart part = {x, minimum(x + step, vectors), vectors};
     const typename M::right* others[4];
-    for (int k = 0; k < 4; k++) {
-      if (turns == 1) others[k] = keys[k] + STREAM_BYTES / (int64_t)sizeof(typename M::right);
-      else others[k] = x + later < vectors ? keys[k] + later * VL : following[k] + (later - vectors) * VL;
-    }
+    for (int k = 0; k < 4 && turns > 1; k++)
+      others[k] = x + later < vectors ? keys[k] + later * VL : following[k] + (later - vectors) * VL;
     for (int r = 0, next = 0; r < rows; r += at_once, next += share)
       for_rows<ROWS>(minimum(at_once, rows - r), [&]<int SOME>() CH_INLINED {
         const bool prefetches = turns > 1 ? next < 4 : streams && STREAM_BYTES > 0;
         const auto run = !prefetches  ? dot_part<M, SOME, 0>
-                         : turns == 1 ? dot_part<M, SOME, 4>
+                         : turns == 1 ? dot_part<M, SOME, OWN_STREAMS>
                          : share == 2 ? dot_part<M, SOME, 2>
                                       : dot_part<M, SOME, 1>;
-        run(a + r * a_row, a_row, keys, prefetches ? others + next : nullptr, part, total + r, scores + r);
+        run(a + r * a_row, a_row, keys, prefetches && turns > 1 ? others + next : nullptr, part, total + r, scores + r);
       });
   }
 }

@@ -1,15 +1,11 @@
 // Rows of x as 15-bit integers for dot products with a weight of integers, where an instruction multiplies four bytes and
 // adds them: nothing of the weight is converted to floats.
 //
-// Each block of steps has a scale of its own, a power of two, so that the largest element takes 14 bits and a sign: an
-// element down to 2^-6 of it, in bfloat16, is exact, and smaller ones are rounded to 2^-14 of it. An integer is two bytes,
-// 256 * high + low, with a sum each, and these are exact. A row with NaN or infinity has NaN in its output.
+// An integer is two bytes, 256 * high + low, with a sum each, and these are exact.
 #pragma once
 
+#include "block_integers.h"
 #include "few_rows.h"
-#include "integer_dot.h"
-#include "quantized_gemv.h"
-#include "quantized_rows.h"
 
 namespace CH_NS {
 
@@ -28,14 +24,11 @@ template <class IO, class Codes> class IntegerInputs {
   static constexpr int PIECES = 2;  // bytes of an integer, the upper one first
   // Weights that become unsigned by adding Dot::SHIFT have that subtracted from sums.
   static constexpr bool SHIFTED = Codes::BITS == 8 && Dot::SHIFT != 0;
-  static constexpr int BITS_OF_LARGEST = 14;
   static constexpr int MAX_TILES = FourRows::MAX_OF_X / DOT_ROWS;
 
   const ch_quantized& w;
-  const int64_t blocks, groups;
-  // Steps, whole blocks, that have the same scales, and how many scales these are.
-  const int64_t span, span_groups;
-  vi group_of_lane;
+  const int64_t blocks;
+  const BlockFactors factors;
   // For each tile of DOT_ROWS rows, or of the fewer that there are, where `rows` is how many it has:
   int8_t* left;  // [blocks][PIECES][VECTORS][PARTS][rows][Dot::STEPS]
   Vector* shifts;  // [blocks][rows], added to the sums of a block
@@ -46,15 +39,12 @@ template <class IO, class Codes> class IntegerInputs {
   static bool takes(const ch_quantized& w) {
     // One row by bytes waits for memory either way, and longer here (measured on Zen 5).
     if (!GROUPED) return w.rows > 1 && w.group == w.steps;
-    return w.group == w.steps || w.group % BLOCK == 0 || ((w.group == BLOCK / 2 || w.group == BLOCK / 4) && w.group >= 8);
+    return BlockFactors::takes(w, BLOCK);
   }
 
   explicit IntegerInputs(const ch_quantized& work)
-      : w(work), blocks((work.steps + BLOCK - 1) / BLOCK), groups(work.steps / work.group), span(maximum(work.group, BLOCK)),
-        span_groups(groups == 1 ? 1 : maximum((int64_t)1, BLOCK / work.group)), left(nullptr), shifts(nullptr),
-        units(nullptr), values(nullptr) {
-    for (int64_t i = 0; i < VL; i++) group_of_lane[i] = (int32_t)(i * 4 * PARTS / w.group);
-  }
+      : w(work), blocks((work.steps + BLOCK - 1) / BLOCK), factors(work, BLOCK), left(nullptr), shifts(nullptr),
+        units(nullptr), values(nullptr) {}
 
   void allocate(BumpAllocator& parts) {
     const int64_t rows = w.rows > DOT_ROWS ? round_up(w.rows, DOT_ROWS) : w.rows;
@@ -96,7 +86,7 @@ template <class IO, class Codes> class IntegerInputs {
     const uint8_t* weight[COLUMNS];
     uint8_t rest[COLUMNS][BLOCK_BYTES];
     for (int c = 0; c < COLUMNS; c++) weight[c] = four.weight[c];
-    int64_t at = 0, g = 0, left_in_span = span;
+    int64_t at = 0, g = 0, left_in_span = factors.span;
     for (int64_t b = 0; b < blocks; b++, at += BLOCK_BYTES) {
       if (b == blocks - 1 && last < BLOCK_BYTES) {
         for (int c = 0; c < COLUMNS; c++) {
@@ -107,10 +97,11 @@ template <class IO, class Codes> class IntegerInputs {
         at = 0;
       }
       // More rows take longer than the memory.
-      for (int64_t line = 0; line < BLOCK_BYTES && TILES == 1; line += FourRows::LINE) prefetch_streams(four.weight, b * BLOCK_BYTES + line);
+      for (int64_t byte = 0; byte < BLOCK_BYTES && TILES == 1; byte += Dot::STEPS)
+        prefetch_streams<Dot::STEPS>(four.weight, b * BLOCK_BYTES + byte);
       vf factor[COLUMNS];
 #pragma GCC unroll 4
-      for (int c = 0; c < COLUMNS && GROUPED; c++) factor[c] = factors(four.scale[c] + g, groups - g);
+      for (int c = 0; c < COLUMNS && GROUPED; c++) factor[c] = factors.at(four.scale[c], g);
 #pragma GCC unroll 4
       for (int tile = 0; tile < TILES; tile++) {
         // Sums of a block stay in registers, totals do not.
@@ -121,7 +112,7 @@ template <class IO, class Codes> class IntegerInputs {
       }
       left_in_span -= BLOCK;
       if (left_in_span > 0) continue;
-      g += span_groups, left_in_span = span;
+      g = factors.after(g), left_in_span = factors.span;
     }
     for (int r = 0; r < ROWS * TILES && !GROUPED; r++)
       for (int c = 0; c < COLUMNS; c++) total[r][c] *= all(four.scale[c][0]);
@@ -131,35 +122,16 @@ template <class IO, class Codes> class IntegerInputs {
   void read_block(int64_t row, int64_t block, float* value) {
     const int64_t first = row / DOT_ROWS * DOT_ROWS, rows = minimum((int64_t)DOT_ROWS, w.rows);
     const int64_t place = first * blocks + block * rows + row - first;
-    vf most = {}, zero = {};
-    for (int64_t s = 0; s < BLOCK; s += VL) {
-      const vf x = load(value + s);
-      most = vmax(most, absolute(x)), zero += x * (vf){};
-    }
-    const float largest = maximum(max_of(most), 0x1p-100f);
-    uint32_t bits;
-    memcpy(&bits, &largest, sizeof(bits));
-    const int exponent = (int)(bits >> 23) - 127;  // the largest is at least 2^exponent, and less than twice that
-    const float unit = power_of_two(exponent + 1 - BITS_OF_LARGEST) + sum_of(zero);
-    const float inverse = power_of_two(BITS_OF_LARGEST - 1 - exponent);
-    units[place] = unit;
+    const BlockUnit block_unit(value, BLOCK);
+    units[place] = block_unit.unit;
     int8_t high[BLOCK], low[BLOCK];
     for (int64_t s = 0; s < BLOCK; s += VL) {
-      const vf whole = nearest(load(value + s) * inverse);
-      const vi code = __builtin_convertvector(whole, vi), upper = (code + 128) >> 8;
+      const vi code = block_unit.take(value + s), upper = (code + 128) >> 8;
       put_bytes(high + s, upper), put_bytes(low + s, code - (upper << 8));
-      store(value + s, whole * unit);
     }
     int8_t* to = left + (first * blocks + block * rows) * PIECES * BLOCK + (row - first) * Dot::STEPS;
     arrange(high, rows * Dot::STEPS, to), arrange(low, rows * Dot::STEPS, to + rows * BLOCK);
     if constexpr (SHIFTED) shifts[place] = (Vector)(((vi)shift_of(high) << 8) + (vi)shift_of(low));
-  }
-
-  static float power_of_two(int exponent) {
-    const uint32_t bits = (uint32_t)(exponent + 127) << 23;
-    float power;
-    memcpy(&power, &bits, sizeof(power));
-    return power;
   }
 
   static CH_INLINE void put_bytes(int8_t* to, vi codes) {
@@ -244,20 +216,6 @@ template <class IO, class Codes> class IntegerInputs {
       memcpy(&bytes, from, sizeof(bytes));
       return Dot::unsigned_bytes((part == 0 ? bytes : bytes >> 4) & 0x0f0f0f0fu);
     }
-  }
-
-  // What the lanes of a block's sums are scaled by: one scale, or those of the groups within the block, of which
-  // `remaining` exist.
-  CH_INLINE vf factors(const float* scale, [[maybe_unused]] int64_t remaining) const {
-    if (span_groups == 1) return all(*scale);
-#if defined(CH_AVX512)
-    const vf some = load_first(scale, minimum(span_groups, remaining));
-    return (vf)_mm512_permutexvar_ps((__m512i)group_of_lane, (__m512)some);
-#else
-    vf factor;
-    for (int i = 0; i < VL; i++) factor[i] = scale[minimum((int64_t)group_of_lane[i], remaining - 1)];
-    return factor;
-#endif
   }
 };
 

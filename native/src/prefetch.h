@@ -39,9 +39,9 @@ struct Prefetch {
         continue;
       }
       if (range.written) {
-        for (int64_t c = 0; c < range.bytes; c += 64) prefetch_line<2, true>(range.next + c);
+        for (int64_t c = 0; c < range.bytes; c += LINE_BYTES) prefetch_line<2, true>(range.next + c);
       } else {
-        for (int64_t c = 0; c < range.bytes; c += 64) prefetch_line(range.next + c);
+        for (int64_t c = 0; c < range.bytes; c += LINE_BYTES) prefetch_line(range.next + c);
       }
       range.next += range.stride;
       range.left--;

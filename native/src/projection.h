@@ -675,7 +675,7 @@ template <class M, class IO> class Projection {
     for (int64_t r = position.row + from; r < position.row + to; r++) {
       const int64_t bytes = position.columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
       const auto prefetch = [&](const void* line, int written) CH_INLINED {
-        for (int64_t byte = 0; byte < bytes; byte += 64)
+        for (int64_t byte = 0; byte < bytes; byte += LINE_BYTES)
           if (written) prefetch_line<3, true>((const char*)line + byte);
           else prefetch_line<3>((const char*)line + byte);
       };
@@ -817,7 +817,7 @@ template <class M, class IO> class Projection {
   // Prefetches the lines of the steps that form an operand.
   static CH_INLINE void prefetch_steps(const type* from, int64_t stride, int64_t step, int64_t count, int rows) {
     for (int64_t last = minimum(count, step + M::PACK); step < last; step++)
-      for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += 64)
+      for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += LINE_BYTES)
         prefetch_line<3>((const char*)(from + step * stride) + byte);
   }
 

@@ -74,7 +74,7 @@ struct Lines {
   int64_t stride, bytes, at = 0;
   CH_INLINE void prefetch_next() {
     prefetch_line(row + at);
-    at += 64;
+    at += LINE_BYTES;
     if (at >= bytes) at = 0, row += stride;
   }
 };

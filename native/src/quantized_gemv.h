@@ -14,6 +14,8 @@ namespace CH_NS {
 CH_INLINE vf load_first(const float* from, int64_t count) {
 #if defined(CH_AVX512)
   return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+#elif defined(CH_AVX2)
+  return (vf)_mm256_maskload_ps(from, (__m256i)(counting() < all((float)count)));
 #else
   float some[VL] = {};
   memcpy(some, from, (size_t)count * sizeof(float));
@@ -24,7 +26,7 @@ CH_INLINE vf load_first(const float* from, int64_t count) {
 // Four rows of a weight of integers that are multiplied together. They are far apart, so that each begins a stream of
 // memory, which the hardware prefetches (as in `gemv_dot`).
 struct FourRows {
-  static constexpr int64_t COUNT = 4, LINE = 64;
+  static constexpr int64_t COUNT = 4;
   // Rows of x that multiply them; measured on AVX2, 4,096 by 4,096: beyond, panels are as fast.
   static constexpr int64_t MAX_OF_X = 8;
   const uint8_t* weight[COUNT];
@@ -113,7 +115,7 @@ template <class IO, class Codes> class FloatInputs {
   // Adds the block of steps from `s` on.
   template <int ROWS> CH_INLINE void add_whole(vf sum[ROWS][COLUMNS], const float* x, const FourRows& four, int64_t s) const {
     const int64_t at = s * Codes::BITS / 8;
-    if (at % FourRows::LINE == 0) prefetch_streams(four.weight, at);
+    prefetch_streams<BLOCK * Codes::BITS / 8>(four.weight, at);
     add_block<ROWS>(sum, x + s, [&](int c) CH_INLINED { return four.weight[c] + at; });
   }
 

@@ -1,6 +1,8 @@
 // The kernels of quantised linear layers for one instruction set: compiled once for each, beside kernels.cpp.
 #if defined(CH_VNNI) || defined(CH_DOTPROD)
 #include "integer_inputs.h"
+#elif defined(CH_AVX2)
+#include "short_inputs.h"
 #endif
 #include "quantized_gemv.h"
 #include "quantized_rows.h"
@@ -8,13 +10,20 @@
 namespace CH_NS {
 namespace {
 
-template <class M, class IO, class Codes, bool DEQUANTIZES> int run_weight_only(const ch_quantized& w) {
+// How few rows of 16-bit elements by a weight of integers are multiplied.
 #if defined(CH_VNNI) || defined(CH_DOTPROD)
-  if constexpr (!__is_same(IO, Float32)) {
-    typedef QuantizedGemv<IO, IntegerInputs<IO, Codes>> OfIntegers;
-    if (OfIntegers::takes(w)) return OfIntegers(w).run();
-  }
+template <class IO, class Codes> using HalfInputs = IntegerInputs<IO, Codes>;
+#elif defined(CH_AVX2)
+template <class IO, class Codes> using HalfInputs = ShortInputs<IO, Codes>;
+#else
+template <class IO, class Codes> using HalfInputs = FloatInputs<IO, Codes>;
 #endif
+
+template <class M, class IO, class Codes, bool DEQUANTIZES> int run_weight_only(const ch_quantized& w) {
+  if constexpr (!__is_same(IO, Float32)) {
+    typedef QuantizedGemv<IO, HalfInputs<IO, Codes>> OfHalves;
+    if (OfHalves::takes(w)) return OfHalves(w).run();
+  }
   typedef QuantizedGemv<IO, FloatInputs<IO, Codes>> OfFloats;
   if (OfFloats::takes(w)) return OfFloats(w).run();
   return WeightOnly<M, IO, Codes, DEQUANTIZES>(w).run();

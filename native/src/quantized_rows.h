@@ -357,7 +357,7 @@ template <class IO> class RoundedLayer {
   void prefetch_output(int64_t row, int height, int64_t column) const {
     for (int r = 0; r < height; r++) {
       const char* place = (const char*)((const type*)w.output + (row + r) * w.output_row + column);
-      for (int64_t byte = 0; byte < PW * (int64_t)sizeof(type); byte += 64) prefetch_line<3, true>(place + byte);
+      for (int64_t byte = 0; byte < PW * (int64_t)sizeof(type); byte += LINE_BYTES) prefetch_line<3, true>(place + byte);
     }
   }
 
@@ -417,7 +417,7 @@ template <class IO> class RoundedLayer {
     };
     int64_t s = 0;
     for (; s + Dot::STEPS <= w.steps; s += Dot::STEPS) {
-      prefetch_streams(weight, s);
+      prefetch_streams<Dot::STEPS>(weight, s);
       add(left + s, [&](int c) CH_INLINED { return weight[c] + s; });
     }
     if (s < w.steps) {

@@ -37,11 +37,15 @@ constexpr int64_t STREAM_BYTES = 0;
 template <class Element> constexpr int stream_level() { return 2; }
 #endif
 
-// Prefetches what four streams read STREAM_BYTES after their element `at`, the first one of a line.
-template <class Element> CH_INLINE void prefetch_streams(const Element* const streams[4], int64_t at) {
+constexpr int64_t LINE_BYTES = 64;  // of a cache line
+
+// Prefetches what four streams, read by STEP elements, read STREAM_BYTES after element `at`: of each line once, as it begins.
+template <int STEP, class Element> CH_INLINE void prefetch_streams(const Element* const streams[4], int64_t at) {
+  constexpr int64_t SIZE = sizeof(Element);
   if constexpr (STREAM_BYTES > 0)
+    if (STEP * SIZE % LINE_BYTES == 0 || at * SIZE % LINE_BYTES == 0)
 #pragma GCC unroll 4
-    for (int s = 0; s < 4; s++) prefetch_line<stream_level<Element>()>((const char*)(streams[s] + at) + STREAM_BYTES);
+      for (int s = 0; s < 4; s++) prefetch_line<stream_level<Element>()>((const char*)(streams[s] + at) + STREAM_BYTES);
 }
 
 #if defined(CH_AVX512)
