@@ -22,7 +22,14 @@ typedef short __m512bh __attribute__((vector_size(64), may_alias));
 typedef uint16_t __mmask16;
 typedef uint32_t __mmask32;
 
-enum { _CMP_NLT_UQ = 0x15, _CMP_NLE_UQ = 0x16, _CMP_GE_OQ = 0x1d, _CMP_GT_OQ = 0x1e, _MM_FROUND_TO_NEAREST_INT = 0 };
+enum {
+  _CMP_UNORD_Q = 0x03,
+  _CMP_NLT_UQ = 0x15,
+  _CMP_NLE_UQ = 0x16,
+  _CMP_GE_OQ = 0x1d,
+  _CMP_GT_OQ = 0x1e,
+  _MM_FROUND_TO_NEAREST_INT = 0
+};
 
 namespace emulated {
 
@@ -206,6 +213,9 @@ CH_EMULATED __m512 _mm512_mask_mov_ps(__m512 rest, __mmask16 mask, __m512 v) {
 // ---- integers -----------------------------------------------------------------------------------------------
 
 CH_EMULATED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+CH_EMULATED __m512i _mm512_mask_or_epi32(__m512i rest, __mmask16 mask, __m512i a, __m512i b) {
+  return (__m512i)_mm512_mask_mov_ps((__m512)rest, mask, (__m512)(a | b));
+}
 CH_EMULATED __m512i _mm512_slli_epi32(__m512i v, int by) { return (__m512i)((emulated::Words)v << by); }
 // The lower words of each pair.
 CH_EMULATED __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
@@ -251,6 +261,7 @@ CH_EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
   __mmask16 mask = 0;
   for (int i = 0; i < 16; i++) {
     const bool holds = how == _CMP_GT_OQ ? a[i] > b[i] : how == _CMP_GE_OQ ? a[i] >= b[i]
+                       : how == _CMP_UNORD_Q ? a[i] != a[i] || b[i] != b[i]
                        : how == _CMP_NLT_UQ ? !(a[i] < b[i]) : !(a[i] <= b[i]);
     mask |= (__mmask16)(holds << i);
   }
