@@ -36,8 +36,11 @@ template <class M, class IO> class Projection {
   // here; beyond, left comes from the last-level cache once per panel.
   static constexpr int64_t MAX_FEW_ROWS = 576;
   // Rows with which they prefetch what they read after a panel: measured on AVX2, 1.2 to 1.4 times as fast with 8 to 24
-  // rows, 1.02 to 1.07 with 128, and no gain beyond; 0.97 with one or two.
+  // rows, 1.02 to 1.07 with 128, and no gain beyond unless it was packed before; 0.97 with one or two.
   static constexpr int64_t MIN_PREFETCHING_ROWS = 3, MAX_PREFETCHING_ROWS = 128;
+  // Whether any number of rows prefetches panels that were packed before: whole encoders took 0.97 to 1.00 of the time on
+  // AVX2, and once 0.92 while other machines took a share of the memory. Not measured with other widths.
+  static constexpr bool PREFETCHES_PANELS = VL == 8;
 
   // Rows up to which right is read in place, once for all rows of left (GEMV): packing would take longer than the
   // multiplication. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth if the
@@ -430,8 +433,8 @@ template <class M, class IO> class Projection {
   // What is read after a panel, or nothing; each turn of rows prefetches a share of it. All of it in one turn would fill the
   // queues of the caches, and leave the memory idle in the other turns.
   StepPrefetch upcoming_of(const Group& group, const operand* panel, int64_t column, int64_t turns) const {
-    const bool wanted = w.rows >= MIN_PREFETCHING_ROWS && w.rows <= MAX_PREFETCHING_ROWS;
-    if (TILES || !few_rows || !wanted) return StepPrefetch{nullptr, 0};
+    const bool few = few_rows && w.rows <= MAX_PREFETCHING_ROWS, reads_packed = PREFETCHES_PANELS && w.panels != nullptr;
+    if (TILES || w.rows < MIN_PREFETCHING_ROWS || !(few || reads_packed)) return StepPrefetch{nullptr, 0};
     if (w.panels != nullptr) {
       // The next stretch: with a whole panel between, L2 could have lost it again.
       const int64_t stretch = minimum(DEPTH, group.steps) * PW;

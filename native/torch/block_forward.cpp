@@ -1,5 +1,7 @@
 #include "block_parts.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <new>
 #include <stdexcept>
@@ -12,6 +14,13 @@ namespace {
 constexpr int64_t least_shared = 200000;
 // Rows that a thread computes at a time from one operation to the next: what they are between two is in its cache.
 constexpr int64_t rows_of_part = 96;
+// Bytes of a core's second cache: 1 MB where the system does not tell.
+#ifdef _SC_LEVEL2_CACHE_SIZE
+const int64_t level2_told = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+const int64_t level2_told = 0;
+#endif
+const int64_t level2_bytes = level2_told > 0 ? level2_told : int64_t(1) << 20;
 
 // The error of a function that is called through C, in words: an exception_ptr needs a newer libstdc++ than torch does.
 class CarriedError {
@@ -154,11 +163,12 @@ class Forward {
   // ---- parts --------------------------------------------------------------------------------------------------
 
   // Whether threads compute parts of the rows, each from one operation to the next, in place of parts of each operation:
-  // what one writes the next one finds in the thread's own cache, and threads wait for each other three times. Each part
-  // reads all weights, which must be in panels for that, and the integers of a row must not depend on other rows.
+  // what one writes the next one finds in the thread's own cache, if it fits, and threads wait for each other three times.
+  // Each part reads all weights, which must be in panels for that, and the integers of a row must not depend on other rows.
   bool is_worth_parts() const {
     if (training() || block_.attentions.size() != 1 || !block_.has_feedforward || call_.tokens.size() != 1) return false;
     if (threads() < 2 || rows_ < threads() * rows_of_part || block_.feedforward.dropped != 0) return false;
+    if (rows_of_part * block_.feedforward.layers.back().layer.in * size_of(dtype_) > level2_bytes) return false;
     const auto drops = [](const ConnectionSpec& connection) { return connection.dropped != 0; };
     if (std::any_of(block_.connections.begin(), block_.connections.end(), drops)) return false;
     const auto packed = [](const LinearSpec& linear) {
