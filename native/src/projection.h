@@ -480,24 +480,25 @@ template <class M, class IO> class Projection {
           const int count = (int)minimum(at_once, rows - r);
           const operand* a = left + r * stride + s;
           if (finishes) prefetch_tile(group, position, r + 2 * at_once, minimum(r + 3 * at_once, rows));
-          if (upcoming.next != nullptr) {
-            const int64_t share = s * turns + r / at_once * steps;
-            const StepPrefetch lines = {upcoming.next + share * upcoming.bytes, upcoming.bytes};
-            if (started) gemm<M, ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW, nullptr, lines);
-            else gemm<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW, nullptr, lines);
-          } else if (finishes && plain && !TILES) {
-            type* output = (type*)w.output + (row + r) * w.output_row + column;
-            const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.activation == CH_RELU};
-            multiply_with_epilogue(count, vecs, steps, a, stride, b, out);
-            continue;
-          } else if (started) {
-            // Tiles load sums at no cost, so they continue them.
-            gemm<M, TILES ? CONTINUE : ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
-          } else {
-            gemm<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
-          }
-          if (finishes && plain) finish_plain(position, r, r + count, tile);
-          else if (finishes) finish(group, position, r, r + count, tile);
+          const bool from_registers = finishes && plain && !TILES;
+          const auto multiply = [&](auto prefetching) CH_INLINED {
+            if (from_registers) {
+              type* output = (type*)w.output + (position.row + r) * w.output_row + column;
+              const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.activation == CH_RELU};
+              multiply_with_epilogue(count, vecs, steps, a, stride, b, out, prefetching);
+            } else if (started) {
+              // Tiles load sums at no cost, so they continue them.
+              gemm<M, TILES ? CONTINUE : ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW, nullptr, prefetching);
+            } else {
+              gemm<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW, nullptr, prefetching);
+            }
+          };
+          const int64_t share = s * turns + r / at_once * steps;
+          if (upcoming.next != nullptr) multiply(StepPrefetch{upcoming.next + share * upcoming.bytes, upcoming.bytes});
+          else multiply(NoPrefetch{});
+          if (!finishes || from_registers) continue;
+          if (plain) finish_plain(position, r, r + count, tile);
+          else finish(group, position, r, r + count, tile);
         }
       }
     }
@@ -618,38 +619,41 @@ template <class M, class IO> class Projection {
     bool relu;
   };
 
-  template <int ROWS, int VECS>
-  static CH_INLINE void epilogue_block(int64_t steps, const operand* a, int64_t a_row, const operand* b, const Out& out) {
+  template <int ROWS, int VECS, class Prefetching>
+  static CH_INLINE void epilogue_block(int64_t steps, const operand* a, int64_t a_row, const operand* b, const Out& out,
+                                       Prefetching prefetching) {
     const vf lowest = out.relu ? (vf){} : all(-INF);
-    micro_kernel<M, ROWS, VECS>(steps, a, a_row, 1, b, PW, [&](int r, int v, vf sum) CH_INLINED {
+    const auto emit = [&](int r, int v, vf sum) CH_INLINED {
       if (out.before != nullptr) sum += load(out.before + r * PW + v * VL);
       sum += load(out.bias + v * VL);
       put_vector<IO>(out.output + r * out.row + v * VL, sum < lowest ? lowest : sum);
-    });
+    };
+    micro_kernel<M, ROWS, VECS>(steps, a, a_row, 1, b, PW, emit, nullptr, 0, prefetching);
   }
 
-  template <int VECS>
+  template <int VECS, class Prefetching>
   static __attribute__((noinline)) void epilogue_rows(int rows, int64_t steps, const operand* a, int64_t a_row,
-                                                      const operand* b, const Out& out) {
+                                                      const operand* b, const Out& out, Prefetching prefetching) {
     switch (rows) {
-      case 6: return epilogue_block<6, VECS>(steps, a, a_row, b, out);
-      case 5: return epilogue_block<5, VECS>(steps, a, a_row, b, out);
-      case 4: return epilogue_block<4, VECS>(steps, a, a_row, b, out);
-      case 3: return epilogue_block<3, VECS>(steps, a, a_row, b, out);
-      case 2: return epilogue_block<2, VECS>(steps, a, a_row, b, out);
-      default: return epilogue_block<1, VECS>(steps, a, a_row, b, out);
+      case 6: return epilogue_block<6, VECS>(steps, a, a_row, b, out, prefetching);
+      case 5: return epilogue_block<5, VECS>(steps, a, a_row, b, out, prefetching);
+      case 4: return epilogue_block<4, VECS>(steps, a, a_row, b, out, prefetching);
+      case 3: return epilogue_block<3, VECS>(steps, a, a_row, b, out, prefetching);
+      case 2: return epilogue_block<2, VECS>(steps, a, a_row, b, out, prefetching);
+      default: return epilogue_block<1, VECS>(steps, a, a_row, b, out, prefetching);
     }
   }
 
   // The micro-kernel with its epilogue in registers.
+  template <class Prefetching>
   static CH_INLINE void multiply_with_epilogue(int rows, int vecs, int64_t steps, const operand* a, int64_t a_row,
-                                               const operand* b, const Out& out) {
+                                               const operand* b, const Out& out, Prefetching prefetching) {
     if constexpr (NV == 4) {
-      if (vecs == 4) return epilogue_rows<4>(rows, steps, a, a_row, b, out);
-      if (vecs == 3) return epilogue_rows<3>(rows, steps, a, a_row, b, out);
+      if (vecs == 4) return epilogue_rows<4>(rows, steps, a, a_row, b, out, prefetching);
+      if (vecs == 3) return epilogue_rows<3>(rows, steps, a, a_row, b, out, prefetching);
     }
-    if (vecs == 2) return epilogue_rows<2>(rows, steps, a, a_row, b, out);
-    return epilogue_rows<1>(rows, steps, a, a_row, b, out);
+    if (vecs == 2) return epilogue_rows<2>(rows, steps, a, a_row, b, out, prefetching);
+    return epilogue_rows<1>(rows, steps, a, a_row, b, out, prefetching);
   }
 
   // The position of a tile.
