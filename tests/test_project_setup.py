@@ -294,14 +294,14 @@ class TestNative:
         assert said.count("\n") == 1
         assert missing in said
 
-    def test_a_build_that_fails(self, build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_build_that_fails(self, build: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         if not all(map(build.tool_path, ("cmake", "c++"))):
             pytest.skip("CMake or a compiler is not here")
         (tmp_path / "CMakeLists.txt").write_text("message(FATAL_ERROR no-such-machine)\n", encoding="utf-8")
         with pytest.raises(SystemExit) as stopped:
             build.main()
         assert stopped.value.code == 2
-        said = capsys.readouterr().err
+        said = capfd.readouterr().err
         assert "no-such-machine" in said
         assert said.splitlines()[-1].startswith("native: ")
 

@@ -130,11 +130,12 @@ __attribute__((noinline)) void gemv_across(const typename IO::type* b, int64_t l
       else sum_stretch<M, IO, ROWS, VECS, false>(from, ldb, count, steps, a + o, a_row, upcoming, sum);
 #pragma GCC unroll 2
       for (int v = 0; v < VECS; v++)
+        if (v * VL < count)
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS && v * VL < count; r++) {
-          float* to = c + r * ldc + column + v * VL;
-          store(to, o == 0 ? sum[v][r] : sum[v][r] + load(to));
-        }
+          for (int r = 0; r < ROWS; r++) {
+            float* to = c + r * ldc + column + v * VL;
+            store(to, o == 0 ? sum[v][r] : sum[v][r] + load(to));
+          }
     }
 }
 
@@ -246,6 +247,7 @@ CH_INLINE vf load_operand(const typename IO::type* b, [[maybe_unused]] int64_t l
 template <class M, class IO>
 CH_INLINE vf load_last_operand(const typename IO::type* b, [[maybe_unused]] int64_t ldb, [[maybe_unused]] bool two,
                                int columns) {
+  if (columns >= VL) __builtin_unreachable();  // or GCC warns of writing past the end
   typename M::operand padded[VL];
   if constexpr (M::PACK == 1) {
     get_row<IO>(b, columns, padded, VL);
@@ -264,13 +266,14 @@ CH_INLINE void axpy_steps(Operands operands, int64_t steps, const typename M::op
                           const typename IO::type* b, int64_t ldb, int columns, float* sums, int64_t sums_row) {
   constexpr int LINE = maximum(1, (int)(LINE_BYTES / (VL * sizeof(typename IO::type))));  // vectors per cache line
   const bool more = steps >= 2 * AXPY_STEPS;
+  const int count = operands;
   const int whole = columns / VL * VL;
   for (int c = 0; c < columns; c += VL) {
     vf sum[ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) sum[r] = load(sums + r * sums_row + c);
 #pragma GCC unroll 8
-    for (int o = 0; o < operands; o++) {
+    for (int o = 0; o < count; o++) {
       const typename IO::type* from = b + o * M::PACK * ldb + c;
       if (more && c / VL % LINE == 0)
 #pragma GCC unroll 2

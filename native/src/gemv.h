@@ -115,8 +115,9 @@ CH_INLINE void add_four(vf sum[ROWS][4], const typename M::operand* a, int64_t a
   int x = from;
   for (; x + AT <= to; x += AT) {
     if constexpr (PREFETCHED == OWN_STREAMS) prefetch_streams<AT * VL>(keys, x * VL);
+    if (AT == LINE || x % LINE == 0)
 #pragma GCC unroll 4
-    for (int k = 0; k < PREFETCHED && (AT == LINE || x % LINE == 0); k++) prefetch_line(others[k] + x * VL);
+      for (int k = 0; k < PREFETCHED; k++) prefetch_line(others[k] + x * VL);
     add_dots<M, ROWS, AT>(sum, a, a_row, keys, x);
   }
   if (AT == 2 && x < to) add_dots<M, ROWS, 1>(sum, a, a_row, keys, x);
@@ -158,16 +159,20 @@ __attribute__((noinline)) void dot_part(const typename M::operand* a, int64_t a_
                                         const typename M::right* const keys[4], const typename M::right* const* others,
                                         const KeyPart& part, vf total[][4], float scores[][4]) {
   vf sum[ROWS][4] = {};
+  if (!part.first())
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int k = 0; k < 4 && !part.first(); k++) sum[r][k] = total[r][k];
+      for (int k = 0; k < 4; k++) sum[r][k] = total[r][k];
   add_four<M, ROWS, PREFETCHED>(sum, a, a_row, keys, part.from, part.to, others);
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) {
+    if (part.last()) {
+      horizontal_sums(sum[r], scores[r]);
+      continue;
+    }
 #pragma GCC unroll 4
-    for (int k = 0; k < 4 && !part.last(); k++) total[r][k] = sum[r][k];
-    if (part.last()) horizontal_sums(sum[r], scores[r]);
+    for (int k = 0; k < 4; k++) total[r][k] = sum[r][k];
   }
 }
 
